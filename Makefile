@@ -1,0 +1,56 @@
+# Every target makes the environment first, once: .venv, at the versions of constraints.txt.
+#   make demo    the whole road: corpus, freeze, plan, launch on a local Ray cluster, result
+#   make test    the whole test suite
+#   make check   lint, format, types and the quick tests
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: env test check format demo mutate bench kills gpu parity clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev]"
+	touch $@
+
+test: env
+	$(BIN)/python -m pytest
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p trainload
+	$(BIN)/mypy examples tests
+	$(BIN)/python -m pytest tests/house
+
+format: env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+demo: env
+	$(BIN)/python examples/gpt/demo.py
+
+mutate: env
+	$(BIN)/python -m tests.mutate
+
+bench: env
+	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/startup.py
+
+kills: env
+	$(BIN)/python benchmarks/kills.py
+
+gpu: env
+	$(BIN)/python benchmarks/gpu.py
+
+parity: env
+	$(BIN)/python benchmarks/parity.py
+
+clean:
+	rm -rf $(VENV) build dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

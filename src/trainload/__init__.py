@@ -1,0 +1,134 @@
+"""Freeze a PyTorch training job into a package; choose the parallelism when it is launched.
+
+    package = trainload.freeze(job, "gpt.tl")
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
+    trainload.launch(package, plan, "train.parquet", run_dir="run")
+
+Importing this imports neither torch nor Ray: they are imported by the first name that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from typing import TYPE_CHECKING, Any
+
+from trainload.capture.errors import (
+    CaptureError,
+    CheckpointError,
+    ClusterError,
+    DataError,
+    IntegrityError,
+    JobError,
+    PackageError,
+    PlanError,
+    RequestError,
+    RunInterrupted,
+    StorageError,
+    TrainingError,
+    TrainloadError,
+    UnsafePackageError,
+    VersionError,
+    WorkError,
+)
+from trainload.capture.versions import demand_supported_torch as _demand_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.api import dry_run as dry_run
+    from trainload.api import freeze as freeze
+    from trainload.api import launch as launch
+    from trainload.api import open as open
+    from trainload.api import plan as plan
+    from trainload.api import resume as resume
+    from trainload.capture.job import Job as Job
+    from trainload.capture.job import Loss as Loss
+    from trainload.packaging.read import Package as Package
+    from trainload.sharding.plan import Cluster as Cluster
+    from trainload.sharding.plan import Plan as Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "Cluster",
+    "ClusterError",
+    "DataError",
+    "IntegrityError",
+    "Job",
+    "JobError",
+    "Loss",
+    "Package",
+    "PackageError",
+    "Plan",
+    "PlanError",
+    "RequestError",
+    "RunInterrupted",
+    "StorageError",
+    "TrainingError",
+    "TrainloadError",
+    "UnsafePackageError",
+    "VersionError",
+    "WorkError",
+    "__version__",
+    "dry_run",
+    "freeze",
+    "launch",
+    "open",
+    "plan",
+    "resume",
+]
+
+_HOMES = {
+    "Cluster": "trainload.sharding.plan",
+    "Job": "trainload.capture.job",
+    "Loss": "trainload.capture.job",
+    "Package": "trainload.packaging.read",
+    "Plan": "trainload.sharding.plan",
+    "dry_run": "trainload.api",
+    "freeze": "trainload.api",
+    "open": "trainload.api",
+    "plan": "trainload.api",
+    "resume": "trainload.api",
+}
+"""Where each name that is imported on first use lives."""
+
+
+class _Verb(types.ModuleType):
+    """A stage folder whose name is a verb of the face as well.
+
+    `trainload.launch` is the namespace package of the stage, since Python binds a submodule to its parent, and the function
+    `trainload.api.launch`, since that is what it is for. Making the module callable serves both, in whatever order they are imported.
+    """
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._function(*args, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)
+
+    @property
+    def _function(self) -> Any:
+        _demand_supported_torch()
+        return getattr(importlib.import_module("trainload.api"), self.__name__.rpartition(".")[2])
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function)
+
+
+importlib.import_module("trainload.launch").__class__ = _Verb
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainload' has no attribute {name!r}")
+    _demand_supported_torch()
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

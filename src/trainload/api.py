@@ -1,0 +1,347 @@
+"""The verbs: freeze, open, plan, launch, resume."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Required, TypedDict, Unpack
+
+import torch
+
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.errors import ClusterError, DataError, StorageError
+from trainload.capture.job import Job
+from trainload.capture.trace import capture
+from trainload.launch.build import build_key, derived_key, device_of
+from trainload.launch.dataset import check_schema
+from trainload.launch.failure import clear_failure
+from trainload.launch.journal import Event, followed
+from trainload.launch.result import RunResult, finish
+from trainload.launch.spec import RunSpec, check_new_run, default_cache_dir, read_spec, write_spec
+from trainload.packaging.derived import write_derived
+from trainload.packaging.manifest import graph_specs
+from trainload.packaging.read import Package, open_package
+from trainload.packaging.write import write_package
+from trainload.sharding.make_plan import DEFAULT_BUCKET_BYTES, check_plan, make_plan
+from trainload.sharding.plan import Cluster, Plan, Strategy
+
+Backend = Literal["ray", "local", "torchrun"]
+
+__all__ = ["DryRunReport", "dry_run", "freeze", "launch", "open", "plan", "resume"]
+
+
+def freeze(job: Job, path: str | Path) -> Package:
+    """Captures a job, proves the graphs equal to eager, and writes the package.
+
+    The joint forward and backward graph for the CPU is derived and proven too, and kept beside the program; other devices derive theirs
+    when the package is first compiled there.
+
+    Args:
+        job: model, loss, optimizer, schedule and an example batch.
+        path: the package to write, a folder that does not exist.
+
+    Raises:
+        JobError: the job's description does not hold together.
+        CaptureError: the model cannot be captured soundly.
+        StorageError: the path is taken, or cannot be written.
+    """
+    path = Path(path)
+    if path.exists():
+        raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
+    if not path.absolute().parent.is_dir():
+        raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+    program = capture(job)
+    recipe, updates = capture_optimizer(job, program)
+    steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
+    check_step(program, steps["train"], {name: tensor.detach().cpu() for name, tensor in job.batch.items()})
+    package = write_package(path, program, updates, recipe, assets={name: Path(source) for name, source in job.assets.items()})
+    try:
+        write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
+    except StorageError:
+        shutil.rmtree(path)
+        raise
+    return package
+
+
+def open(path: str | Path) -> Package:
+    """Opens a package; see `trainload.packaging.read.open_package`."""
+    return open_package(Path(path))
+
+
+def plan(
+    package: Package,
+    cluster: Cluster,
+    strategy: Strategy | None = None,
+    *,
+    global_batch: int | None = None,
+    accumulate: int = 1,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    prefetch: int = 1,
+) -> Plan:
+    """Spreads a package over a cluster; see `trainload.sharding.make_plan.make_plan`."""
+    return make_plan(
+        package, cluster, strategy, global_batch=global_batch, accumulate=accumulate, bucket_bytes=bucket_bytes, prefetch=prefetch
+    )
+
+
+class RunOptions(TypedDict, total=False):
+    """What `launch` and `dry_run` take beside package, plan and data.
+
+    run_dir: the run's folder (journal, checkpoints); on storage that all nodes share. There must be no run in it. Required.
+    steps: optimizer updates; None: the recipe's.
+    eval_data: held-out data: evaluated before the first step and after the last one.
+    eval_every: and every so many steps.
+    eval_batches: at most so many global batches of it; None: all.
+    checkpoint_every: steps between checkpoints; there is always one at the end.
+    keep: how many checkpoints are kept; 2.
+    output: where to write a package with the trained weights.
+    compile: False runs the graphs uncompiled.
+    max_failures: how often workers are restarted from the last checkpoint before the run is given up; 3.
+    backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
+    address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
+    """
+
+    run_dir: Required[str | Path]
+    steps: int | None
+    eval_data: str | Path | None
+    eval_every: int | None
+    eval_batches: int | None
+    checkpoint_every: int | None
+    keep: int
+    output: str | Path | None
+    compile: bool
+    max_failures: int
+    backend: Backend
+    address: str | None
+
+
+def launch(
+    package: Package, plan: Plan, data: str | Path, *, on_event: Callable[[Event], None] | None = None, **options: Unpack[RunOptions]
+) -> RunResult:
+    """Trains a package.
+
+    Args:
+        package: what is trained.
+        plan: how; made for this package.
+        data: Parquet file or folder, or npz, with exactly the package's inputs as columns.
+        on_event: told everything that happens.
+        options: see `RunOptions`.
+
+    Raises:
+        PlanError: the plan is for another package, or was edited so that it does not fit.
+        DataError: the data does not have the package's inputs.
+        ClusterError: the cluster cannot hold the plan.
+        StorageError: a path is taken or cannot be written. Up to here nothing was started.
+        RunInterrupted: Ctrl-C; the run can be resumed.
+        TrainingError: the workers failed too often, or the loss is not finite.
+    """
+    spec = _spec(package, plan, data, options)
+    _check_request(package, spec)
+    backend = options.get("backend", "ray")
+    if _leads(backend):  # torchrun's other ranks may find it made already
+        _check_place(package, spec)
+    return _run(package, spec, backend, options.get("address"), on_event or _ignore, new=True)
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    workers: int | None = None,
+    strategy: Strategy | None = None,
+    backend: Backend | None = None,
+    address: str | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> RunResult:
+    """Continues a run from its last whole checkpoint, on as many workers as there are now.
+
+    Args:
+        run_dir: the run's folder.
+        workers: None: as before.
+        strategy: None: as before where that is possible for the number of workers.
+        backend: None: "local" for a run of one worker that is asked for so, else Ray.
+        address: of a Ray cluster.
+        on_event: told everything that happens.
+
+    Raises: as `launch`.
+    """
+    folder = Path(run_dir).absolute()
+    spec = read_spec(folder)
+    package = open_package(Path(spec.package))
+    if workers is not None or strategy is not None:
+        world = workers or spec.plan.world_size
+        cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
+        kept = strategy or (None if world == 1 or spec.plan.strategy == "single" else spec.plan.strategy)
+        new_plan = make_plan(package, cluster, kept, global_batch=spec.plan.global_batch, prefetch=spec.plan.prefetch)
+        spec = spec.model_copy(update={"plan": new_plan})
+    _check_request(package, spec)
+    clear_failure(folder)
+    return _run(package, spec, backend or "ray", address, on_event or _ignore, new=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """What a launch would do. All of it was checked; nothing was started."""
+
+    package: Path
+    digest: str
+    strategy: str
+    workers: int
+    steps: int
+    rows: int
+    eval_rows: int | None
+    parameter_bytes_per_worker: int
+    optimizer_bytes_per_worker: int
+    compiled_already: bool
+    free_disk_bytes: int
+
+
+def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[RunOptions]) -> DryRunReport:
+    """Checks a launch without starting it: package, plan, data, cluster, paths. Arguments and errors are those of `launch`."""
+    spec = _spec(package, plan, data, options)
+    rows, eval_rows = _check_request(package, spec)
+    _check_place(package, spec)
+    if options.get("backend", "ray") == "ray":
+        import ray
+
+        from trainload.launch.ray_run import check_resources, connect
+
+        started = connect(options.get("address"))
+        try:
+            check_resources(spec)
+        finally:
+            if started:
+                ray.shutdown()
+    key = build_key(package, plan, device_of(plan)) if plan.cluster.device == "cpu" else ""
+    return DryRunReport(
+        package=package.path,
+        digest=package.digest,
+        strategy=plan.strategy,
+        workers=plan.world_size,
+        steps=spec.steps,
+        rows=rows,
+        eval_rows=eval_rows,
+        parameter_bytes_per_worker=plan.estimate.parameter_bytes,
+        optimizer_bytes_per_worker=plan.estimate.optimizer_bytes,
+        compiled_already=bool(key) and (default_cache_dir() / "compiled" / key).is_dir(),
+        free_disk_bytes=shutil.disk_usage(_existing(Path(spec.run_dir))).free,
+    )
+
+
+def _ignore(event: Event) -> None:
+    """For callers that do not watch."""
+
+
+def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -> RunSpec:
+    def absolute(path: str | Path | None) -> str | None:
+        return None if path is None else str(Path(path).absolute())
+
+    return RunSpec(
+        package=str(package.path),
+        plan=plan,
+        data=str(Path(data).absolute()),
+        run_dir=str(Path(options["run_dir"]).absolute()),
+        steps=options.get("steps") or package.recipe.steps,
+        eval_data=absolute(options.get("eval_data")),
+        eval_every=options.get("eval_every"),
+        eval_batches=options.get("eval_batches"),
+        checkpoint_every=options.get("checkpoint_every"),
+        keep=options.get("keep", 2),
+        output=absolute(options.get("output")),
+        compile=options.get("compile", True),
+        max_failures=options.get("max_failures", 3),
+    )
+
+
+def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
+    """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
+    check_plan(spec.plan, package)
+    inputs, _ = graph_specs(package.manifest.graphs["train"])
+    rows = check_schema(spec.data, inputs)
+    eval_rows = check_schema(spec.eval_data, inputs) if spec.eval_data is not None else None
+    if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
+        raise DataError("an evaluation was asked for without held-out data", where="eval_data", cure="Give --eval-data.")
+    if spec.output is not None and Path(spec.output).exists():
+        raise StorageError("it exists already", where=spec.output, cure="Choose another --output, or remove it.")
+    return rows, eval_rows
+
+
+def _leads(backend: Backend) -> bool:
+    """Whether this process makes the run's folder, and writes what comes of it: the only one, or torchrun's rank 0."""
+    if backend != "torchrun":
+        return True
+    from trainload.launch.local_run import torchrun_place
+
+    return torchrun_place().rank == 0
+
+
+def _check_place(package: Package, spec: RunSpec) -> None:
+    """Demands a place for a new run, with room for the checkpoints that it keeps and for the one that is written beside them."""
+    check_new_run(Path(spec.run_dir))
+    states = {update.group: sum(state.like_parameter for state in update.state) for update in package.manifest.updates}
+    one = sum(
+        b.length * torch.empty(0, dtype=getattr(torch, b.dtype)).element_size() * (1 + states.get(str(b.group), 0))
+        for b in spec.plan.buckets
+    )
+    count = 1 if spec.checkpoint_every is None else min(spec.keep, spec.steps // spec.checkpoint_every) + 1
+    free = shutil.disk_usage(_existing(Path(spec.run_dir))).free
+    if free < count * one:
+        raise StorageError(
+            "the disk has no room for the run's checkpoints",
+            where=spec.run_dir,
+            expected=f"{count} x {one:,} bytes",
+            got=f"{free:,} bytes free",
+            cure="Make room, keep fewer checkpoints, or choose another --run-dir.",
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _run(
+    package: Package, spec: RunSpec, backend: Backend, address: str | None, on_event: Callable[[Event], None], *, new: bool
+) -> RunResult:
+    if backend == "ray":
+        _run_on_ray(spec, address, on_event, new=new)
+    elif backend == "torchrun":
+        from trainload.launch.local_run import run_under_torchrun
+
+        if _leads(backend):
+            with followed(Path(spec.run_dir), on_event):
+                run_under_torchrun(spec, new=new)
+        else:
+            run_under_torchrun(spec, new=new)
+            spec = spec.model_copy(update={"output": None})  # rank 0 writes it
+    elif backend == "local":
+        from trainload.launch.local_run import run_in_process
+
+        if spec.plan.world_size != 1:
+            raise ClusterError("the local backend has one worker", expected="1", got=str(spec.plan.world_size), cure="Use --backend ray.")
+        if new:
+            write_spec(spec)
+        with followed(Path(spec.run_dir), on_event):
+            run_in_process(spec)
+    else:
+        raise ClusterError("no such backend", expected="ray, local or torchrun", got=str(backend))
+    return finish(spec, package)
+
+
+def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
+    import ray
+
+    from trainload.launch.ray_run import check_resources, connect, run_on_ray
+
+    started = connect(address)
+    try:
+        check_resources(spec)
+        if new:
+            write_spec(spec)
+        run_on_ray(spec, on_event)
+    finally:
+        if started:
+            ray.shutdown()

@@ -1,0 +1,200 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere; and records as tables and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_INTERVAL = 10.0
+"""Seconds between two plain lines about steps."""
+_QUIET = frozenset({"step", "steps", "kind", "name", "workers"})
+
+
+class Event(Protocol):
+    """What a run reports: `kind` is stage, step, eval, checkpoint, warning or end; `data` says the rest."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def data(self) -> Mapping[str, Any]: ...
+
+
+class RunView:
+    """Shows a run's events as they come. Used as a context manager; call it with each event.
+
+    On a terminal: one progress bar with loss, throughput and time left, and a line for all that is not a step. Elsewhere: lines,
+    for steps one every `PLAIN_INTERVAL` seconds and one for the last step.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._last_line = -math.inf
+        self._unsaid: Mapping[str, Any] | None = None
+        self._task: TaskID | None = None
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            )
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._unsaid is not None:
+            self._say(step_line(self._unsaid))
+        if self._progress is not None:
+            self._progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        if event.kind == "step":
+            self._step(event.data)
+        elif event.kind != "end":
+            self._say(event_line(event))
+
+    def _step(self, data: Mapping[str, Any]) -> None:
+        done, total = int(data["step"]) + 1, data.get("steps")
+        if self._progress is None:
+            if self._clock() - self._last_line < PLAIN_INTERVAL:
+                self._unsaid = data
+                return
+            self._unsaid = None
+            self._last_line = self._clock()
+            self._say(step_line(data))
+            return
+        if self._task is None:
+            self._task = self._progress.add_task("training", total=total, completed=done, numbers="")
+        self._progress.update(self._task, completed=done, total=total, numbers=numbers(data))
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def step_line(data: Mapping[str, Any]) -> str:
+    """One line about a step. Steps are counted from 0; people count what is done."""
+    total = f"/{data['steps']}" if data.get("steps") is not None else ""
+    left = f"  {duration(data['seconds_left'])} left" if data.get("seconds_left") is not None else ""
+    return f"step {int(data['step']) + 1}{total}  {numbers(data)}{left}"
+
+
+def event_line(event: Event) -> str:
+    """One line about anything that is not a step."""
+    data = event.data
+    title = f"{event.kind} {data['name']}" if "name" in data else event.kind
+    if "step" in data:
+        title += f" at step {data['step']}"
+    rest = (f"{name.replace('_', ' ')} {_short(name, value)}" for name, value in data.items() if name not in _QUIET and value is not None)
+    return "  ".join([f"{title}:", *rest]) if len(data.keys() - _QUIET) else title
+
+
+def numbers(data: Mapping[str, Any]) -> str:
+    """Loss, metrics and throughput of a step, in one short piece of text."""
+    parts = [f"loss {data['loss']:.4f}"] if "loss" in data else []
+    parts += [f"{name} {value:.4f}" for name, value in data.get("metrics", {}).items()]
+    for unit in ("tokens", "rows"):
+        rate = data.get(f"{unit}_per_second")
+        if rate is not None:
+            parts.append(f"{rate:,.0f} {unit}/s")
+            break
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`75.2` -> "1m15s"."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+
+
+def size(count: int) -> str:
+    """Bytes for people: `1536` -> "1.5 KiB"."""
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("the last unit returns")
+
+
+def as_json(value: Any) -> Any:
+    """`value` in JSON's types: records become objects, paths and enums strings, NaN and infinities null.
+
+    Raises:
+        TypeError: it holds something that has no such form.
+    """
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Enum):
+        return as_json(value.value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_json(entry) for entry in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "model_dump"):
+        return as_json(value.model_dump(mode="json"))
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def dump_json(value: Any) -> str:
+    """`value` as indented JSON text."""
+    return json.dumps(as_json(value), indent=2, allow_nan=False)
+
+
+def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Table:
+    """A table of names and values."""
+    made = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(name.replace("_", " "), _short(name, value))
+    return made
+
+
+def record_table(record: Any, title: str | None = None) -> Table:
+    """A table of a record's fields, without those that are None or empty."""
+    fields = as_json(record)
+    return table(((name, value) for name, value in fields.items() if value not in (None, [], {}, "")), title)
+
+
+def _short(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return size(value) if "bytes" in name else str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_short(str(key), entry)}" for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_short(name, entry) for entry in value[:6]) + (f" and {len(value) - 6} more" if len(value) > 6 else "")
+    return str(value)
