@@ -1,0 +1,123 @@
+"""Every exception that trainload raises for people.
+
+    TrainloadError
+    ├── RequestError (ValueError)       the request was wrong; the command line exits with 2
+    │   ├── JobError                    a job's description does not hold together
+    │   ├── CaptureError                the model cannot be captured soundly
+    │   ├── PackageError                a package cannot be used
+    │   │   ├── IntegrityError          its bytes are not what its manifest says
+    │   │   └── UnsafePackageError      it holds something that this format does not allow
+    │   ├── DataError                   a data set does not fit the package's inputs
+    │   ├── PlanError                   no plan can be made, or a plan does not fit its package
+    │   ├── ClusterError                the cluster cannot hold the plan
+    │   ├── StorageError                a path is taken, missing, not writable or full
+    │   └── VersionError                the installed torch is not supported
+    └── WorkError (RuntimeError)        the work failed; the command line exits with 1
+        ├── TrainingError               a run ended before its last step
+        ├── CheckpointError             no checkpoint could be written or read
+        └── RunInterrupted              somebody asked the run to stop
+
+A message says where, what was expected, what was found, and what to do about it. All of them survive
+pickling, since they travel from workers to the driver.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class TrainloadError(Exception):
+    """Base of all errors of this library.
+
+    Args:
+        problem: one sentence that says what is wrong.
+        where: the file, line, parameter or option that it concerns.
+        expected: what would have been right.
+        got: what was found instead.
+        cure: what to do about it.
+    """
+
+    def __init__(self, problem: str, *, where: str = "", expected: str = "", got: str = "", cure: str = "") -> None:
+        self.problem = problem
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.cure = cure
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.problem}" if self.where else self.problem
+        if self.expected or self.got:
+            text += f" (expected {self.expected or 'otherwise'}, got {self.got or 'nothing'})"
+        return f"{text}. {self.cure}" if self.cure else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.problem, self.where, self.expected, self.got, self.cure)
+
+    @classmethod
+    def _of(cls, problem: str, where: str, expected: str, got: str, cure: str) -> Self:
+        return cls(problem, where=where, expected=expected, got=got, cure=cure)
+
+
+def _rebuild(kind: type[TrainloadError], problem: str, where: str, expected: str, got: str, cure: str) -> TrainloadError:
+    return kind._of(problem, where, expected, got, cure)
+
+
+class RequestError(TrainloadError, ValueError):
+    """The request was wrong: nothing was done."""
+
+
+class JobError(RequestError):
+    """A job's description does not hold together."""
+
+
+class CaptureError(RequestError):
+    """The model cannot be captured soundly."""
+
+
+class PackageError(RequestError):
+    """A package cannot be used."""
+
+
+class IntegrityError(PackageError):
+    """A package's bytes are not what its manifest says."""
+
+
+class UnsafePackageError(PackageError):
+    """A package holds something that the format does not allow."""
+
+
+class DataError(RequestError):
+    """A data set does not fit the package's inputs."""
+
+
+class PlanError(RequestError):
+    """No plan can be made, or a plan does not fit its package."""
+
+
+class ClusterError(RequestError):
+    """The cluster cannot hold the plan."""
+
+
+class StorageError(RequestError):
+    """A path is taken, missing, not writable or full."""
+
+
+class VersionError(RequestError):
+    """The installed torch is not supported."""
+
+
+class WorkError(TrainloadError, RuntimeError):
+    """The work failed."""
+
+
+class TrainingError(WorkError):
+    """A run ended before its last step."""
+
+
+class CheckpointError(WorkError):
+    """No checkpoint could be written or read."""
+
+
+class RunInterrupted(WorkError):
+    """Somebody asked the run to stop."""

@@ -1,0 +1,102 @@
+"""A job's loss and its predict function as modules that torch.export takes: a batch in, one flat tuple of tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainload.capture.errors import JobError
+from trainload.capture.job import Job, Loss
+from trainload.capture.program import OutputRole, OutputSpec
+
+
+class Signature:
+    """What a traced function returned last. Not an attribute of the module itself: torch.export puts those back after tracing."""
+
+    def __init__(self) -> None:
+        self.outputs: tuple[OutputSpec, ...] = ()
+
+
+class StepFunction(nn.Module):
+    """A job's loss as a module: {name: tensor} -> flat tuple of the outputs that `signature` describes after a call."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.model
+        self._loss = (job.loss,)  # in a tuple, so that a loss that is a module is not registered as one
+        self.signature = Signature()
+        _refuse_state(job.loss, "Job.loss")
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        (function,) = self._loss
+        result = self.model(**batch) if function is None else function(self.model, batch)
+        loss = result if isinstance(result, Loss) else Loss(result)
+        value: Any = loss.value  # what a user's function returns may be anything
+        if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
+            raise JobError(
+                "the loss is not a scalar",
+                where="Job.loss",
+                expected="a 0-dim floating-point tensor, or trainload.Loss with one",
+                got=_described(value),
+                cure="Reduce it with .mean(), or give Job(loss=...) a function that returns the scalar.",
+            )
+        outputs = [OutputSpec("loss", OutputRole.LOSS)]
+        values: list[Any] = [value]
+        if loss.weight is not None:
+            outputs.append(OutputSpec("weight", OutputRole.WEIGHT))
+            values.append(loss.weight)
+        for name in sorted(loss.metrics):
+            outputs.append(OutputSpec(name, OutputRole.METRIC))
+            values.append(loss.metrics[name])
+        for spec, entry in zip(outputs, values, strict=True):
+            if not isinstance(entry, Tensor) or entry.ndim != 0 or entry.is_complex():
+                raise JobError(
+                    "not a 0-dim tensor", where=f"Job.loss: {spec.role} {spec.name!r}", expected="a 0-dim tensor", got=_described(entry)
+                )
+        self.signature.outputs = tuple(outputs)
+        return tuple(values)
+
+
+class PredictFunction(nn.Module):
+    """A job's predict as a module: {name: tensor} -> flat tuple of tensors, named by `signature` after a call."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.model
+        assert job.predict is not None
+        self._predict = (job.predict,)
+        self.signature = Signature()
+        _refuse_state(job.predict, "Job.predict")
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        (function,) = self._predict
+        result = function(self.model, batch)
+        named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {"prediction": result}
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
+                raise JobError(
+                    f"predict's {name!r} is not a tensor",
+                    where="Job.predict",
+                    expected="a tensor, or a flat mapping of names to tensors",
+                    got=type(value).__name__,
+                )
+        names = sorted(named)
+        self.signature.outputs = tuple(OutputSpec(name, OutputRole.PREDICTION) for name in names)
+        return tuple(named[name] for name in names)
+
+
+def _described(value: object) -> str:
+    return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _refuse_state(function: object, where: str) -> None:
+    if isinstance(function, nn.Module) and (any(True for _ in function.parameters()) or any(True for _ in function.buffers())):
+        raise JobError(
+            "has parameters or buffers of its own, which would be lost",
+            where=where,
+            expected="a function of the model and the batch",
+            got=f"a {type(function).__name__} with state",
+            cure="Make it a part of Job.model, and reach it there: model.criterion(...).",
+        )

@@ -1,0 +1,71 @@
+"""What a user hands to the freeze: the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a job's loss function may return when a plain scalar is not enough.
+
+    Attributes:
+        value: the mean loss of the batch, a 0-dim floating-point tensor.
+        weight: what the mean was taken over (tokens that are not padding, say), a 0-dim tensor. Batches are
+            combined as sum(weight * value) / sum(weight). None: the number of rows of the batch.
+        metrics: further 0-dim tensors to report, each combined like the loss. They get no gradient.
+    """
+
+    value: torch.Tensor
+    weight: torch.Tensor | None = None
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], "torch.Tensor | Loss"]
+PredictFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], "torch.Tensor | Mapping[str, torch.Tensor]"]
+OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
+ScheduleFunction = Callable[[int], float]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training job, ready to be frozen.
+
+    Attributes:
+        model: the module, with its weights, on any device.
+        batch: an example batch, input name -> tensor. Its leading dim is the batch dim, of 2 rows or more.
+        loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`. None: `model(**batch)` returns it.
+        optimizer: `optimizer(model)` -> a `torch.optim.Optimizer` over the model's parameters.
+        schedule: `schedule(step)` -> factor on each group's learning rate, for step 0, 1, ...; or a
+            `torch.optim.lr_scheduler` factory that is given the optimizer. None: constant.
+        predict: `predict(model, batch)` -> the tensors that a trained model is for. None: no predict graph.
+        predict_inputs: the names of the batch's entries that predict reads. None: all of them.
+        dynamic: input name -> {dim: torch.export.Dim, Dim.AUTO, Dim.DYNAMIC or Dim.STATIC}. The leading dim of every
+            input is dynamic (one dim, named "batch") unless this says `{0: Dim.STATIC}`.
+        steps: length of the run: optimizer updates.
+        global_batch: rows of one optimizer update, over all workers and microbatches. None: the example's rows.
+        clip_norm: greatest global L2 norm of the gradient. None: no clipping.
+        seed: of dropout masks and of the order of the data.
+        assets: file name -> path of files that travel in the package (a tokenizer, a licence).
+    """
+
+    model: torch.nn.Module
+    batch: Batch
+    optimizer: OptimizerFactory
+    loss: LossFunction | None = None
+    schedule: ScheduleFunction | SchedulerFactory | None = None
+    predict: PredictFunction | None = None
+    predict_inputs: Iterable[str] | None = None
+    dynamic: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    steps: int = 1000
+    global_batch: int | None = None
+    clip_norm: float | None = None
+    seed: int = 0
+    assets: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,261 @@
+"""Replays batches through eager and through a captured graph, and compares what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
+
+from trainload.capture.blame import replay_error
+from trainload.capture.errors import CaptureError, RequestError
+from trainload.capture.locate import part_company
+from trainload.capture.program import GraphCapture, OutputRole
+from trainload.capture.state import numbers_of
+
+FULL_PRECISION_TOLERANCE = 1e-5
+"""Greatest L2 distance between a captured and an eager tensor, relative to the eager tensor's norm."""
+LOW_PRECISION_TOLERANCE = 1e-3
+"""The same for graphs that compute in float16 or bfloat16 somewhere."""
+_NOISE = 1e-6
+"""Tensors whose norm is below this part of all gradients' norm are compared with that part."""
+_SEED = 20_240_229
+
+
+def check_parity(captured: GraphCapture, function: nn.Module, batch: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> set[str]:
+    """Compares outputs, gradients and buffers on the example batch and on one of another size.
+
+    Args:
+        captured: the graph.
+        function: what it was captured from, in the same mode; its model's buffers are changed.
+        batch: the example batch.
+        constants: tensor constants by "graph/name".
+
+    Returns:
+        Names of the parameters that require a gradient and get none.
+
+    Raises:
+        CaptureError: something differs; the message names the first module that does.
+    """
+    missing: set[str] | None = None
+    changed: set[str] | None = None
+    for rows in _sizes(captured, batch):
+        resized = {n: t[torch.arange(rows, device=t.device) % t.shape[0]] for n, t in batch.items()}
+        found, counted = _compare(captured, function, resized, constants)
+        missing = found if missing is None else missing & found
+        changed = counted if changed is None else changed & counted
+    if changed:
+        first = min(changed)
+        raise CaptureError(
+            f"forward changes the Python number {first}, which a graph would freeze",
+            where=_owner(first),
+            expected="state in buffers",
+            got=f"an attribute that changes with every {captured.name} call",
+            cure="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
+        )
+    return missing or set()
+
+
+def _sizes(captured: GraphCapture, batch: Mapping[str, Tensor]) -> list[int]:
+    """Rows of the replays. Two replays even where the size is fixed: state that is kept outside of buffers shows at the second."""
+    rows = next(iter(batch.values())).shape[0]
+    if isinstance(captured.inputs[0].shape[0], int):
+        return [rows, rows]
+    return [rows + 1, rows]
+
+
+def _compare(
+    captured: GraphCapture, function: nn.Module, batch: dict[str, Tensor], constants: Mapping[str, Tensor]
+) -> tuple[set[str], set[str]]:
+    """Names of the parameters without a gradient, and of the Python numbers that the call changed."""
+    model = function.get_submodule("model")
+    training = captured.name == "train"
+    rows = next(iter(batch.values())).shape[0]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    before = {name: value.detach().clone() for name, value in model.named_buffers(remove_duplicate=False)}
+
+    numbers = numbers_of(model)
+    versions = {name: value._version for name, value in parameters.items()}
+    with _replay(training):
+        try:
+            expected = function(batch)
+            eager_gradients = _gradients(expected, captured, parameters) if training else {}
+        except RequestError:
+            raise
+        except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
+            raise replay_error(captured.name, rows, "the model", error) from error
+    _refuse_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
+    counted = {n for n, value in numbers_of(model).items() if value != numbers.get(n) and value != rows}
+    eager_outputs = [v.detach().clone() for v in expected]
+    eager_buffers = dict(model.named_buffers(remove_duplicate=False))
+    differentiable = sorted(name for name, value in eager_buffers.items() if value.requires_grad)
+    if differentiable:
+        raise CaptureError(
+            "forward writes a value that requires a gradient into a buffer",
+            where=f"buffer {differentiable[0]}",
+            cure="Write it under torch.no_grad(), or write value.detach().",
+        )
+    eager_buffers = {name: value.clone() for name, value in eager_buffers.items()}
+
+    replayed = {name: value.clone() for name, value in before.items()}
+    arguments = _arguments(captured, batch, {**parameters, **replayed}, constants)
+    constant_versions = {name: value._version for name, value in constants.items()}
+    with _replay(training):
+        try:
+            got = captured.exported.graph_module(*arguments)
+            graph_gradients = _gradients(got, captured, parameters) if training else {}
+        except Exception as error:  # torch's kernels may raise anything
+            raise replay_error(captured.name, rows, "the captured graph", error) from error
+    _refuse_writes(captured, {n for n, v in constants.items() if v._version != constant_versions[n]}, "a tensor that is no buffer")
+
+    tolerance = tolerance_of(captured)
+
+    def where() -> str:
+        if counted:
+            return _owner(min(counted))
+        fresh = {name: value.clone() for name, value in before.items()}
+        with torch.no_grad():
+            for name, value in model.named_buffers(remove_duplicate=False):
+                if name in before and value.shape == before[name].shape:
+                    value.copy_(before[name])
+        again = _arguments(captured, batch, {**parameters, **fresh}, constants)
+        with _replay(training):
+            return part_company(
+                captured.exported.graph_module, function, batch, again, lambda a, b: _distance(a.detach(), b.detach(), 0.0), tolerance
+            )
+
+    for spec, a, b in zip(captured.outputs, eager_outputs, got, strict=True):
+        _check(f"{spec.role} {spec.name!r}", a, b.detach(), tolerance, captured, rows, where)
+    for name, value in eager_buffers.items():
+        if name not in replayed:
+            raise CaptureError("forward registers a buffer", where=f"buffer {name}", cure="Register it in the constructor.")
+        _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, partial("buffer {}".format, name))
+    _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where)
+    return {name for name, gradient in eager_gradients.items() if gradient is None}, counted
+
+
+def _owner(attribute: str) -> str:
+    module = attribute.rpartition(".")[0]
+    return f"module {module}" if module else "Job.model itself"
+
+
+def _arguments(
+    captured: GraphCapture, batch: Mapping[str, Tensor], state: Mapping[str, Tensor], constants: Mapping[str, Tensor]
+) -> list[Tensor]:
+    entries = iter(batch.values())
+    return [
+        next(entries)
+        if s.kind is InputKind.USER_INPUT
+        else constants[f"{captured.name}/{s.target}"].to(next(iter(batch.values())).device)
+        if s.kind is InputKind.CONSTANT_TENSOR
+        else state[str(s.target)]
+        for s in captured.exported.graph_signature.input_specs
+    ]
+
+
+def _refuse_writes(captured: GraphCapture, names: set[str], what: str) -> None:
+    if names:
+        raise CaptureError(
+            f"the {captured.name} graph writes to {what}",
+            where=min(names).removeprefix(f"{captured.name}/"),
+            expected="a step that changes buffers only",
+            got=f"a write in place to {', '.join(sorted(names)[:4])}",
+            cure="Keep what changes in a buffer (register_buffer); constrain a parameter with torch.nn.utils.parametrize.",
+        )
+
+
+@contextmanager
+def _replay(training: bool) -> Iterator[None]:
+    """One seed, and no cache of autocast's casts: captured graphs have none, and the cache alone moves bf16 gradients by 1e-3."""
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.random.fork_rng(), torch.set_grad_enabled(training):
+            torch.manual_seed(_SEED)
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+
+
+def _gradients(outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    loss = next(v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS)
+    if not loss.requires_grad:
+        return dict.fromkeys((n for n, p in parameters.items() if p.requires_grad), None)
+    owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
+    wanted = {n: parameters[n] for n in owners.values()}
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
+
+
+def tolerance_of(captured: GraphCapture) -> float:
+    """How far a graph's values may be from eager's, by the precisions that it computes in."""
+    low = (torch.float16, torch.bfloat16)
+    for module in captured.exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, Tensor) and value.dtype in low:
+                    return LOW_PRECISION_TOLERANCE
+    return FULL_PRECISION_TOLERANCE
+
+
+def _distance(expected: Tensor, got: Tensor, floor: float) -> float:
+    """Relative L2 distance; infinite if shapes differ or only one has a NaN."""
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return float("inf")
+    a, b = expected.double(), got.double()
+    if torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()):
+        return 0.0
+    distance = float((a - b).norm())
+    return distance / max(float(a.norm()), floor, 1e-30) if distance == distance else float("inf")
+
+
+def _check(what: str, expected: Tensor, got: Tensor, tolerance: float, captured: GraphCapture, rows: int, where: Callable[[], str]) -> None:
+    distance = _distance(expected, got, 0.0)
+    if not distance <= tolerance:
+        raise CaptureError(
+            f"the captured {captured.name} graph differs from eager in its {what} on {rows} rows by {distance:.2g} of its size",
+            where=where() or f"graph {captured.name}",
+            expected=f"at most {tolerance:g}",
+            got=f"{distance:.2g}",
+            cure="The model does something that capture does not see: counters or attributes changed in forward, buffers that are assigned "
+            "anew instead of written with copy_, hooks, or branches on the batch size.",
+        )
+
+
+def _check_gradients(
+    expected: Mapping[str, Tensor | None],
+    got: Mapping[str, Tensor | None],
+    tolerance: float,
+    captured: GraphCapture,
+    rows: int,
+    order: list[str],
+    where: Callable[[], str],
+) -> None:
+    total = sum(float(g.double().norm()) ** 2 for g in expected.values() if g is not None) ** 0.5
+    wrong: dict[str, float] = {}
+    for name, gradient in expected.items():
+        other = got[name]
+        if gradient is None or other is None:
+            present = gradient if other is None else other
+            if present is not None and bool((present != 0).any()):
+                wrong[name] = float("inf")
+        else:
+            distance = _distance(gradient, other, _NOISE * total)
+            if not distance <= tolerance:
+                wrong[name] = distance
+    if wrong:
+        last = max(wrong, key=order.index)
+        module = last.rpartition(".")[0] or "the model itself"
+        names = ", ".join(sorted(wrong)[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        raise CaptureError(
+            f"the captured graph has other gradients than eager for {len(wrong)} of {len(expected)} parameters ({names}) on {rows} rows",
+            where=where() or f"module {module}",
+            expected=f"a relative difference of at most {tolerance:g}",
+            got=f"{wrong[last]:.2g} for {last}",
+            cure="There the model uses something that torch.export drops without a word: a torch.autograd.Function, a tensor "
+            "or module hook, torch.utils.checkpoint, or no_grad around a control-flow operator. "
+            "Express it with plain operators or a custom op.",
+        )

@@ -1,0 +1,35 @@
+"""The versions of torch that this library works with."""
+
+from __future__ import annotations
+
+import re
+
+from trainload.capture.errors import VersionError
+
+OLDEST = (2, 11)
+"""The oldest release of torch that is supported."""
+BEYOND = (2, 16)
+"""The first release that is not supported any more."""
+
+
+def demand_supported_torch() -> None:
+    """Demands a torch that this library was run on, without importing it: another one could fail anywhere.
+
+    Raises:
+        VersionError: torch is missing, older than `OLDEST`, or `BEYOND` or newer.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    expected = f"torch >={_spelled(OLDEST)},<{_spelled(BEYOND)}"
+    cure = f"pip install '{expected.replace(' ', '')}'"
+    try:
+        found = version("torch")
+    except PackageNotFoundError as error:
+        raise VersionError("torch is not installed", expected=expected, got="none", cure=cure) from error
+    release = re.match(r"(\d+)\.(\d+)", found)
+    if release is None or not OLDEST <= (int(release[1]), int(release[2])) < BEYOND:
+        raise VersionError("this torch is not supported", expected=expected, got=found, cure=cure)
+
+
+def _spelled(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
