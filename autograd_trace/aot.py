@@ -1,0 +1,364 @@
+"""Derives step graphs and compiles them: the one module of this stage that touches torch's private names.
+
+Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
+`torch._functorch._aot_autograd.descriptors`, `torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
+`torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+import torch._inductor.cpp_builder
+import torch._inductor.exc
+from torch import Tensor, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._inductor.standalone_compile import CompiledArtifact
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from trainload.autograd_trace.draws import is_random
+from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
+from trainload.autograd_trace.interpret import GraphInterpreter
+from trainload.autograd_trace.random import RandomKey
+from trainload.capture.errors import CaptureError
+from trainload.capture.program import GraphCapture, OutputRole, Program
+
+_C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
+_TRAINING_SCALARS = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"), Port(Role.SCALE, "scale"))
+_ROLE_OF_OUTPUT = {
+    OutputRole.LOSS: Role.LOSS,
+    OutputRole.WEIGHT: Role.WEIGHT,
+    OutputRole.METRIC: Role.METRIC,
+    OutputRole.PREDICTION: Role.PREDICTION,
+}
+
+
+class StepModule(nn.Module):
+    """One captured graph as a function of (batch..., seed, step, row, scale) over its parameters and buffers.
+
+    Entries: 0-dim float32 `scale` multiplies the gradient; see `StepGraph`. The result is one flat tuple: the captured outputs with
+    their gradients cut (a weight is added if the job gave none), and, for a training graph, the objective.
+
+    Args:
+        capture: the graph.
+        state: a tensor for every parameter that is not an alias, every buffer and every constant of the graph.
+        trainable: names of the parameters that get a gradient.
+        aliases: alias -> owner.
+        device: where it runs.
+    """
+
+    def __init__(
+        self, capture: GraphCapture, state: Mapping[str, Tensor], trainable: set[str], aliases: Mapping[str, str], device: torch.device
+    ) -> None:
+        super().__init__()
+        self._capture = capture
+        self._target = device
+        self._names: dict[str, str] = {}
+        self._slots: list[tuple[str, Any]] = []
+        self.training_graph = capture.name == "train"
+        for spec in capture.exported.graph_signature.input_specs:
+            if spec.kind is InputKind.USER_INPUT:
+                self._slots.append(("input", None))
+                continue
+            assert spec.target is not None
+            name = aliases.get(spec.target, spec.target)
+            role = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}[spec.kind]
+            attribute = next((a for a, n in self._names.items() if n == name and a[0] == role), None)
+            if attribute is None:
+                attribute = f"{role}{len(self._names)}"
+                self._names[attribute] = name
+                tensor = state[f"{capture.name}/{name}"] if role == "c" else state[name]
+                if role == "p":
+                    self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=name in trainable))
+                else:
+                    self.register_buffer(attribute, tensor)
+            self._slots.append(("attribute", attribute))
+
+    def port_of(self, attribute: str) -> Port:
+        """The port that an attribute of this module stands for."""
+        role = {"p": Role.PARAMETER, "b": Role.BUFFER, "c": Role.CONSTANT}[attribute[0]]
+        name = self._names[attribute]
+        return Port(role, f"{self._capture.name}/{name}" if role is Role.CONSTANT else name)
+
+    def input_ports(self) -> tuple[Port, ...]:
+        batch = tuple(Port(Role.BATCH, i.name) for i in self._capture.inputs)
+        return batch + (_TRAINING_SCALARS if self.training_graph else ())
+
+    def output_ports(self) -> tuple[Port, ...]:
+        ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in self._capture.outputs]
+        if not any(p.role in (Role.WEIGHT, Role.PREDICTION) for p in ports):
+            ports.append(Port(Role.WEIGHT, "weight"))
+        return tuple(ports)
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Owner's name -> parameter."""
+        return {self._names[a]: p for a, p in self.named_parameters()}
+
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        """Name -> buffer."""
+        return {self._names[a]: b for a, b in self.named_buffers() if a[0] == "b"}
+
+    def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        batch = flat[: len(self._capture.inputs)]
+        rows = batch[0].shape[0] if batch and batch[0].ndim else 1
+        symbol = _batch_symbol(self._capture)
+        key = RandomKey.of(flat[-4], flat[-3], flat[-2], rows) if self.training_graph else None
+        if key is not None and isinstance(symbol, int):
+            key = key.of_call()
+        interpreter = GraphInterpreter(self._capture.exported.graph_module, key, self._target, symbol)
+        entries = iter(batch)
+        values = interpreter.run(*(getattr(self, a) if kind == "attribute" else next(entries) for kind, a in self._slots))
+        roles = [o.role for o in self._capture.outputs]
+        if OutputRole.PREDICTION in roles:
+            return tuple(v.detach() for v in values)
+        outputs = list(values)
+        if OutputRole.WEIGHT in roles:
+            weight = outputs[roles.index(OutputRole.WEIGHT)].detach().to(torch.float32)
+            outputs[roles.index(OutputRole.WEIGHT)] = weight
+        else:
+            weight = torch.full((), 1.0, dtype=torch.float32, device=self._target) * rows
+            outputs.append(weight)
+        loss = outputs[roles.index(OutputRole.LOSS)]
+        detached = tuple(v.detach() for v in outputs)
+        if not self.training_graph:
+            return detached
+        return (*detached, loss * (weight * flat[-1]).to(loss.dtype))
+
+
+def _batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
+    for node, spec in zip(_placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT and isinstance(node.meta.get("val"), Tensor) and node.meta["val"].ndim:
+            size: int | torch.SymInt = node.meta["val"].shape[0]
+            return size
+    return 0
+
+
+def _placeholders(capture: GraphCapture) -> list[Node]:
+    return [n for n in capture.exported.graph.nodes if n.op == "placeholder"]
+
+
+def _fake_mode(capture: GraphCapture) -> FakeTensorMode:
+    for node in _placeholders(capture):
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise AssertionError("a captured graph has no tensor inputs")
+
+
+def trainable_parameters(program: Program) -> set[str]:
+    """Names of the parameters that own storage and are trained."""
+    return {p.name for p in program.parameters if p.trainable and p.alias_of is None}
+
+
+def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
+    """Derives the flat step graph of one captured graph for a device.
+
+    Args:
+        program: the captured program; no weights are read, only shapes.
+        graph: "train" yields forward and backward in one graph, others forward only.
+        device: where the graph will run. For "cuda" the machine must have a GPU (torch aborts otherwise).
+
+    Raises:
+        CaptureError: the graph draws random numbers that have no stateless form, or writes to what is no buffer.
+    """
+    capture = program.graphs[graph]
+    mode = _fake_mode(capture)
+    trainable = trainable_parameters(program) if graph == "train" else set()
+    owners = program.aliases
+    with mode:
+        state: dict[str, Tensor] = {}
+        inputs: list[Tensor] = []
+        for node, spec in zip(_placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
+            value = node.meta["val"]
+            # Contiguous, whatever the example's strides were: so it comes from files and out of buckets.
+            fake = torch.empty(value.shape, dtype=value.dtype, device=device)
+            if spec.kind is InputKind.USER_INPUT:
+                inputs.append(fake)
+            elif spec.target is not None:
+                prefix = f"{graph}/" if spec.kind is InputKind.CONSTANT_TENSOR else ""
+                state.setdefault(prefix + owners.get(spec.target, spec.target), fake)
+        if graph == "train":
+            inputs += [torch.empty((), dtype=torch.int64, device=device) for _ in range(3)]
+            inputs.append(torch.empty((), dtype=torch.float32, device=device))
+        module = StepModule(capture, state, trainable, owners, device)
+    with contextlib.ExitStack() as stack:
+        context = contextlib.nullcontext() if graph == "train" else torch.no_grad()
+        with context:
+            joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
+    return _flatten(joint, module, graph)
+
+
+def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
+    """Turns AOT autograd's joint graph, (primals, tangents) -> (outputs, gradients), into a step graph."""
+    graph = Graph()
+    batch_ports, output_ports = module.input_ports(), module.output_ports()
+    inputs: list[Port] = []
+    mapping: dict[Node, Node] = {}
+    constants: dict[str, Tensor] = {}
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            description = node.meta["desc"]
+            if isinstance(description, TangentAOTInput):
+                continue
+            match description:
+                case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+                    port = module.port_of(target)
+                case PlainAOTInput(idx=index):
+                    port = batch_ports[index]
+                case _:
+                    raise AssertionError(f"unforeseen input of a joint graph: {description}")
+            placeholder = graph.placeholder(f"{port.role}_{port.name}".replace(".", "_").replace("/", "_"))
+            placeholder.meta["val"] = node.meta["val"]
+            mapping[node] = placeholder
+            inputs.append(port)
+    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and isinstance(n.meta["desc"], TangentAOTInput)]
+    if len(tangents) > 1:
+        raise CaptureError(
+            "a gradient flows into a buffer or parameter that forward writes to",
+            where=f"graph {name}",
+            cure="Write buffers under torch.no_grad(), with detached values; do not write to parameters.",
+        )
+    tangent = tangents[0] if tangents else None
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if is_random(node):
+            raise CaptureError(f"the derived graph draws from a generator with {node.target}", where=f"graph {name}")
+        if tangent is not None and tangent in node.all_input_nodes and tangent not in mapping:
+            value = tangent.meta["val"]
+            ones = graph.create_node(
+                "call_function", torch.ops.aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device}, name=TANGENT
+            )
+            ones.meta["val"] = value
+            mapping[tangent] = ones
+        if node.op == "output":
+            outputs, results = _outputs(node, module, output_ports)
+            graph.output(tuple(mapping[r] for r in results))
+        else:
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            if node.op == "get_attr" and isinstance(getattr(joint, str(node.target)), Tensor):
+                constants[str(node.target)] = getattr(joint, str(node.target))
+    flat = GraphModule(joint, graph)
+    for name, tensor in constants.items():
+        setattr(flat, name, tensor)
+    flat.graph.eliminate_dead_code()
+    flat.recompile()
+    return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
+
+
+def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tuple[Port, ...], list[Node]]:
+    found: list[Port] = []
+    results: list[Node] = []
+    values: Any = node.args[0]
+    for value, description in zip(values, node.meta["desc"], strict=True):
+        if value is None:
+            continue
+        match description:
+            case PlainAOTOutput(idx=index):
+                if index >= len(ports):
+                    continue
+                port = ports[index]
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+                port = Port(Role.GRADIENT, module.port_of(target).name)
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if target[0] == "b":
+                port = module.port_of(target)
+            case InputMutationAOTOutput(mutated_input=written):
+                raise CaptureError("forward writes to what is no buffer", where=f"{written}", cure="Keep what changes in a buffer.")
+            case _:
+                raise AssertionError(f"unforeseen output of a joint graph: {description}")
+        found.append(port)
+        results.append(value)
+    return tuple(found), results
+
+
+def fake_mode() -> FakeTensorMode:
+    """A context in which tensors have shapes and no data."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def trace_flat(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
+    """Traces a function of fake tensors (made under `fake_mode`) to a flat graph of ATen operators."""
+    mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
+    with mode:
+        traced: GraphModule = make_fx(function, tracing_mode="real")(*inputs)
+    return traced
+
+
+def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+    """Compiles a flat graph with Inductor and saves the artifact as one file.
+
+    Args:
+        module: the graph.
+        path: where the artifact goes.
+        groups: logical name -> size of the process groups that the graph's collectives name. They need not exist yet.
+
+    Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`): keep both.
+    It is native code and pickles: never load one from somewhere that is not trusted.
+    """
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    for node in output.args[0]:
+        node.meta["example_value"] = node.meta["val"]
+    marked = dict.fromkeys(_CACHEABLE, True)
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups):
+        artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
+    artifact.save(path=str(path), format="binary")
+
+
+@contextlib.contextmanager
+def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
+    """Process groups without members, under the names that have none: Inductor asks for a group's size, and calls nothing."""
+    made: dict[str, ProcessGroup] = {}  # the registry itself holds weak references
+    for name, size in groups.items():
+        try:
+            torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
+        except RuntimeError:
+            made[name] = _C10D.ProcessGroup(0, size)
+            torch._C._distributed_c10d._register_process_group(name, made[name])  # type: ignore[arg-type]  # as above
+    try:
+        yield
+    finally:
+        for name in made:
+            torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]  # as above
+
+
+def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
+    """Loads what `compile_graph` saved, with the same torch build and Inductor cache."""
+    artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(path=str(path), format="binary")
+    return artifact
+
+
+def bind_group(name: str, group: ProcessGroup) -> None:
+    """Gives a process group the logical name that rewritten graphs use."""
+    _C10D._register_process_group(name, group)
+
+
+_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in ("cond", "scan", "while_loop", "map_impl", "associative_scan"))
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler on this machine."""
+    try:
+        torch._inductor.cpp_builder.get_cpp_compiler()
+    except torch._inductor.exc.InvalidCxxCompiler:
+        return False
+    return True

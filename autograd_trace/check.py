@@ -1,0 +1,81 @@
+"""Proves a step graph equal to autograd on the program that it was derived from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.aot import StepModule, trainable_parameters
+from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.capture.errors import CaptureError
+from trainload.capture.parity import tolerance_of
+from trainload.capture.program import Program
+
+_STEP = 3
+_NOISE = 1e-6
+"""Gradients whose norm is below this part of all gradients' norm are compared with that part."""
+
+
+def check_step(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
+    """Runs one batch through the step graph, and through eager autograd with the same stateless random numbers; compares loss,
+    metrics, buffers and every gradient.
+
+    Args:
+        program: what `step` was derived from; its weights are read.
+        step: the training graph for the CPU.
+        batch: an example, (rows, ...) tensors on the CPU.
+
+    Raises:
+        CaptureError: something differs.
+    """
+    capture = program.graphs["train"]
+    rows = next(iter(batch.values())).shape[0]
+    scalars = {
+        Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(rows), Role.SCALE: torch.tensor(1.0 / rows),
+    }  # fmt: skip
+    state = {name: program.state[name].clone() for name in program.state}
+    module = StepModule(capture, state | dict(program.constants), trainable_parameters(program), program.aliases, torch.device("cpu"))
+    arguments = []
+    for port in step.inputs:
+        match port.role:
+            case Role.PARAMETER:
+                arguments.append(program.state[port.name])
+            case Role.BUFFER:
+                arguments.append(program.state[port.name].clone())
+            case Role.CONSTANT:
+                arguments.append(program.constants[port.name])
+            case Role.BATCH:
+                arguments.append(batch[port.name])
+            case _:
+                arguments.append(scalars[port.role])
+    with torch.no_grad():
+        results = step.module(*arguments)
+    *expected, objective = module(*(batch[i.name] for i in capture.inputs), *scalars.values())
+    objective.backward()
+    wanted = {(p.role, p.name): v for p, v in zip(module.output_ports(), expected, strict=True)}
+    wanted |= {(Role.BUFFER, name): value for name, value in module.buffers_by_name().items()}
+    gradients = {name: p.grad for name, p in module.parameters_by_name().items() if p.grad is not None}
+    wanted |= {(Role.GRADIENT, name): value for name, value in gradients.items()}
+    floor = _NOISE * float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+    found = {(p.role, p.name): v for p, v in zip(step.outputs, results, strict=True)}
+    missing = sorted(
+        name for role, name in wanted if role is Role.GRADIENT and (role, name) not in found and float(gradients[name].norm()) > 0
+    )
+    if missing:
+        raise CaptureError("the joint graph lacks gradients", where="graph train", got=", ".join(missing))
+    tolerance = tolerance_of(capture)
+    for key, value in found.items():
+        if key not in wanted:
+            continue  # a gradient of nothing: autograd gives none where the graph gives zeros
+        reference = wanted[key].detach().double()
+        distance = float((value.double() - reference).norm()) / max(float(reference.norm()), floor, 1e-30)
+        if not distance <= tolerance and not torch.equal(value.isnan(), reference.isnan()):
+            raise CaptureError(
+                f"the joint graph differs from autograd in the {key[0].value} {key[1]!r} on {rows} rows",
+                where="graph train",
+                expected=f"a relative difference of at most {tolerance:g}",
+                got=f"{distance:.2g}",
+                cure="This is a fault of trainload or of torch's AOT autograd for an operator of the model, not of the model.",
+            )

@@ -1,0 +1,184 @@
+"""The stateless form of every random operator that has one: what torch defines, with masks from a `RandomKey`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from trainload.autograd_trace.operators import is_overload, is_seeded
+from trainload.autograd_trace.random import RandomKey
+
+aten = torch.ops.aten
+_NORMAL_SITES = 2
+
+
+class Run(Protocol):
+    """What a random operator asks of the interpreter that meets it."""
+
+    def key(self) -> RandomKey: ...
+
+    def site(self, count: int = 1) -> int: ...
+
+    def batch_dim(self) -> int | None: ...
+
+
+def draws_nothing(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operator that is tagged as random draws nothing, by its arguments (attention without dropout)."""
+    names = [a.name for a in target._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    for name in ("dropout_p", "dropout", "p"):
+        if name in names:
+            default = next(a.default_value for a in target._schema.arguments if a.name == name)
+            probability = values.get(name, default)
+            training = values.get("train", values.get("training", True))
+            return probability == 0 or training is False
+    return False
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws from a random generator."""
+    return (
+        is_overload(node.target)
+        and (node.target in RANDOM or is_seeded(node.target))
+        and not draws_nothing(node.target, node.args, node.kwargs)
+    )
+
+
+def _dropout(run: Run, x: Tensor, p: float, train: bool | None = True) -> Tensor:
+    if train is False or p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    keep = run.key().keep(run.site(), x.shape, run.batch_dim(), p)
+    return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _native_dropout(run: Run, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return x, torch.ones_like(x, dtype=torch.bool)
+    keep = run.key().keep(run.site(), x.shape, run.batch_dim(), p)
+    return torch.where(keep, x * (0.0 if p == 1 else 1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device)), keep
+
+
+def _feature_dropout(run: Run, x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0:
+        return x
+    shape = [*x.shape[:2], *([1] * (x.ndim - 2))]
+    keep = run.key().keep(run.site(), shape, run.batch_dim(), p)
+    return x * (keep.to(x.dtype) * (0.0 if p == 1 else 1.0 / (1.0 - p)))
+
+
+def _bernoulli(run: Run, x: Tensor, *, generator: None = None) -> Tensor:
+    return (run.key().uniform(run.site(), x.shape, run.batch_dim(), torch.float32) < x).to(x.dtype)
+
+
+def _bernoulli_p(run: Run, x: Tensor, p: float = 0.5, *, generator: None = None) -> Tensor:
+    return (~run.key().keep(run.site(), x.shape, run.batch_dim(), p)).to(x.dtype)
+
+
+def _rand(run: Run, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return run.key().uniform(run.site(), size, run.batch_dim(), dtype or torch.get_default_dtype())
+
+
+def _randn(run: Run, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return run.key().normal(run.site(_NORMAL_SITES), size, run.batch_dim(), dtype or torch.get_default_dtype())
+
+
+def _rand_like(run: Run, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return run.key().uniform(run.site(), x.shape, run.batch_dim(), dtype or x.dtype)
+
+
+def _randn_like(run: Run, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return run.key().normal(run.site(_NORMAL_SITES), x.shape, run.batch_dim(), dtype or x.dtype)
+
+
+def _attention(
+    run: Run,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention; with dropout it is written out, since its kernels draw from a generator.
+
+    query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V), as torch's documentation defines it.
+    """
+    if dropout_p == 0:
+        plain: Tensor = aten.scaled_dot_product_attention.default(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return plain
+    if enable_gqa:
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = query.size(-1) ** -0.5 if scale is None else scale
+    scores = (query @ key.transpose(-2, -1)) * factor
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, float("-inf"))
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    probabilities = torch.softmax(scores, -1)
+    # As the kernels do: a position that may look nowhere gives zeros, not NaN.
+    probabilities = probabilities.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
+    keep = run.key().keep(run.site(), probabilities.shape, run.batch_dim(), dropout_p)
+    return (torch.where(keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities))) @ value
+
+
+def _in_place(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(rule(run, x, *args, **kwargs))
+
+    return call
+
+
+def _uniform(run: Run, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> Tensor:
+    return run.key().uniform(run.site(), x.shape, run.batch_dim(), x.dtype) * (high - low) + low
+
+
+def _normal(run: Run, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None) -> Tensor:
+    return run.key().normal(run.site(_NORMAL_SITES), x.shape, run.batch_dim(), x.dtype) * std + mean
+
+
+def _exponential(run: Run, x: Tensor, rate: float = 1.0, *, generator: None = None) -> Tensor:
+    return (-torch.log(1.0 - run.key().uniform(run.site(), x.shape, run.batch_dim(), torch.float32)) / rate).to(x.dtype)
+
+
+def _randint(run: Run, high: int, size: Sequence[int], **options: Any) -> Tensor:
+    return _randint_low(run, 0, high, size, **options)
+
+
+def _randint_low(run: Run, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return (run.key().bits(run.site(), size, run.batch_dim()) % (high - low) + low).to(dtype or torch.int64)
+
+
+RANDOM: dict[Any, Callable[..., Any]] = {
+    aten.dropout.default: _dropout,
+    aten.native_dropout.default: _native_dropout,
+    aten.dropout_.default: _in_place(_dropout),
+    aten.feature_dropout.default: _feature_dropout,
+    aten.feature_dropout_.default: _in_place(_feature_dropout),
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli_p,
+    aten.bernoulli_.float: _in_place(_bernoulli_p),
+    aten.uniform_.default: _in_place(_uniform),
+    aten.normal_.default: _in_place(_normal),
+    aten.exponential_.default: _in_place(_exponential),
+    aten.randint.default: _randint,
+    aten.randint.low: _randint_low,
+    aten.rand.default: _rand,
+    aten.randn.default: _randn,
+    aten.rand_like.default: _rand_like,
+    aten.randn_like.default: _randn_like,
+    aten.scaled_dot_product_attention.default: _attention,
+}
+"""Operator -> its stateless form, called with the interpreter and the operator's own arguments."""

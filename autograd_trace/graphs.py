@@ -1,0 +1,122 @@
+"""What autograd_trace produces: step graphs, update graphs and the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch.export import ExportedProgram
+
+
+class Role(StrEnum):
+    """What an input or output of a step graph is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    BATCH = "batch"
+    SEED = "seed"
+    """0-dim int64: the run's seed."""
+    STEP = "step"
+    """0-dim int64: the optimizer update's number, from 0."""
+    ROW = "row"
+    """0-dim int64: the number, within the global batch, of this call's first row."""
+    SCALE = "scale"
+    """0-dim float32: what the loss's gradient is multiplied by, beside the loss weight: 1 / rows of the global batch."""
+    LOSS = "loss"
+    WEIGHT = "weight"
+    METRIC = "metric"
+    PREDICTION = "prediction"
+    GRADIENT = "gradient"
+    BUCKET = "bucket"
+    """1-D: this rank's part of a bucket's parameters. Only in graphs that a plan has rewritten, as are the next two."""
+    BUCKET_GRADIENT = "bucket_gradient"
+    """1-D: the gradients of a bucket; as an input, what was accumulated so far."""
+    TOTALS = "totals"
+    """1-D float32: weight * loss, weight * each metric, and the weight, summed over the ranks."""
+
+
+TANGENT = "tangent"
+"""Name of the node of a step graph at which its backward part begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A named input or output. For a gradient, `name` is its parameter's; for a buffer output, the buffer's; for a constant, its name in
+    `Program.constants`.
+    """
+
+    role: Role
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """One flat, functional graph of ATen and collective operators.
+
+    Laws: placeholder i is `inputs[i]` and output i is `outputs[i]`; all outputs are tensors; there is one gradient for each
+    trainable parameter that the loss depends on, of the parameter's shape and dtype; the gradient output is that of
+    scale * weight * loss, so that sums over microbatches and ranks, divided by scale * (sum of weights), are the gradient of the mean;
+    the backward part begins at the node named `TANGENT` (a graph without gradients has none);
+    nothing reads a random generator: masks are a function of (seed, step, site, logical element index).
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One entry of an optimizer's state. `like_parameter`: it has the parameter's shape; otherwise it is 0-dim."""
+
+    name: str
+    dtype: str
+    like_parameter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateGraph:
+    """An optimizer's update of one parameter group, as a function of tensors of any one length.
+
+    `first`: (param, grad, lr) -> (param, *state), for a parameter that was never updated.
+    `following`: (param, grad, lr, *state) -> (param, *state).
+    param, grad: (n,); lr: 0-dim float32; state as `state` says, in its order.
+
+    Laws: both are functional. `elementwise`: every element of the result depends on the same element of the inputs (and
+    on 0-dim ones) only, so that the update may run on any slice.
+    """
+
+    group: str
+    first: ExportedProgram
+    following: ExportedProgram
+    state: tuple[StateSpec, ...]
+    elementwise: bool
+
+
+class GroupRecipe(BaseModel):
+    """A parameter group: its parameters, and the learning rate of every step (the last one holds from there on)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    parameters: tuple[str, ...]
+    learning_rates: tuple[float, ...] = Field(min_length=1)
+
+
+class Recipe(BaseModel):
+    """How the graphs are driven, as data.
+
+    Laws: no parameter is in two groups; one that is in none keeps its value; `global_batch` rows make one optimizer update.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: str
+    groups: tuple[GroupRecipe, ...]
+    steps: int = Field(ge=1)
+    global_batch: int = Field(ge=1)
+    clip_norm: float | None = Field(default=None, gt=0)
+    seed: int = 0

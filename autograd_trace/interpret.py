@@ -1,0 +1,141 @@
+"""Runs a captured graph with stateless random numbers, on any device.
+
+The same interpreter serves twice: under AOT autograd's tracer it yields the step graph, and on real tensors it is the reference
+that the step graph is compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from trainload.autograd_trace.batch_dim import batch_dim_of
+from trainload.autograd_trace.draws import RANDOM, draws_nothing, is_random
+from trainload.autograd_trace.operators import is_higher_order, is_overload, is_seeded
+from trainload.autograd_trace.random import RandomKey
+from trainload.capture.errors import CaptureError
+
+aten = torch.ops.aten
+_HOP = torch.ops.higher_order
+
+
+class GraphInterpreter(Interpreter):
+    """Interprets a pre-dispatch graph.
+
+    - Random operators become functions of `key`; one that has no stateless form raises CaptureError.
+    - Autocast and grad-mode regions become the real context managers, on `device`.
+    - Factory calls and `.to` go to `device` where they named the device of the capture.
+
+    Args:
+        module: the graph, parameters lifted to inputs.
+        key: where random numbers come from; None: the graph must not need any.
+        device: where the graph runs.
+        batch_symbol: the batch size as `node.meta["val"]` spells it: a SymInt, or an int where it is static.
+        sites: counter shared by nested graphs; leave it out.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        key: RandomKey | None,
+        device: torch.device,
+        batch_symbol: int | torch.SymInt,
+        sites: list[int] | None = None,
+    ) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._key = key
+        self._device = device
+        self._batch = batch_symbol
+        self._sites = sites if sites is not None else [0]
+        self._node: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _HOP.wrap_with_autocast:
+            _, dtype, enabled, cache, body, *operands = args
+            with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=bool(cache)):
+                return self._nested(body, operands)
+        if target is _HOP.wrap_with_set_grad_enabled:
+            enabled, body, *operands = args
+            with torch.set_grad_enabled(enabled):
+                return self._nested(body, operands)
+        if target is aten._assert_tensor_metadata.default:
+            return None
+        rule = RANDOM.get(target)
+        if rule is not None:
+            return rule(self, *args, **kwargs)
+        if is_higher_order(target):
+            args = tuple(self._retargeted_body(a) if isinstance(a, GraphModule) else a for a in args)
+        elif is_overload(target):
+            if is_seeded(target) and not draws_nothing(target, args, kwargs):
+                raise CaptureError(
+                    f"the random operator {target} has no stateless form, so its values could not be repeated after a restart",
+                    where=self.where(),
+                    cure="Draw with dropout, torch.rand, torch.randn or torch.bernoulli instead.",
+                )
+            args = tuple(self._retarget(a) for a in args)
+            kwargs = {k: self._retarget(v) for k, v in kwargs.items()}
+        return super().call_function(target, args, kwargs)
+
+    def _nested(self, body: GraphModule, operands: Sequence[Any]) -> Any:
+        return type(self)(body, self._key, self._device, self._batch, self._sites).run(*operands)
+
+    def _retarget(self, value: Any) -> Any:
+        return self._device if isinstance(value, torch.device) and value.type != "meta" else value
+
+    def _retargeted_body(self, body: GraphModule) -> GraphModule:
+        """Control-flow bodies run as they are: random operators in them are refused; where a device must be another one, a copy runs."""
+        retargeted = copy.deepcopy(body)
+        changed = False
+        for module in retargeted.modules():
+            if not isinstance(module, GraphModule):
+                continue
+            for node in module.graph.nodes:
+                if is_random(node):
+                    raise CaptureError(
+                        f"the random operator {node.target} stands inside a control-flow operator, where it has no stateless form yet",
+                        where=self.where(),
+                        cure="Draw the random tensor before the control-flow operator and pass it in as an operand.",
+                    )
+                arguments = (tuple(self._retarget(a) for a in node.args), {k: self._retarget(v) for k, v in node.kwargs.items()})
+                if node.target is _HOP.wrap_with_autocast:
+                    arguments = ((self._device.type, *node.args[1:]), node.kwargs)
+                if arguments != (node.args, node.kwargs):
+                    node.args, node.kwargs = arguments
+                    changed = True
+            module.recompile()
+        return retargeted if changed else body
+
+    def where(self) -> str:
+        """The user's file and line of the present node."""
+        trace = str(self._node.meta.get("stack_trace") or "") if self._node is not None else ""
+        frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+        return frames[-1] if frames else f"node {self._node}"
+
+    def site(self, count: int = 1) -> int:
+        """The number of this random operator; `count` numbers are taken."""
+        first = self._sites[0]
+        self._sites[0] += count
+        return first
+
+    def key(self) -> RandomKey:
+        """Where random numbers come from."""
+        if self._key is None:
+            raise CaptureError(
+                "a graph that is not for training draws random numbers",
+                where=self.where(),
+                cure="Use nn.Dropout, or pass training=self.training, so that evaluation is repeatable.",
+            )
+        return self._key
+
+    def batch_dim(self) -> int | None:
+        """Which dim of the present node's value runs over the rows of the batch."""
+        assert self._node is not None
+        return batch_dim_of(self._node, self._batch, self.where())

@@ -1,0 +1,34 @@
+"""What torch's operators are, by public names alone."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+
+_OVERLOAD: type[Any] = type(torch.ops.aten.add.Tensor)
+_HIGHER_ORDER: type[Any] = next(c for c in type(torch.ops.higher_order.cond).__mro__ if c.__name__ == "HigherOrderOperator")
+
+
+class Overload:
+    """What `is_overload` promises of an operator: a schema, and torch's tags."""
+
+    _schema: Any
+    _overloadname: str
+    overloadpacket: Any
+    tags: list[torch.Tag]
+
+
+def is_overload(target: object) -> TypeGuard[Overload]:
+    """Whether a node's target is an operator of the dispatcher, such as `aten.add.Tensor`."""
+    return isinstance(target, _OVERLOAD)
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a node's target takes graphs as arguments, as cond and scan do."""
+    return isinstance(target, _HIGHER_ORDER)
+
+
+def is_seeded(target: object) -> bool:
+    """Whether torch tags an operator as one that reads a random generator."""
+    return is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags

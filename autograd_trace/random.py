@@ -1,0 +1,100 @@
+"""Stateless random numbers: a function of (seed, step, site, logical element index).
+
+The counter is hashed with ordinary integer operators that a compiler fuses, so a mask costs no memory traffic of its own, needs
+no generator state, and is the same under every strategy, on every device and after every restart.
+
+The mixing function is the 32-bit one with the constants 0x21f0aaad and 0x735a2d97 found by the hash-prospector search
+(xor-shift 16, multiply, xor-shift 15, multiply, xor-shift 15). It is computed in int64 with a 32-bit mask: both constants are
+below 2**31, so no product overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Size = int | torch.SymInt
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8}
+"""Bits of a significand: more would round up to 1."""
+
+
+def mix(x: Tensor) -> Tensor:
+    """Hash int64 values in [0, 2**32) to int64 values in [0, 2**32), one to one. Any shape."""
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomKey:
+    """What the random numbers of one call depend on, beside the site and the element.
+
+    key, row: 0-dim int64 tensors. `key` is made of the seed and the step; `row` is the number, within the global batch, of the call's
+    first row; `rows` is how many rows the call has.
+    """
+
+    key: Tensor
+    row: Tensor
+    rows: Size
+
+    @classmethod
+    def of(cls, seed: Tensor, step: Tensor, row: Tensor, rows: Size) -> RandomKey:
+        """seed, step, row: 0-dim int64; all 64 bits of the seed count."""
+        key = mix(seed & _MASK)
+        key = mix((key + ((seed >> 32) & _MASK) + _GOLDEN) & _MASK)
+        return cls(mix((key + (step & _MASK)) & _MASK), row, rows)
+
+    def of_call(self) -> RandomKey:
+        """The key of a call whose number of rows never changes: the row becomes a part of it, and every value is drawn for the call."""
+        return RandomKey(mix((mix(self.key) + (self.row & _MASK)) & _MASK), torch.zeros_like(self.row), self.rows)
+
+    def bits(self, site: int, shape: Sequence[Size], batch_dim: int | None) -> Tensor:
+        """32 random bits for each element: int64 (*shape), in [0, 2**32).
+
+        Args:
+            site: which random operator of the graph this is.
+            shape: of the result.
+            batch_dim: the dim that runs over the rows of the batch (each row may own several entries of it); None if the value does not
+                belong to single rows. An element's logical index has this dim outermost, offset by `row`, so that it does not
+                depend on how a global batch was split.
+        """
+        index: Tensor = torch.zeros((), dtype=torch.int64, device=self.key.device)
+        stride: Size = 1
+        order = [d for d in range(len(shape)) if d != batch_dim]
+        if batch_dim is not None:
+            order.insert(0, batch_dim)
+        for dim in reversed(order):
+            size = shape[dim]
+            coordinate: Tensor = torch.arange(size, dtype=torch.int64, device=self.key.device)  # type: ignore[arg-type]  # takes SymInts
+            if dim == batch_dim:
+                coordinate = coordinate + self.row * (size // self.rows)
+            scaled: Tensor = coordinate * stride  # type: ignore[assignment]  # a SymInt's product with a tensor is a tensor
+            index = index + scaled.view([-1] + [1] * (len(shape) - 1 - dim))
+            stride = stride * size
+        first = mix((self.key + site * _GOLDEN) & _MASK)
+        second = mix((first + _GOLDEN) & _MASK)
+        bits = mix((index & _MASK) ^ first)
+        return mix((bits + second + (index >> 32)) & _MASK).expand(list(shape))
+
+    def uniform(self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype) -> Tensor:
+        """Uniform in [0, 1), a multiple of 2**-24 (of 2**-11 for float16, 2**-8 for bfloat16, which hold no more), in `dtype`: (*shape)."""
+        digits = _DIGITS.get(dtype, 24)
+        return ((self.bits(site, shape, batch_dim) >> (32 - digits)).to(torch.float32) * 2.0**-digits).to(dtype)
+
+    def normal(self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype) -> Tensor:
+        """Standard normal by the Box-Muller transform, in `dtype`: (*shape). Uses sites `site` and `site + 1`."""
+        radius = 1.0 - self.uniform(site, shape, batch_dim, torch.float32)
+        angle = self.uniform(site + 1, shape, batch_dim, torch.float32)
+        return (torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2.0 * math.pi * angle)).to(dtype)
+
+    def keep(self, site: int, shape: Sequence[Size], batch_dim: int | None, p: float) -> Tensor:
+        """True with probability 1 - p, exact to 2**-32: bool (*shape)."""
+        return self.bits(site, shape, batch_dim) >= round(p * 2**32)
