@@ -1,0 +1,55 @@
+"""debug/: stack traces and the source map. Outside the package's identity, with digests of its own in debug/index.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainload.capture.errors import IntegrityError, PackageError
+from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+from trainload.packaging.files import open_inside, read_checked, walk, write_bytes
+from trainload.packaging.manifest import FileEntry
+
+INDEX = "debug/index.json"
+_MAX = 64 * 2**20
+
+
+def write_debug(root: Path, documents: Mapping[str, object]) -> None:
+    """Write debug/NAME.json for each document, and the index.
+
+    Raises:
+        PackageError: a document is not JSON.
+        OSError: the disk is full.
+    """
+    entries: dict[str, object] = {}
+    for name, document in sorted(documents.items()):
+        data = canonical_json(document)
+        write_bytes(root / f"debug/{name}.json", data)
+        entries[f"debug/{name}.json"] = FileEntry(media_type="application/json", sha256=sha256_bytes(data), size=len(data)).model_dump()
+    body = {"files": entries}
+    write_bytes(root / INDEX, canonical_json({**body, "checksum": sha256_bytes(canonical_json(body))}))
+
+
+def debug_problems(root: Path) -> list[tuple[str, str]]:
+    """(file, what is wrong with it) for every damaged, missing or unlisted file of debug/."""
+    present = {f"debug/{path}" for path, _ in walk(root / "debug")} if (root / "debug").is_dir() else set()
+    if not present:
+        return []
+    try:
+        with open_inside(root, INDEX) as file:
+            index = parse_canonical(file.read(_MAX + 1), INDEX, max_bytes=_MAX, max_depth=8)
+        if not isinstance(index, dict) or set(index) != {"files", "checksum"} or not isinstance(index["files"], dict):
+            raise IntegrityError("the index is malformed", where=INDEX)
+        if index["checksum"] != sha256_bytes(canonical_json({"files": index["files"]})):
+            raise IntegrityError("the index is damaged: its checksum is another one", where=INDEX)
+    except PackageError as error:
+        return [(INDEX, str(error))]
+    problems: list[tuple[str, str]] = [(path, "not in debug/index.json") for path in sorted(present - set(index["files"]) - {INDEX})]
+    for path, entry in index["files"].items():
+        try:
+            if path not in present:
+                raise IntegrityError("a file is missing", where=path)
+            read_checked(root, path, FileEntry.model_validate(entry))
+        except PackageError as error:
+            problems.append((path, str(error)))
+    return problems

@@ -1,0 +1,173 @@
+"""Files of a package: opened without following links, written through to disk, replaced as a whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
+from trainload.packaging.canonical import MAX_BYTES, sha256_bytes
+from trainload.packaging.manifest import FileEntry
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def open_inside(root: Path, path: str) -> BinaryIO:
+    """Open a package's file for reading.
+
+    Raises:
+        UnsafePackageError: it is a link or no plain file.
+        IntegrityError: it is missing.
+    """
+    try:
+        descriptor = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise IntegrityError("a file of the package is missing", where=path, cure="Fetch the package again.") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnsafePackageError("a file of the package is a link", where=path) from error
+        raise StorageError(f"a file of the package cannot be read: {error.strerror}", where=path) from error
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise UnsafePackageError("something in the package is no plain file", where=path)
+    return file
+
+
+def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:
+    """A file's bytes, once their size and digest are those of the manifest.
+
+    Raises:
+        IntegrityError: they are not.
+        UnsafePackageError: it is a link, or too large to be read at once.
+    """
+    if entry.size > MAX_BYTES:
+        raise UnsafePackageError("a file is too large", where=path, expected=f"at most {MAX_BYTES} bytes", got=str(entry.size))
+    with open_inside(root, path) as file:
+        data = file.read(entry.size + 1)
+    if len(data) != entry.size or sha256_bytes(data) != entry.sha256:
+        raise IntegrityError(
+            "a file is not the one that the manifest lists",
+            where=path,
+            expected=f"{entry.size} bytes of sha256 {entry.sha256}",
+            got=f"{'more' if len(data) > entry.size else len(data)} bytes of sha256 {sha256_bytes(data)}",
+            cure="Fetch the package again.",
+        )
+    return data
+
+
+def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file under `root` with its path relative to it and its status, in sorted order.
+
+    What vanishes meanwhile is left out: another process may be replacing a derived graph.
+
+    Raises:
+        UnsafePackageError: something is a link or no plain file.
+    """
+
+    def visit(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            path = prefix + entry.name
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                yield from visit(Path(entry.path), path + "/")
+            elif stat.S_ISREG(status.st_mode):
+                yield path, status
+            else:
+                raise UnsafePackageError("a package holds plain files and folders only", where=path, got="a link or a special file")
+
+    yield from visit(root, "")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a new file through to disk.
+
+    Raises:
+        FileExistsError: there is one already.
+        OSError: the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source` where the file system can, else a copy of it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        write_copy(source, target)
+
+
+def write_copy(source: Path, target: Path) -> None:
+    """Copy a file's bytes, through to disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("xb") as write:
+        shutil.copyfileobj(read, write, 2**20)
+        write.flush()
+        os.fsync(write.fileno())
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears at `path` when the block ends, whole, or never.
+
+    Yields:
+        A hidden sibling to write into.
+
+    Raises:
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+    except OSError as error:
+        raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
+    try:
+        yield folder
+        folder.chmod(0o755)
+        for inner, _, _ in os.walk(folder):
+            sync_folder(Path(inner))
+        if os.path.lexists(path):
+            raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")
+        folder.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if error.errno in _FULL:
+            raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
+        raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

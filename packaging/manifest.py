@@ -1,0 +1,334 @@
+"""manifest.json: the one file that says what a package is. Its sha256 is the package's identity.
+
+docs/format.md specifies every field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from trainload.autograd_trace.graphs import Recipe, StateSpec
+from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec
+from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+
+FORMAT_VERSION = 1
+"""History: 1 (2026-11-21) the first."""
+FEATURES: Mapping[str, str] = {
+    "custom-ops": "graphs call operators of other libraries, named in `op_libraries`; a reader must be told that it may run them",
+    "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
+}
+"""What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""
+
+MANIFEST = "manifest.json"
+CONSTANTS = "constants.safetensors"
+INDEX = "weights/model.safetensors.index.json"
+NON_PERSISTENT = "weights/non-persistent.safetensors"
+CHUNKS = "weights/chunks.json"
+OUTSIDE = ("debug", "derived", "signatures")
+"""Folders whose files are no part of the package's identity."""
+MEDIA_TYPES = {".json": "application/json", ".safetensors": "application/vnd.safetensors"}
+BUILT_IN_NAMESPACES = frozenset({"aten", "prims", "trainload"})
+"""Namespaces of operators that every reader has."""
+
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
+_PATH = re.compile(rf"{_PART}(/{_PART})*")
+_FQN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+
+
+def _safe_path(path: str) -> str:
+    parts = path.split("/")
+    if len(path) > 512 or not _PATH.fullmatch(path) or any(part.endswith(".") or _RESERVED.fullmatch(part) for part in parts):
+        raise ValueError(f"{path!r} is not a safe relative path (letters, digits and _ . + - between slashes)")
+    return path
+
+
+def _fqn(name: str) -> str:
+    if len(name) > 512 or not _FQN.fullmatch(name):
+        raise ValueError(f"{name!r} is not a dotted name")
+    return name
+
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+SafePath = Annotated[str, AfterValidator(_safe_path)]
+Fqn = Annotated[str, AfterValidator(_fqn)]
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileEntry(_Record):
+    """A file: `size` in bytes."""
+
+    media_type: str
+    sha256: Sha256
+    size: Size
+
+
+class InputEntry(_Record):
+    """One entry of a graph's batch."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    dtype: Identifier
+    shape: tuple[Size | Symbolic, ...]
+
+
+class OutputEntry(_Record):
+    """One output of a graph."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    role: Literal["loss", "weight", "metric", "prediction"]
+
+
+class GraphEntry(_Record):
+    """A captured graph and the file that holds it."""
+
+    file: SafePath
+    inputs: tuple[InputEntry, ...]
+    outputs: tuple[OutputEntry, ...]
+
+
+class ParameterEntry(_Record):
+    """A parameter; one with `alias_of` has no tensor of its own."""
+
+    name: Fqn
+    dtype: Identifier
+    shape: tuple[Size, ...]
+    trainable: bool
+    alias_of: Fqn | None
+
+
+class BufferEntry(_Record):
+    """A buffer."""
+
+    name: Fqn
+    dtype: Identifier
+    shape: tuple[Size, ...]
+    persistent: bool
+
+
+class ConstantEntry(_Record):
+    """A tensor constant: `name` is graph name, "/", name in the graph."""
+
+    name: SafePath
+    dtype: Identifier
+    shape: tuple[Size, ...]
+
+
+class StateEntry(_Record):
+    """One entry of an optimizer's state."""
+
+    name: Label
+    dtype: Identifier
+    like_parameter: bool
+
+
+class UpdateEntry(_Record):
+    """The update of one parameter group: two graph files."""
+
+    group: Label
+    first: SafePath
+    following: SafePath
+    state: tuple[StateEntry, ...]
+    elementwise: bool
+
+
+class Manifest(_Record):
+    """manifest.json.
+
+    Laws: `from_bytes(m.to_bytes(), w) == m`, and `to_bytes` of what `from_bytes` returns is what it was given.
+    """
+
+    format_version: Literal[1] = 1
+    features: tuple[str, ...]
+    graphs: dict[Label, GraphEntry]
+    parameters: tuple[ParameterEntry, ...]
+    buffers: tuple[BufferEntry, ...]
+    constants: tuple[ConstantEntry, ...]
+    recipe: Annotated[Recipe, Field(strict=False)]
+    updates: tuple[UpdateEntry, ...]
+    ops: dict[str, Annotated[str, Field(max_length=8192)]]
+    """Every operator that a graph calls ("torch.ops.aten.add.Tensor") -> its schema where the package was made."""
+    higher_order_ops: tuple[Identifier, ...]
+    op_libraries: dict[Identifier, str | None]
+    """Namespace that is not built in -> the distribution that provides it, where known."""
+    parent: Sha256 | None
+    files: dict[SafePath, FileEntry]
+
+    def to_bytes(self) -> bytes:
+        """The file: canonical JSON of the fields and of `checksum`, the sha256 of the same without `checksum`."""
+        fields = self.model_dump(mode="json")
+        return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Read the file, which may be hostile.
+
+        Raises:
+            IntegrityError: it is not canonical, or its checksum is not its own.
+            PackageError: a newer format, an unknown feature, or fields that do not hold together.
+        """
+        raw = parse_canonical(data, where)
+        if not isinstance(raw, dict):
+            raise IntegrityError("the manifest is not an object", where=where)
+        _check_version(raw, where)
+        checksum = raw.pop("checksum", None)
+        if checksum != sha256_bytes(canonical_json(raw)):
+            raise IntegrityError("the manifest is damaged: its checksum is another one", where=where, cure="Fetch the package again.")
+        try:
+            manifest = cls.model_validate_json(canonical_json(raw))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise PackageError(f"the manifest's field {place} is wrong: {first['msg']}", where=where) from error
+        manifest.check(where)
+        return manifest
+
+    @property
+    def program_digest(self) -> str:
+        """The sha256 of all that retraining leaves as it is: the manifest without weights and parent, as canonical JSON."""
+        fields = self.model_dump(mode="json", exclude={"parent"})
+        fields["files"] = {path: entry for path, entry in fields["files"].items() if not path.startswith("weights/")}
+        return sha256_bytes(canonical_json(fields))
+
+    @property
+    def weights_digest(self) -> str:
+        """The sha256 of the entries of `files` under weights/, as canonical JSON."""
+        return sha256_bytes(canonical_json({p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}))
+
+    def graph_files(self) -> dict[str, str]:
+        """Graph file -> the name that its constants are stored under ("train", "update-decay-first")."""
+        files = {entry.file: name for name, entry in self.graphs.items()}
+        for update in self.updates:
+            files[update.first] = f"update-{update.group}-first"
+            files[update.following] = f"update-{update.group}-following"
+        return files
+
+    def check(self, where: str) -> None:
+        """What the fields must say of each other.
+
+        Raises:
+            PackageError: they do not.
+        """
+        parameters = {p.name: p for p in self.parameters}
+        names = [*parameters, *(b.name for b in self.buffers)]
+        _unique([*(p.name for p in self.parameters), *(b.name for b in self.buffers)], "state entry", where)
+        _unique([c.name for c in self.constants], "constant", where)
+        for parameter in self.parameters:
+            owner = parameters.get(parameter.alias_of) if parameter.alias_of is not None else parameter
+            if owner is None or (owner is not parameter and owner.alias_of is not None):
+                raise PackageError(f"parameter {parameter.name} is an alias of nothing", where=where, got=repr(parameter.alias_of))
+            if (owner.shape, owner.dtype, owner.trainable) != (parameter.shape, parameter.dtype, parameter.trainable):
+                raise PackageError(f"alias {parameter.name} differs from {owner.name}", where=where)
+        grouped = [name for group in self.recipe.groups for name in group.parameters]
+        _unique(grouped, "parameter in the recipe's groups", where)
+        trainable = {p.name for p in self.parameters if p.trainable and p.alias_of is None}
+        if set(grouped) - set(names) or trainable - set(grouped):
+            wrong = sorted(set(grouped) - set(names)) or sorted(trainable - set(grouped))
+            raise PackageError("the recipe's groups do not fit the parameters", where=where, got=", ".join(wrong[:5]))
+        _unique([u.group for u in self.updates], "update group", where)
+        if self.updates and {u.group for u in self.updates} != {g.name for g in self.recipe.groups}:
+            raise PackageError("the updates are not those of the recipe's groups", where=where)
+        _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
+        for path in (*self.graph_files(), INDEX, CHUNKS):
+            if path not in self.files:
+                raise PackageError("a file that the manifest needs is not in its list of files", where=where, got=path)
+        folded: dict[str, str] = {}
+        for path in self.files:
+            if path == MANIFEST or path.split("/")[0] in OUTSIDE:
+                raise UnsafePackageError("this path cannot be in the list of files", where=where, got=path)
+            parts = path.split("/")
+            for end in range(1, len(parts) + 1):
+                prefix = "/".join(parts[:end])
+                other = folded.setdefault(prefix.casefold(), prefix)
+                if other != prefix:
+                    raise UnsafePackageError("two paths differ only in case", where=where, got=f"{other} and {prefix}")
+
+
+def _check_version(raw: dict[str, Any], where: str) -> None:
+    version = raw.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise PackageError("the manifest states no format version", where=where, expected=f"1 to {FORMAT_VERSION}", got=repr(version))
+    if version > FORMAT_VERSION:
+        raise PackageError(
+            "the package was made in a newer format",
+            where=where,
+            expected=f"format 1 to {FORMAT_VERSION}",
+            got=f"format {version}",
+            cure="Update trainload.",
+        )
+    features = raw.get("features")
+    if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
+        raise PackageError("the manifest states no features", where=where, expected="a list of names", got=repr(features)[:80])
+    for feature in features:
+        if feature not in FEATURES:
+            raise PackageError(
+                f"the package needs the feature {feature[:80]!r}, which this trainload lacks",
+                where=where,
+                expected=f"features among {', '.join(sorted(FEATURES))}",
+                got=feature[:80],
+                cure="Update trainload.",
+            )
+
+
+def _unique(names: Iterable[str], what: str, where: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise PackageError(f"{what} {name!r} is listed twice", where=where)
+        seen.add(name)
+
+
+def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
+    """What the manifest says of a captured graph."""
+    return GraphEntry(
+        file=file,
+        inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape)) for i in graph.inputs),
+        outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
+    )
+
+
+def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
+    """The inverse of `graph_entry`."""
+    inputs = tuple(InputSpec(i.name, i.dtype, i.shape) for i in entry.inputs)
+    return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
+
+
+def parameter_entry(spec: ParameterSpec) -> ParameterEntry:
+    """What the manifest says of a parameter."""
+    return ParameterEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), trainable=spec.trainable, alias_of=spec.alias_of)
+
+
+def parameter_spec(entry: ParameterEntry) -> ParameterSpec:
+    """The inverse of `parameter_entry`."""
+    return ParameterSpec(entry.name, entry.dtype, entry.shape, entry.trainable, entry.alias_of)
+
+
+def buffer_entry(spec: BufferSpec) -> BufferEntry:
+    """What the manifest says of a buffer."""
+    return BufferEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), persistent=spec.persistent)
+
+
+def buffer_spec(entry: BufferEntry) -> BufferSpec:
+    """The inverse of `buffer_entry`."""
+    return BufferSpec(entry.name, entry.dtype, entry.shape, entry.persistent)
+
+
+def state_entry(spec: StateSpec) -> StateEntry:
+    """What the manifest says of an entry of an optimizer's state."""
+    return StateEntry(name=spec.name, dtype=spec.dtype, like_parameter=spec.like_parameter)
+
+
+def state_spec(entry: StateEntry) -> StateSpec:
+    """The inverse of `state_entry`."""
+    return StateSpec(entry.name, entry.dtype, entry.like_parameter)

@@ -1,0 +1,282 @@
+"""Opening packages: checked before anything is parsed, and lazy about weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.capture.program import GraphCapture, Program
+from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
+from trainload.packaging.files import open_inside, read_checked, walk
+from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
+from trainload.packaging.manifest import (
+    CONSTANTS,
+    MANIFEST,
+    OUTSIDE,
+    BufferEntry,
+    Manifest,
+    ParameterEntry,
+    buffer_spec,
+    graph_specs,
+    parameter_spec,
+    state_spec,
+)
+from trainload.packaging.signature import check_signature
+from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors
+from trainload.packaging.validate import validate_graph
+from trainload.packaging.weights import LazyState, WeightReader
+
+
+@dataclass(frozen=True)
+class Package:
+    """An open package.
+
+    Laws: the files at `path` were those that `manifest` lists when it was opened, by name and size; what is read from them later is
+    returned only if its digest is the manifest's.
+
+    Attributes:
+        path: its folder.
+        digest: its identity: the sha256 of manifest.json, in hex.
+        manifest: manifest.json.
+        namespaces: of other libraries' operators, which its reader trusts.
+    """
+
+    path: Path
+    digest: str
+    manifest: Manifest = field(repr=False)
+    namespaces: frozenset[str] = frozenset()
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the graphs are driven."""
+        return self.manifest.recipe
+
+    @cached_property
+    def weights(self) -> WeightReader:
+        """Reads parameters and buffers lazily.
+
+        Raises:
+            IntegrityError: the index or the list of chunks is damaged.
+        """
+        return WeightReader(self.path, self.manifest)
+
+    def program(self) -> Program:
+        """Load the captured graphs. Their own state is on the meta device; `Program.state` reads from disk on access.
+
+        Parameters that are tied are one tensor object in the graphs' state.
+
+        Raises:
+            IntegrityError: a graph file or the constants are damaged.
+            UnsafePackageError: a graph holds something that is not allowed.
+            PackageError: the running torch refuses a graph.
+        """
+        state = self._state(meta=True)
+        constants = self._constants()
+        graphs: dict[str, GraphCapture] = {}
+        for name, entry in self.manifest.graphs.items():
+            inputs, outputs = graph_specs(entry)
+            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs)
+        own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
+        return Program(
+            graphs=graphs,
+            parameters=tuple(parameter_spec(entry) for entry in self.manifest.parameters),
+            buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
+            state=LazyState(self.weights),
+            constants=own,
+        )
+
+    def graph(self, name: str) -> ExportedProgram:
+        """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
+
+        Raises:
+            PackageError: there is none of this name; otherwise as `program`.
+        """
+        entry = self.manifest.graphs.get(name)
+        if entry is None:
+            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
+        return self._graph(entry.file, name, self._state(meta=False), self._constants())
+
+    def updates(self) -> tuple[UpdateGraph, ...]:
+        """Load the update graphs, in the manifest's order.
+
+        Raises:
+            PackageError: as `program` does.
+        """
+        constants = self._constants()
+        return tuple(
+            UpdateGraph(
+                group=entry.group,
+                first=self._graph(entry.first, f"update-{entry.group}-first", {}, constants),
+                following=self._graph(entry.following, f"update-{entry.group}-following", {}, constants),
+                state=tuple(state_spec(state) for state in entry.state),
+                elementwise=entry.elementwise,
+            )
+            for entry in self.manifest.updates
+        )
+
+    def asset(self, name: str) -> bytes:
+        """The bytes of assets/NAME.
+
+        Raises:
+            StorageError: there is none.
+            IntegrityError: it is damaged.
+        """
+        path = f"assets/{name}"
+        if path not in self.manifest.files:
+            raise StorageError("the package has no such asset", where=path)
+        return read_checked(self.path, path, self.manifest.files[path])
+
+    def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
+        document = parse_canonical(read_checked(self.path, file, self.manifest.files[file]), file)
+        check_graph(self.manifest, document, file, self.namespaces)
+        own = {name.removeprefix(f"{prefix}/"): tensor for name, tensor in constants.items() if name.startswith(f"{prefix}/")}
+        return graph_from_json(document, state, own, file)
+
+    def _state(self, *, meta: bool) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer by name, aliases being the same object as their owner."""
+
+        def tensor(entry: ParameterEntry | BufferEntry) -> torch.Tensor:
+            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") if meta else self.weights.tensor(entry.name)
+
+        state: dict[str, torch.Tensor] = {entry.name: tensor(entry) for entry in self.manifest.buffers}
+        for entry in self.manifest.parameters:
+            if entry.alias_of is None:
+                state[entry.name] = torch.nn.Parameter(tensor(entry), requires_grad=entry.trainable)
+        for entry in self.manifest.parameters:
+            if entry.alias_of is not None:
+                state[entry.name] = state[entry.alias_of]
+        return state
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        entries = self.manifest.constants
+        if not entries:
+            return {}
+        data = read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS])
+        return read_tensors(data, CONSTANTS, tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in entries))
+
+
+def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
+    """Open a package and check all of it but the contents of its files, which are checked when they are read.
+
+    Args:
+        path: its folder.
+        namespaces: of operators of other libraries that the package may call. They run as its graphs run: name only what you trust.
+
+    Raises:
+        StorageError: there is no package.
+        IntegrityError: the manifest is damaged, a file is missing, of another size, or not listed.
+        UnsafePackageError: a link, a path that leaves the folder, paths that differ in case only, operators that are not trusted.
+        PackageError: a newer format, an unknown feature, or an operator that the running torch has no longer in this form.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
+    data = read_manifest(path)
+    manifest = Manifest.from_bytes(data, MANIFEST)
+    check_tree(path, manifest)
+    check_operators(manifest, namespaces)
+    return Package(path.resolve(), sha256_bytes(data), manifest, frozenset(namespaces))
+
+
+def read_manifest(path: Path) -> bytes:
+    """The bytes of manifest.json.
+
+    Raises:
+        UnsafePackageError: it is a link.
+    """
+    with open_inside(path, MANIFEST) as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def check_tree(path: Path, manifest: Manifest) -> None:
+    """Demand that the folder holds the manifest's files and no others.
+
+    Raises:
+        IntegrityError: a file is missing, of another size, or not listed.
+        UnsafePackageError: links or special files.
+    """
+    left = dict(manifest.files)
+    for file, status in walk(path):
+        if file == MANIFEST or (file.split("/")[0] in OUTSIDE and "/" in file):
+            continue
+        entry = left.pop(file, None)
+        if entry is None:
+            raise IntegrityError("a file is not in the manifest", where=file, cure="Remove it, or fetch the package again.")
+        if status.st_size != entry.size:
+            raise IntegrityError(
+                "a file has another size than the manifest says",
+                where=file,
+                expected=f"{entry.size} bytes",
+                got=str(status.st_size),
+                cure="Fetch the package again.",
+            )
+    if left:
+        raise IntegrityError("files of the package are missing", where=min(left), cure="Fetch the package again.")
+
+
+def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
+    """Demand that operators of other libraries are trusted, and that the running torch has every operator as it was.
+
+    Raises:
+        UnsafePackageError: a namespace that `namespaces` lacks.
+        PackageError: an operator is missing or takes other arguments; the message lists each, what it was and what it is.
+    """
+    for library, distribution in manifest.op_libraries.items():
+        if library not in namespaces:
+            raise UnsafePackageError(
+                f"the package calls operators of another library, {library}",
+                where=MANIFEST,
+                cure=f"If you trust it, install {distribution or 'what provides it'}, import it and allow the namespace {library}.",
+            )
+    changed = [(name, was) for name, was in manifest.ops.items() if not _is_operator(name, manifest) or not schema_still_fits(name, was)]
+    if changed:
+        listed = "; ".join(f"{name}: was {was}, is {_now(name, manifest)}" for name, was in changed[:5])
+        raise PackageError(
+            f"{len(changed)} of the package's operators are not those of torch {torch.__version__}: {listed}",
+            where=MANIFEST,
+            cure="Use a torch nearer to the one that the package was made with (debug/ says which), or freeze the job again.",
+        )
+
+
+def _is_operator(name: str, manifest: Manifest) -> bool:
+    parts = name.split(".")
+    return len(parts) == 5 and parts[:2] == ["torch", "ops"] and all(part.isidentifier() for part in parts)
+
+
+def _now(name: str, manifest: Manifest) -> str:
+    return (running_schema(name) if _is_operator(name, manifest) else None) or "missing"
+
+
+def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[str]) -> None:
+    """Demand that a parsed graph file is safe, and is the graph that the manifest describes.
+
+    Raises:
+        UnsafePackageError: it is not safe, or calls operators that the manifest does not list.
+        PackageError: other inputs, outputs or state than the manifest's.
+    """
+    facts = validate_graph(document, file, namespaces)
+    unlisted = sorted(facts.operators - set(manifest.ops)) + sorted(facts.higher_order - set(manifest.higher_order_ops))
+    if unlisted:
+        raise UnsafePackageError("the graph calls operators that the manifest does not list", where=file, got=", ".join(unlisted[:5]))
+    prefix = manifest.graph_files()[file]
+    for name, entry in manifest.graphs.items():
+        if entry.file == file:
+            check_signature(document, manifest, name, file, inputs=[i.name for i in entry.inputs], outputs=len(entry.outputs))
+    for update in manifest.updates:
+        if file in (update.first, update.following):
+            takes = 3 if file == update.first else 3 + len(update.state)
+            check_signature(document, manifest, prefix, file, inputs=takes, outputs=1 + len(update.state))
+
+
+def check_graphs(manifest: Manifest, documents: Mapping[str, Any]) -> None:
+    """`check_graph` for graphs that are being written: name without folder and suffix -> document."""
+    for name, document in documents.items():
+        check_graph(manifest, document, f"graphs/{name}.json", frozenset(manifest.op_libraries))

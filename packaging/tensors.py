@@ -1,0 +1,230 @@
+"""The safetensors format: headers that distrust their input, and files written in any order with the same bytes.
+
+Specification: https://huggingface.co/docs/safetensors. A file is the header's length (8 bytes, little endian), the header (JSON),
+and the tensors' bytes without holes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import torch
+
+from trainload.capture.errors import IntegrityError, PackageError
+from trainload.packaging.canonical import canonical_json, parse_canonical
+
+CODES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""torch's name of a dtype -> safetensors'."""
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in CODES}
+_NAMES = {code: name for name, code in CODES.items()}
+MAX_HEADER = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: `[start, stop)` in bytes of its file. `dtype` as torch spells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that a file is to hold."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor.
+
+        Raises:
+            PackageError: a dtype that packages do not hold.
+        """
+        if self.dtype not in DTYPES:
+            raise PackageError(
+                "a tensor has a dtype that packages do not hold", where=self.name, expected=", ".join(sorted(DTYPES)), got=self.dtype
+            )
+        size = DTYPES[self.dtype].itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+class TensorFileWriter:
+    """Writes one safetensors file whose tensors may come in any order. A context manager; leaving it syncs the file to disk.
+
+    Law: the bytes depend on the specs and on the tensors, not on the order of `add`.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        # Wider dtypes first: then every tensor is aligned.
+        ordered = sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize if spec.nbytes >= 0 else 0, spec.name))
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for spec in ordered:
+            header[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+            at += spec.nbytes
+        text = canonical_json(header)
+        text += b" " * (-len(text) % 8)
+        self.path = path
+        self.places: dict[str, Place] = {}
+        start = 8 + len(text)
+        for spec in ordered:
+            self.places[spec.name] = Place(spec.dtype, spec.shape, start, start + spec.nbytes)
+            start += spec.nbytes
+        self._missing = set(self.places)
+        self._file: BinaryIO = path.open("xb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor.
+
+        Raises:
+            PackageError: it is not one of the specs, comes twice, or has another dtype or shape.
+            OSError: the disk is full.
+        """
+        if name not in self._missing:
+            raise PackageError("a tensor comes twice" if name in self.places else "a tensor that the package does not have", where=name)
+        place = self.places[name]
+        got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if got != (place.dtype, place.shape):
+            raise PackageError("a tensor does not fit", where=name, expected=f"{place.dtype} {place.shape}", got=f"{got[0]} {got[1]}")
+        if tensor.device.type == "meta":
+            raise PackageError("a tensor has no data", where=name, got="a meta tensor", cure="Pass the real tensor.")
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self._file.seek(place.start)
+        self._file.write(memoryview(flat.view(torch.uint8).numpy().data))
+        self._missing.remove(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                if self._missing:
+                    raise PackageError("tensors are missing", where=self.path.name, got=", ".join(sorted(self._missing)[:5]))
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a whole file at once.
+
+    Raises:
+        PackageError: a dtype that packages do not hold.
+        OSError: the disk is full.
+    """
+    specs = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
+    with TensorFileWriter(path, specs) as file:
+        for name, tensor in tensors.items():
+            file.add(name, tensor)
+
+
+def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSpec]) -> dict[str, Place]:
+    """Read a header that may be hostile, and demand that it holds what the manifest says.
+
+    Args:
+        head: the file's first bytes, at least the header.
+        size: of the file, in bytes.
+        where: the file's name, for errors.
+        expected: the tensors that must be there, and no others.
+
+    Raises:
+        IntegrityError: it is malformed, has holes, overlaps, or other tensors.
+    """
+    length = header_length(head, size, where)
+    entries = parse_canonical(head[8 : 8 + length].rstrip(b" "), where, max_bytes=MAX_HEADER, max_depth=4)
+    if not isinstance(entries, dict) or entries.pop("__metadata__", {"format": "pt"}) != {"format": "pt"}:
+        raise IntegrityError("a tensor file's header is malformed", where=where)
+    wanted = {spec.name: spec for spec in expected}
+    if set(entries) != set(wanted):
+        raise IntegrityError(
+            "a tensor file holds other tensors than the manifest says",
+            where=where,
+            got=", ".join(sorted(set(entries) ^ set(wanted))[:5]),
+        )
+    places: dict[str, Place] = {}
+    for name, entry in entries.items():
+        spec = wanted[name]
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise IntegrityError("a tensor file's header is malformed", where=f"{where}, {name}")
+        begin, end = entry["data_offsets"] if isinstance(entry["data_offsets"], list) and len(entry["data_offsets"]) == 2 else (None, None)
+        described = (_NAMES.get(str(entry["dtype"])), entry["shape"])
+        if described != (spec.dtype, list(spec.shape)) or not isinstance(begin, int) or end != begin + spec.nbytes:
+            raise IntegrityError(
+                "a tensor is not what the manifest says",
+                where=f"{where}, {name}",
+                expected=f"{spec.dtype} {spec.shape}",
+                got=str(described),
+            )
+        places[name] = Place(spec.dtype, spec.shape, 8 + length + begin, 8 + length + end)
+    at = 8 + length
+    for place in sorted(places.values(), key=lambda place: (place.start, place.stop)):
+        if place.start != at:
+            raise IntegrityError("tensors overlap or leave a hole", where=where)
+        at = place.stop
+    if at != size:
+        raise IntegrityError("a tensor file has another length than its header says", where=where, expected=str(at), got=str(size))
+    return places
+
+
+def header_length(head: bytes, size: int, where: str) -> int:
+    """The length that the first 8 bytes state.
+
+    Raises:
+        IntegrityError: it cannot be.
+    """
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length > MAX_HEADER or 8 + length > size:
+        raise IntegrityError("a tensor file states an impossible header length", where=where, got=str(length))
+    return length
+
+
+def tensor_of(data: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of its own memory from raw bytes."""
+    tensor = torch.empty(shape, dtype=DTYPES[dtype])
+    if tensor.numel():
+        memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)[:] = memoryview(data)
+    return tensor
+
+
+def read_tensors(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
+    """The tensors of a whole file, each in memory of its own.
+
+    Raises:
+        IntegrityError: it is malformed or holds other tensors than `specs`.
+    """
+    length = header_length(data[:8], len(data), where)
+    places = parse_header(data[: 8 + length], len(data), where, specs)
+    view = memoryview(data)
+    return {name: tensor_of(view[place.start : place.stop], place.dtype, place.shape) for name, place in places.items()}

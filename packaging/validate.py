@@ -1,0 +1,397 @@
+"""What a graph file may hold, checked before torch reads it.
+
+torch's own reader evaluates symbolic expressions, imports what a treespec names and executes guards. So a graph file is a subset of
+torch.export's schema in which none of these can be said: every field is known here, and every string has a grammar.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from trainload.capture.errors import PackageError, UnsafePackageError
+from trainload.packaging.canonical import parse_canonical
+from trainload.packaging.expressions import check_expression
+from trainload.packaging.operators import HIGHER_ORDER, check_operator
+
+Check = Callable[[Any], None]
+
+MAX_NODES = 500_000
+"""Nodes of one file, bodies of control flow included."""
+MAX_BODIES = 12
+"""Bodies of control flow inside one another."""
+MAX_STRING = 4096
+MAX_DIMS = 64
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
+_FQN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,255}")
+_SYMBOL = re.compile(r"[a-z]{1,8}\d{1,6}")
+_MODULE = re.compile(r"[A-Za-z0-9_.@-]{0,512}")
+_DEVICES = frozenset({"cpu", "cuda", "meta"})
+_SCALAR_TYPES = frozenset([*range(1, 14), *range(28, 36)])
+_INFINITE = frozenset({"Infinity", "-Infinity", "NaN"})
+MODULE_TYPE = "torch.nn.Module"
+"""What stands for a module's class in a graph file."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a valid graph file calls: operators with a schema ("torch.ops.aten.add.Tensor"), and operators that take graphs ("cond")."""
+
+    operators: frozenset[str]
+    higher_order: frozenset[str]
+    namespaces: frozenset[str]
+
+
+def validate_graph(document: object, where: str, namespaces: Set[str] = frozenset()) -> GraphFacts:
+    """Check a parsed graph file.
+
+    Args:
+        document: what `parse_canonical` returned.
+        where: the file's name, for errors.
+        namespaces: of operators of other libraries that the reader trusts.
+
+    Raises:
+        UnsafePackageError: it breaks a rule; the message names file, node and rule.
+    """
+    validator = _Validator(where, namespaces)
+    validator.document(document)
+    return GraphFacts(frozenset(validator.operators), frozenset(validator.higher_order), frozenset(validator.used_namespaces))
+
+
+class _Validator:
+    def __init__(self, where: str, namespaces: Set[str]) -> None:
+        self.file = where
+        self.at = "the file"
+        self.namespaces = namespaces
+        self.nodes = 0
+        self.bodies = 0
+        self.operators: set[str] = set()
+        self.higher_order: set[str] = set()
+        self.used_namespaces: set[str] = set()
+        sym = {"as_name": self.identifier, "as_int": self.integer}
+        self.sym_int_argument = self.union(sym)
+        self.sym_float_argument = self.union({"as_name": self.identifier, "as_float": self.number})
+        self.sym_bool_argument = self.union({"as_name": self.identifier, "as_bool": self.boolean})
+        self.tensor_argument = self.record({"name": self.identifier})
+        self.device = self.record({"type": self.choice(_DEVICES), "index": self.maybe(self.small)})
+        hint = self.union({"as_int": self.integer, "as_bool": self.boolean, "as_float": self.number})
+        expression = self.record({"expr_str": self.expression, "hint": self.maybe(hint)})
+        self.sym_int = self.union({"as_expr": expression, "as_int": self.integer})
+        self.sym_float = self.union({"as_expr": expression, "as_float": self.number})
+        self.sym_bool = self.union({"as_expr": expression, "as_bool": self.boolean})
+        dims = self.many(self.sym_int, MAX_DIMS)
+        self.tensor_meta = self.record(
+            {
+                "dtype": self.choice(_SCALAR_TYPES),
+                "sizes": dims,
+                "requires_grad": self.boolean,
+                "device": self.device,
+                "strides": dims,
+                "storage_offset": self.sym_int,
+                "layout": self.choice(frozenset({7})),
+            }
+        )
+        optional_tensor = self.union({"as_tensor": self.tensor_argument, "as_none": self.boolean})
+        arguments: dict[str, Check] = {
+            "as_none": self.boolean,
+            "as_tensor": self.tensor_argument,
+            "as_tensors": self.many(self.tensor_argument),
+            "as_int": self.integer,
+            "as_ints": self.many(self.integer),
+            "as_float": self.number,
+            "as_floats": self.many(self.number),
+            "as_string": self.string,
+            "as_strings": self.many(self.string),
+            "as_sym_int": self.sym_int_argument,
+            "as_sym_ints": self.many(self.sym_int_argument),
+            "as_scalar_type": self.choice(_SCALAR_TYPES),
+            "as_memory_format": self.choice(frozenset(range(1, 5))),
+            "as_layout": self.choice(frozenset({7})),
+            "as_device": self.device,
+            "as_bool": self.boolean,
+            "as_bools": self.many(self.boolean),
+            "as_sym_bool": self.sym_bool_argument,
+            "as_sym_bools": self.many(self.sym_bool_argument),
+            "as_sym_float": self.sym_float_argument,
+            "as_sym_floats": self.many(self.sym_float_argument),
+            "as_graph": self.record({"name": self.identifier, "graph": self.body}),
+            "as_optional_tensors": self.many(optional_tensor),
+            "as_optional_tensor": optional_tensor,
+            "as_complex": self.record({"real": self.number, "imag": self.number}),
+            "as_nested_tensors": self.many(self.many(self.tensor_argument)),
+            "as_int_lists": self.many(self.many(self.integer)),
+            "as_float_lists": self.many(self.many(self.number)),
+            "as_operator": self.operator,
+        }
+        self.argument = self.union(arguments)
+        values = ("as_none", "as_tensor", "as_tensors", "as_sym_int", "as_sym_ints", "as_sym_bool", "as_sym_float", "as_sym_floats")
+        self.result = self.union({key: arguments[key] for key in values})
+        outputs = (*values, "as_int", "as_float", "as_bool")
+        self.output = self.union({key: arguments[key] for key in outputs})
+        self.input = self.union({key: arguments[key] for key in ("as_tensor", "as_sym_int")})
+        self.node_fields = self.record(
+            {
+                "target": self.target,
+                "inputs": self.many(self.named_argument),
+                "outputs": self.many(self.result),
+                "metadata": self.record({}, {"nn_module_stack": self.module_stack}),
+                "is_hop_single_tensor_return": self.maybe(self.boolean),
+                "name": self.identifier,
+            }
+        )
+        self.graph = self.record(
+            {
+                "inputs": self.many(self.input),
+                "outputs": self.many(self.output),
+                "nodes": self.many(self.node, MAX_NODES),
+                "tensor_values": self.table(self.identifier, self.tensor_meta),
+                "sym_int_values": self.table(self.identifier, self.sym_int),
+                "sym_bool_values": self.table(self.identifier, self.sym_bool),
+                "sym_float_values": self.table(self.identifier, self.sym_float),
+                "is_single_tensor_return": self.boolean,
+                "custom_obj_values": self.record({}),
+            }
+        )
+        tensor_spec = {"arg": self.tensor_argument}
+        input_spec = self.union(
+            {
+                "user_input": self.record({"arg": self.input}),
+                "parameter": self.record({**tensor_spec, "parameter_name": self.fqn}),
+                "buffer": self.record({**tensor_spec, "buffer_name": self.fqn, "persistent": self.boolean}),
+                "tensor_constant": self.record({**tensor_spec, "tensor_constant_name": self.fqn}),
+            }
+        )
+        output_spec = self.union(
+            {
+                "user_output": self.record({"arg": self.output}),
+                "loss_output": self.record(tensor_spec),
+                "buffer_mutation": self.record({**tensor_spec, "buffer_name": self.fqn}),
+                "parameter_mutation": self.record({**tensor_spec, "parameter_name": self.fqn}),
+                "gradient_to_parameter": self.record({**tensor_spec, "parameter_name": self.fqn}),
+            }
+        )
+        call = self.record(
+            {
+                "inputs": self.many(self.argument, 0),
+                "outputs": self.many(self.argument, 0),
+                "in_spec": self.treespec,
+                "out_spec": self.treespec,
+                "forward_arg_names": self.maybe(self.many(self.identifier)),
+            }
+        )
+        self.document = self.record(
+            {
+                "graph_module": self.record(
+                    {
+                        "graph": self.graph,
+                        "signature": self.record({"input_specs": self.many(input_spec), "output_specs": self.many(output_spec)}),
+                        "module_call_graph": self.many(self.record({"fqn": self.choice(frozenset({""})), "signature": call}), 1),
+                    }
+                ),
+                "range_constraints": self.table(
+                    self.symbol, self.record({"min_val": self.maybe(self.integer), "max_val": self.maybe(self.integer)})
+                ),
+            }
+        )
+
+    # Shapes of JSON.
+
+    def refuse(self, rule: str, got: object) -> NoReturn:
+        shown = repr(got)
+        raise UnsafePackageError(rule, where=f"{self.file}, {self.at}", got=shown if len(shown) <= 120 else shown[:117] + "...")
+
+    def record(self, required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+        fields = {**required, **(optional or {})}
+
+        def check(value: Any) -> None:
+            if not isinstance(value, dict):
+                self.refuse("an object belongs here", value)
+            for key in required:
+                if key not in value:
+                    self.refuse(f"the field {key} is missing", sorted(value))
+            for key, entry in value.items():
+                if key not in fields:
+                    self.refuse("a field that graph files do not have", key)
+                fields[key](entry)
+
+        return check
+
+    def union(self, members: Mapping[str, Check]) -> Check:
+        def check(value: Any) -> None:
+            if not isinstance(value, dict) or len(value) != 1:
+                self.refuse("an object of one field belongs here", value)
+            ((key, entry),) = value.items()
+            if key not in members:
+                self.refuse("a kind of value that is not allowed here", key)
+            members[key](entry)
+
+        return check
+
+    def many(self, item: Check, most: int = 100_000) -> Check:
+        def check(value: Any) -> None:
+            if not isinstance(value, list) or len(value) > most:
+                self.refuse(f"a list of at most {most} belongs here", value if not isinstance(value, list) else f"{len(value)} items")
+            for entry in value:
+                item(entry)
+
+        return check
+
+    def table(self, key: Check, item: Check) -> Check:
+        def check(value: Any) -> None:
+            if not isinstance(value, dict):
+                self.refuse("an object belongs here", value)
+            for name, entry in value.items():
+                key(name)
+                item(entry)
+
+        return check
+
+    def maybe(self, item: Check) -> Check:
+        def check(value: Any) -> None:
+            if value is not None:
+                item(value)
+
+        return check
+
+    def choice(self, allowed: frozenset[Any]) -> Check:
+        def check(value: Any) -> None:
+            if isinstance(value, bool | float | list | dict) or value not in allowed:
+                self.refuse(f"one of {sorted(allowed)} belongs here", value)
+
+        return check
+
+    # Values.
+
+    def boolean(self, value: Any) -> None:
+        if not isinstance(value, bool):
+            self.refuse("true or false belongs here", value)
+
+    def integer(self, value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**64:
+            self.refuse("an integer of 64 bits belongs here", value)
+
+    def small(self, value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1024:
+            self.refuse("a small number belongs here", value)
+
+    def number(self, value: Any) -> None:
+        if isinstance(value, bool) or (not isinstance(value, int | float) and not (isinstance(value, str) and value in _INFINITE)):
+            self.refuse("a number belongs here", value)
+
+    def string(self, value: Any) -> None:
+        if not isinstance(value, str) or len(value) > MAX_STRING:
+            self.refuse(f"a string of at most {MAX_STRING} characters belongs here", value)
+
+    def matching(self, value: Any, pattern: re.Pattern[str], what: str) -> None:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            self.refuse(f"{what} belongs here", value)
+
+    def identifier(self, value: Any) -> None:
+        self.matching(value, _IDENTIFIER, "an identifier")
+        if keyword.iskeyword(value) or value.startswith("__"):
+            self.refuse("a name that no value may have", value)
+
+    def fqn(self, value: Any) -> None:
+        self.matching(value, _FQN, "a dotted name")
+
+    def symbol(self, value: Any) -> None:
+        self.matching(value, _SYMBOL, "a symbol (letters, then digits)")
+
+    def module_stack(self, value: Any) -> None:
+        self.string(value)
+        for item in value.split(";"):
+            key, _, rest = item.partition(",")
+            path, _, kind = rest.partition(",")
+            self.matching(path, _MODULE, "a module's path")
+            if key != path or kind != MODULE_TYPE:
+                self.refuse("module stacks hold paths only", item)
+
+    def expression(self, value: Any) -> None:
+        if not isinstance(value, str):
+            self.refuse("a symbolic size belongs here", value)
+        check_expression(value, f"{self.file}, {self.at}")
+
+    def treespec(self, value: Any) -> None:
+        if not isinstance(value, str):
+            self.refuse("a treespec belongs here", value)
+        spec = self.embedded(value, 200_000, 16)
+        if not isinstance(spec, list) or len(spec) != 2 or spec[0] != 1:
+            self.refuse("a treespec of protocol 1 belongs here", value)
+        self.tree(spec[1])
+
+    def embedded(self, text: str, most: int, depth: int) -> Any:
+        try:
+            return parse_canonical(text.encode("utf-8", "replace"), f"{self.file}, {self.at}, treespec", max_bytes=most, max_depth=depth)
+        except UnsafePackageError:
+            raise
+        except PackageError as error:
+            self.refuse(f"a treespec is not canonical JSON: {error.problem}", text)
+
+    def tree(self, spec: Any) -> None:
+        if not isinstance(spec, dict) or set(spec) != {"type", "context", "children_spec"} or not isinstance(spec["children_spec"], list):
+            self.refuse("a treespec has type, context and children_spec", spec)
+        kind, context, children = spec["type"], spec["context"], spec["children_spec"]
+        if kind is None:
+            if context is not None or children:
+                self.refuse("a leaf of a treespec holds nothing", spec)
+        elif kind in ("builtins.tuple", "builtins.list"):
+            if context != "null":
+                self.refuse("a tuple of a treespec has no context", context)
+        elif kind == "builtins.dict":
+            keys = self.embedded(context, 100_000, 2) if isinstance(context, str) else None
+            if not isinstance(keys, list) or len(keys) != len(children) or len(set(map(str, keys))) != len(keys):
+                self.refuse("a dict of a treespec lists its keys", context)
+            for key in keys:
+                self.matching(key, _KEY, "a plain key")
+        else:
+            self.refuse("a treespec holds tuples, lists and dicts only", kind)
+        for child in children:
+            self.tree(child)
+
+    # Graphs.
+
+    def named_argument(self, value: Any) -> None:
+        if not isinstance(value, dict) or set(value) != {"name", "arg", "kind"}:
+            self.refuse("an argument has name, arg and kind", value)
+        if not isinstance(value["name"], str) or (value["name"] and not _IDENTIFIER.fullmatch(value["name"])):
+            self.refuse("an argument's name is an identifier or empty", value["name"])
+        if isinstance(value["kind"], bool) or value["kind"] not in (1, 2):
+            self.refuse("an argument's kind is 1 or 2", value["kind"])
+        if value["kind"] == 2 and keyword.iskeyword(value["name"]):
+            self.refuse("a keyword argument's name is not a keyword of Python", value["name"])
+        self.argument(value["arg"])
+
+    def node(self, value: Any) -> None:
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            self.refuse(f"a file holds at most {MAX_NODES} nodes", self.nodes)
+        before = self.at
+        self.at = f"node {str(value.get('name'))[:80] if isinstance(value, dict) else '?'}"
+        self.node_fields(value)
+        self.at = before
+
+    def target(self, value: Any) -> None:
+        self.string(value)
+        namespace = check_operator(value, f"{self.file}, {self.at}", self.namespaces)
+        if namespace is not None:
+            self.operators.add(value)
+            self.used_namespaces.add(namespace)
+        elif value.startswith("torch.ops.higher_order."):
+            self.higher_order.add(value.removeprefix("torch.ops.higher_order."))
+
+    def operator(self, value: Any) -> None:
+        self.target(value)
+        if not value.startswith("torch.ops.") or value.removeprefix("torch.ops.higher_order.") in HIGHER_ORDER:
+            self.refuse("an operator as argument has a schema", value)
+
+    def body(self, value: Any) -> None:
+        self.bodies += 1
+        if self.bodies > MAX_BODIES:
+            self.refuse(f"control flow is nested at most {MAX_BODIES} deep", self.bodies)
+        self.graph(value)
+        self.bodies -= 1

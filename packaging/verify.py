@@ -1,0 +1,110 @@
+"""Checking every byte of a package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainload.capture.errors import PackageError, StorageError
+from trainload.packaging.canonical import parse_canonical, sha256_bytes, sha256_file
+from trainload.packaging.debug import debug_problems
+from trainload.packaging.derived import derived_problems
+from trainload.packaging.files import read_checked, walk
+from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
+from trainload.packaging.read import check_graph, read_manifest
+from trainload.packaging.weights import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with one file of a package."""
+
+    file: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify_package` found. `digest` is the manifest's sha256, whether or not the manifest is sound; `bytes` were read."""
+
+    digest: str
+    files: int
+    bytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_package(path: Path) -> VerifyReport:
+    """Read every byte of a package, weights, debug and derived files too, and say what is wrong with which file.
+
+    It runs nothing and needs no trust: operators of other libraries are not asked for, and the running torch's operators do not matter.
+
+    Raises:
+        StorageError: there is no package.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
+    try:
+        data = read_manifest(path)
+    except PackageError as error:
+        return VerifyReport("", 0, 0, (Problem(MANIFEST, str(error)),))
+    digest = sha256_bytes(data)
+    try:
+        manifest = Manifest.from_bytes(data, MANIFEST)
+    except PackageError as error:
+        return VerifyReport(digest, 1, len(data), (Problem(MANIFEST, str(error)),))
+    problems: list[Problem] = []
+    sizes: dict[str, int] = {}
+    try:
+        sizes = {file: status.st_size for file, status in walk(path)}
+    except PackageError as error:
+        problems.append(Problem(error.where, str(error)))
+        return VerifyReport(digest, 1, len(data), tuple(problems))
+    problems += _listed_files(path, manifest, sizes)
+    problems += [Problem(file, text) for file, text in debug_problems(path)]
+    problems += [Problem(file, text) for file, text in derived_problems(path)]
+    problems += [Problem(file, "nothing here can check a signature") for file in sizes if file.startswith("signatures/")]
+    damaged = {problem.file for problem in problems}
+    if not damaged & set(manifest.files):
+        problems += _contents(path, manifest)
+    return VerifyReport(digest, len(sizes), sum(sizes.values()), tuple(problems))
+
+
+def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list[Problem]:
+    problems = [
+        Problem(file, "not in the manifest")
+        for file in sizes
+        if file not in manifest.files and file != MANIFEST and not (file.split("/")[0] in OUTSIDE and "/" in file)
+    ]
+    for file, entry in manifest.files.items():
+        if file not in sizes:
+            problems.append(Problem(file, "missing"))
+        elif sizes[file] != entry.size:
+            problems.append(Problem(file, f"has {sizes[file]} bytes, and the manifest says {entry.size}"))
+        elif (got := sha256_file(path / file)) != entry.sha256:
+            problems.append(Problem(file, f"damaged: its sha256 is {got}, and the manifest says {entry.sha256}"))
+    return problems
+
+
+def _contents(path: Path, manifest: Manifest) -> list[Problem]:
+    """What digests cannot say: that graphs are safe, and that weights and constants are those of the manifest."""
+    problems: list[Problem] = []
+    for file in manifest.graph_files():
+        try:
+            check_graph(
+                manifest, parse_canonical(read_checked(path, file, manifest.files[file]), file), file, frozenset(manifest.op_libraries)
+            )
+        except PackageError as error:
+            problems.append(Problem(file, str(error)))
+    try:
+        reader = WeightReader(path, manifest)
+        for name in reader.names():
+            reader.check(name)
+    except PackageError as error:
+        problems.append(Problem(error.where.split(",")[0], str(error)))
+    return problems

@@ -1,0 +1,252 @@
+"""weights/: shards that any Hugging Face tool reads, digests of their chunks, and a reader that takes only the bytes it is asked for.
+
+A shard may be larger than a rank's share, so a digest of the whole file would make every rank read every byte. weights/chunks.json
+therefore lists the sha256 of every CHUNK bytes, and the reader checks each chunk that it touches, each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainload.capture.errors import IntegrityError, PackageError
+from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.packaging.files import open_inside, read_checked, write_bytes
+from trainload.packaging.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
+from trainload.packaging.tensors import DTYPES, Place, TensorFileWriter, TensorSpec, header_length, parse_header, tensor_of
+
+CHUNK = 4 * 2**20
+"""Bytes under one digest."""
+MAX_SHARD = 2 * 2**30
+"""Bytes of tensors in one shard, unless one tensor alone is larger."""
+
+
+def stored_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """What weights/ holds: (parameters that are no alias and persistent buffers, other buffers)."""
+    state = [TensorSpec(p.name, p.dtype, p.shape) for p in manifest.parameters if p.alias_of is None]
+    state += [TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
+    return tuple(state), tuple(TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if not b.persistent)
+
+
+def shard_layout(specs: Sequence[TensorSpec], max_shard: int = MAX_SHARD) -> dict[str, tuple[TensorSpec, ...]]:
+    """File -> its tensors, in the order of `specs`; a new shard starts where the next tensor would exceed `max_shard` bytes."""
+    shards: list[list[TensorSpec]] = [[]]
+    used = 0
+    for spec in specs:
+        if shards[-1] and used + spec.nbytes > max_shard:
+            shards.append([])
+            used = 0
+        shards[-1].append(spec)
+        used += spec.nbytes
+    total = len(shards)
+    return {f"weights/model-{i:05d}-of-{total:05d}.safetensors": tuple(shard) for i, shard in enumerate(shards, 1)}
+
+
+def write_weights(
+    root: Path,
+    specs: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    max_shard: int = MAX_SHARD,
+) -> list[str]:
+    """Write weights/ under `root`, one tensor of `tensors` in memory at a time, in whatever order they come.
+
+    Returns:
+        The files written, relative to `root`.
+
+    Raises:
+        PackageError: a tensor is missing, unknown, comes twice or does not fit.
+        OSError: the disk is full.
+    """
+    state, others = specs
+    layout = shard_layout(state, max_shard)
+    if others:
+        layout[NON_PERSISTENT] = tuple(others)
+    (root / "weights").mkdir()
+    with ExitStack() as stack:
+        writers = {path: stack.enter_context(TensorFileWriter(root / path, shard)) for path, shard in layout.items()}
+        home = {spec.name: writers[path] for path, shard in layout.items() for spec in shard}
+        for name, tensor in tensors:
+            if name not in home:
+                raise PackageError("a tensor that the package does not have", where=name)
+            home[name].add(name, tensor)
+    names = {spec.name: path.removeprefix("weights/") for path, shard in layout.items() for spec in shard if path != NON_PERSISTENT}
+    index = {"metadata": {"total_size": sum(spec.nbytes for spec in state)}, "weight_map": names}
+    write_bytes(root / INDEX, canonical_json(index))
+    chunks = {"chunk_size": CHUNK, "files": {path: list(_chunk_digests(root / path)) for path in layout}}
+    write_bytes(root / CHUNKS, canonical_json(chunks))
+    return [*layout, INDEX, CHUNKS]
+
+
+def _chunk_digests(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        while block := file.read(CHUNK):
+            yield hashlib.sha256(block).hexdigest()
+
+
+class WeightReader:
+    """Reads a package's parameters and buffers lazily. Opening it reads two small JSON files; nothing is kept but the last chunk.
+
+    Laws: a byte is returned only after the digest of its chunk was checked; a tensor that was returned has memory of its own.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._specs: dict[str, tuple[str, TensorSpec]] = {}
+        self._places: dict[str, dict[str, Place]] = {}
+        self._last: tuple[str, int, bytes] | None = None
+        state, others = stored_tensors(manifest)
+        self._aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
+        wanted = {spec.name: spec for spec in state}
+        index = parse_canonical(read_checked(root, INDEX, manifest.files[INDEX]), INDEX)
+        homes = _weight_map(index, set(wanted))
+        for name, spec in wanted.items():
+            self._specs[name] = (f"weights/{homes[name]}", spec)
+        for spec in others:
+            self._specs[spec.name] = (NON_PERSISTENT, spec)
+        used = {path for path, _ in self._specs.values()}
+        listed = {path for path in manifest.files if path.startswith("weights/")} - {INDEX, CHUNKS}
+        if used - listed or {path for path in listed if path not in used and (wanted or path == NON_PERSISTENT)}:
+            raise IntegrityError("the index names other files than the manifest", where=INDEX, got=", ".join(sorted(used ^ listed)[:5]))
+        chunks = parse_canonical(read_checked(root, CHUNKS, manifest.files[CHUNKS]), CHUNKS)
+        self._chunks = _chunk_table(chunks, {path: manifest.files[path].size for path in listed})
+
+    def names(self) -> tuple[str, ...]:
+        """Every parameter that is not an alias, and every buffer."""
+        return tuple(self._specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a parameter or buffer. KeyError: there is none of this name."""
+        return DTYPES[self._find(name)[1].dtype]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter or buffer. KeyError: there is none of this name."""
+        return self._find(name)[1].shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter (an alias too) or buffer, on CPU.
+
+        Raises:
+            KeyError: there is none of this name.
+            IntegrityError: its bytes are damaged.
+        """
+        path, spec = self._find(name)
+        place = self._place(path, name)
+        return tensor_of(self._bytes(path, place.start, place.stop), spec.dtype, spec.shape)
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor: (stop - start,). Only the chunks that hold them are read.
+
+        Raises:
+            KeyError: there is none of this name.
+            ValueError: the range is not within the tensor.
+            IntegrityError: its bytes are damaged.
+        """
+        path, spec = self._find(name)
+        place = self._place(path, name)
+        item = DTYPES[spec.dtype].itemsize
+        if not 0 <= start <= stop <= (place.stop - place.start) // item:
+            raise ValueError(f"elements {start} to {stop} are not within {name} of shape {spec.shape}")
+        data = self._bytes(path, place.start + start * item, place.start + stop * item)
+        return tensor_of(data, spec.dtype, (stop - start,))
+
+    def check(self, name: str) -> None:
+        """Read a tensor's bytes and compare their digests, without keeping them.
+
+        Raises:
+            KeyError: there is none of this name.
+            IntegrityError: its bytes are damaged.
+        """
+        path, _ = self._find(name)
+        place = self._place(path, name)
+        for number in range(place.start // CHUNK, -(-place.stop // CHUNK)):
+            self._chunk(path, number)
+
+    def _find(self, name: str) -> tuple[str, TensorSpec]:
+        return self._specs[self._aliases.get(name, name)]
+
+    def _place(self, path: str, name: str) -> Place:
+        places = self._places.get(path)
+        if places is None:
+            size = self._manifest.files[path].size
+            length = header_length(bytes(self._bytes(path, 0, min(8, size))), size, path)
+            specs = [spec for home, spec in self._specs.values() if home == path]
+            places = self._places[path] = parse_header(bytes(self._bytes(path, 0, 8 + length)), size, path, specs)
+        return places[self._aliases.get(name, name)]
+
+    def _bytes(self, path: str, start: int, stop: int) -> bytearray:
+        data = bytearray(stop - start)
+        if start == stop:
+            return data
+        for number in range(start // CHUNK, (stop - 1) // CHUNK + 1):
+            block = self._chunk(path, number)
+            low, high = max(start, number * CHUNK), min(stop, (number + 1) * CHUNK)
+            data[low - start : high - start] = memoryview(block)[low - number * CHUNK : high - number * CHUNK]
+        return data
+
+    def _chunk(self, path: str, number: int) -> bytes:
+        if self._last is not None and self._last[:2] == (path, number):
+            return self._last[2]
+        with open_inside(self._root, path) as file:
+            file.seek(number * CHUNK)
+            block = file.read(min(CHUNK, self._manifest.files[path].size - number * CHUNK))
+        if hashlib.sha256(block).hexdigest() != self._chunks[path][number]:
+            raise IntegrityError(
+                "a file of weights is damaged",
+                where=path,
+                expected=f"sha256 {self._chunks[path][number]} of bytes from {number * CHUNK}",
+                got="another",
+                cure="Fetch the package again.",
+            )
+        self._last = (path, number, block)
+        return block
+
+
+class LazyState(Mapping[str, torch.Tensor]):
+    """`Program.state` of a package: each access reads the tensor from disk."""
+
+    def __init__(self, reader: WeightReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._reader:
+            raise KeyError(name)
+        return self._reader.tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._reader
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.names())
+
+    def __len__(self) -> int:
+        return len(self._reader.names())
+
+
+def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
+    if not isinstance(index, dict) or set(index) != {"metadata", "weight_map"} or not isinstance(index["weight_map"], dict):
+        raise IntegrityError("the index is malformed", where=INDEX)
+    homes = index["weight_map"]
+    if set(homes) != wanted or not all(isinstance(home, str) for home in homes.values()):
+        raise IntegrityError("the index names other tensors than the manifest", where=INDEX, got=", ".join(sorted(set(homes) ^ wanted)[:5]))
+    return dict(homes)
+
+
+def _chunk_table(chunks: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    if not isinstance(chunks, dict) or set(chunks) != {"chunk_size", "files"} or chunks["chunk_size"] != CHUNK:
+        raise IntegrityError("the list of chunks is malformed", where=CHUNKS)
+    files = chunks["files"]
+    if not isinstance(files, dict) or set(files) != set(sizes):
+        raise IntegrityError("the list of chunks names other files than the manifest", where=CHUNKS)
+    for path, size in sizes.items():
+        if not isinstance(files[path], list) or len(files[path]) != -(-size // CHUNK):
+            raise IntegrityError("the list of chunks has another length than the file", where=f"{CHUNKS}, {path}")
+    return dict(files)

@@ -1,0 +1,236 @@
+"""Writing packages: the whole of one, or new weights beside the graphs of another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from pydantic import ValidationError
+from torch.export import ExportedProgram
+
+from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.capture.errors import PackageError, StorageError
+from trainload.capture.program import Program
+from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_file
+from trainload.packaging.debug import write_debug
+from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes, write_copy
+from trainload.packaging.graph_json import graph_to_json, operator_namespaces, running_schema
+from trainload.packaging.manifest import (
+    BUILT_IN_NAMESPACES,
+    CONSTANTS,
+    MANIFEST,
+    MEDIA_TYPES,
+    OUTSIDE,
+    ConstantEntry,
+    FileEntry,
+    Manifest,
+    UpdateEntry,
+    buffer_entry,
+    graph_entry,
+    parameter_entry,
+    state_entry,
+)
+from trainload.packaging.read import Package, check_graphs, open_package
+from trainload.packaging.tensors import write_tensors
+from trainload.packaging.validate import GraphFacts, validate_graph
+from trainload.packaging.weights import MAX_SHARD, stored_tensors, write_weights
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+def write_package(
+    path: Path,
+    program: Program,
+    updates: Sequence[UpdateGraph],
+    recipe: Recipe,
+    *,
+    assets: Mapping[str, Path] = MappingProxyType({}),
+    parent: str | None = None,
+    debug: Mapping[str, object] = _NOTHING,
+    max_shard: int = MAX_SHARD,
+) -> Package:
+    """Write a package; it appears at `path` whole, or not at all.
+
+    Args:
+        path: a folder that does not exist; its parent does.
+        program: what was captured. Its state is read one tensor at a time.
+        updates: one for each group of `recipe`.
+        recipe: how the graphs are driven.
+        assets: file name -> path of files to copy into assets/.
+        parent: digest of the package that this one was trained from.
+        debug: name -> JSON value of further files in debug/, outside the digest.
+        max_shard: bytes of tensors in one file of weights.
+
+    Law: the same arguments (`debug` aside) give the same digest, whatever the machine, folder and process.
+
+    Raises:
+        PackageError: a graph cannot be serialised, or the parts do not fit each other.
+        StorageError: the path is taken, an asset cannot be read, or the disk is full; nothing is left behind.
+    """
+    path = Path(path)
+    exported = _exported(program, updates)
+    written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
+    # Read back from its bytes: what is validated here is what will be read.
+    documents = {name: parse_canonical(canonical_json(graph.document), name) for name, graph in written.items()}
+    spaces = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values())) - BUILT_IN_NAMESPACES
+    facts = [validate_graph(documents[name], f"graphs/{name}.json", spaces) for name in exported]
+    constants = _constants(program, updates)
+    with new_folder(path) as root:
+        for name, document in documents.items():
+            write_bytes(root / f"graphs/{name}.json", canonical_json(document))
+        if constants:
+            write_tensors(root / CONSTANTS, constants)
+        for name, source in assets.items():
+            _copy_asset(root, name, Path(source))
+        try:
+            bare = _bare_manifest(program, updates, recipe, constants, facts, parent)
+        except ValidationError as error:
+            raise PackageError(f"the package cannot be described: {error.errors(include_url=False)[0]['msg']}") from error
+        write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
+        _finish(root, bare)
+        check_graphs(Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST), documents)
+        write_debug(root, {**debug, **{name: graph.debug for name, graph in written.items()}})
+    return open_package(path, namespaces=spaces)
+
+
+def with_weights(package: Package, path: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard: int = MAX_SHARD) -> Package:
+    """Write a package with the graphs of another and new weights; its parent is the other.
+
+    Args:
+        package: the one whose graphs, recipe and assets are shared (hard links where the file system can).
+        path: a folder that does not exist.
+        tensors: (name, tensor) for every parameter that is no alias and every buffer, in any order; buffers that are left out
+            keep their values.
+        max_shard: bytes of tensors in one file of weights.
+
+    Law: the new package's `program_digest` is the old one's.
+
+    Raises:
+        PackageError: a tensor is missing, unknown, comes twice or does not fit.
+        StorageError: the path is taken, or the disk is full; nothing is left behind.
+    """
+    old = package.manifest
+    buffers = {buffer.name for buffer in old.buffers}
+
+    def complete() -> Iterable[tuple[str, torch.Tensor]]:
+        left = set(buffers)
+        for name, tensor in tensors:
+            left.discard(name)
+            yield name, tensor
+        for name in sorted(left):
+            yield name, package.weights.tensor(name)
+
+    with new_folder(Path(path)) as root:
+        kept = [file for file in old.files if not file.startswith("weights/")]
+        kept += [file for file, _ in walk(package.path) if file.startswith(("debug/", "derived/")) and not file.startswith("derived/.")]
+        for file in kept:
+            link_or_copy(package.path / file, root / file)
+        write_weights(root, stored_tensors(old), complete(), max_shard)
+        _finish(root, old.model_copy(update={"parent": package.digest}))
+    return open_package(Path(path), namespaces=package.namespaces)
+
+
+def _exported(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, ExportedProgram]:
+    graphs: dict[str, ExportedProgram] = {}
+    for name, capture in sorted(program.graphs.items()):
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
+            raise PackageError("a graph's name is not a plain word", where=name, expected="small letters, digits and _")
+        graphs[name] = capture.exported
+    for update in updates:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", update.group):
+            raise PackageError("a parameter group's name is not a plain word", where=update.group, expected="letters, digits, _ and -")
+        graphs[f"update-{update.group}-first"] = update.first
+        graphs[f"update-{update.group}-following"] = update.following
+    return graphs
+
+
+def _constants(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, torch.Tensor]:
+    found = dict(program.constants)
+    for update in updates:
+        for place, exported in (("first", update.first), ("following", update.following)):
+            if exported.state_dict:
+                raise PackageError("an update graph has parameters or buffers of its own", where=f"update-{update.group}-{place}")
+            for name, value in exported.constants.items():
+                if not isinstance(value, torch.Tensor):
+                    raise PackageError("an update graph has a constant that is no tensor", where=f"update-{update.group}-{place}", got=name)
+                found[f"update-{update.group}-{place}/{name}"] = value
+    return dict(sorted(found.items()))
+
+
+def _bare_manifest(
+    program: Program,
+    updates: Sequence[UpdateGraph],
+    recipe: Recipe,
+    constants: Mapping[str, torch.Tensor],
+    facts: Sequence[GraphFacts],
+    parent: str | None,
+) -> Manifest:
+    """The manifest but for its files."""
+    operators = frozenset[str]().union(*(fact.operators for fact in facts))
+    libraries = frozenset[str]().union(*(fact.namespaces for fact in facts)) - BUILT_IN_NAMESPACES
+    providers = packages_distributions() if libraries else {}
+    features = {"custom-ops"} if libraries else set()
+    if not all(buffer.persistent for buffer in program.buffers):
+        features.add("non-persistent-buffers")
+    schemas: dict[str, str] = {}
+    for name in sorted(operators):
+        schema = running_schema(name)
+        if schema is None:
+            raise PackageError(f"the operator {name} is not one of torch's dispatcher")
+        schemas[name] = schema
+    return Manifest(
+        features=tuple(sorted(features)),
+        graphs={name: graph_entry(graph, f"graphs/{name}.json") for name, graph in sorted(program.graphs.items())},
+        parameters=tuple(parameter_entry(spec) for spec in program.parameters),
+        buffers=tuple(buffer_entry(spec) for spec in program.buffers),
+        constants=tuple(
+            ConstantEntry(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in constants.items()
+        ),
+        recipe=recipe,
+        updates=tuple(
+            UpdateEntry(
+                group=update.group,
+                first=f"graphs/update-{update.group}-first.json",
+                following=f"graphs/update-{update.group}-following.json",
+                state=tuple(state_entry(spec) for spec in update.state),
+                elementwise=update.elementwise,
+            )
+            for update in updates
+        ),
+        ops=schemas,
+        higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),
+        op_libraries={name: next(iter(providers.get(name, ())), None) for name in sorted(libraries)},
+        parent=parent,
+        files={},
+    )
+
+
+def _state_names(manifest: Manifest) -> list[str]:
+    return [spec.name for specs in stored_tensors(manifest) for spec in specs]
+
+
+def _copy_asset(root: Path, name: str, source: Path) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name):
+        raise PackageError("an asset's name is not a plain file name", where=name, expected="letters, digits and _ . + -")
+    if not source.is_file():
+        raise StorageError("an asset is no file", where=str(source))
+    write_copy(source, root / "assets" / name)
+
+
+def _finish(root: Path, bare: Manifest) -> None:
+    """Write the manifest, with every file that is part of the identity."""
+    files = {
+        file: FileEntry(
+            media_type=MEDIA_TYPES.get(Path(file).suffix, "application/octet-stream"), sha256=sha256_file(root / file), size=status.st_size
+        )
+        for file, status in walk(root)
+        if file.split("/")[0] not in OUTSIDE
+    }
+    data = bare.model_copy(update={"files": dict(sorted(files.items()))}).to_bytes()
+    Manifest.from_bytes(data, MANIFEST)
+    write_bytes(root / MANIFEST, data)
