@@ -1,0 +1,219 @@
+"""Makes plans: from a package and a cluster's shape alone, without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+
+from trainload.capture.errors import PlanError
+from trainload.capture.program import GraphCapture
+from trainload.packaging.read import Package
+from trainload.sharding.buckets import item_bytes, make_buckets
+from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Strategy
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Of parameters in one bucket; as DistributedDataParallel's default."""
+REPLICATED_BYTES = 2**30
+"""Parameters, gradients and optimizer state up to this size are replicated where no strategy is asked for."""
+
+
+def make_plan(
+    package: Package,
+    cluster: Cluster,
+    strategy: Strategy | None = None,
+    *,
+    global_batch: int | None = None,
+    accumulate: int = 1,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    prefetch: int = 1,
+) -> Plan:
+    """Spreads a package over a cluster.
+
+    Args:
+        package: what is to be trained.
+        cluster: the cluster's shape.
+        strategy: None: "single" for one device; else "zero0" while a replica of everything takes up to REPLICATED_BYTES, then "zero3".
+        global_batch: rows of one optimizer update; None: the recipe's.
+        accumulate: microbatches of one update on each rank.
+        bucket_bytes: bytes of parameters in one bucket; a bucket ends with the parameter that reaches it.
+        prefetch: how many buckets ahead of its use a bucket's gather starts.
+
+    Raises:
+        PlanError: no such plan can be made; the message says what would do.
+    """
+    world = cluster.world_size
+    rows = global_batch or package.recipe.global_batch
+    _check_batch(package, rows, world, accumulate)
+    manifest = package.manifest
+    group_of = {p: g.name for g in package.recipe.groups for p in g.parameters}
+    owners = [p for p in package.program().parameters if p.alias_of is None]
+    if strategy is None:
+        everything = sum(_count(p.shape) * item_bytes(p.dtype) * (4 if p.name in group_of else 1) for p in owners)
+        strategy = "single" if world == 1 else "zero0" if everything <= REPLICATED_BYTES else "zero3"
+    if strategy == "single" and world > 1:
+        raise PlanError(
+            "one device was asked for, and the cluster has more",
+            where="strategy",
+            expected="zero0, zero1 or zero3",
+            got=f"single for {world} devices",
+        )
+    for update in manifest.updates:
+        if not update.elementwise:
+            raise PlanError(
+                f"the optimizer's update of {update.group} mixes elements of a parameter, so it cannot run on flat buckets yet",
+                where="package",
+                expected="an elementwise update, such as AdamW's or SGD's",
+                got=package.recipe.optimizer,
+            )
+    bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
+    if bad:
+        raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
+    order = parameter_order(package.program().graphs["train"])
+    aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
+    buckets = make_buckets(owners, group_of, [aliases.get(n) or n for n in order], world, bucket_bytes)
+    states = {u.group: sum(s.like_parameter for s in u.state) for u in manifest.updates}
+    return Plan(
+        package=package.digest,
+        cluster=cluster,
+        strategy=strategy,
+        global_batch=rows,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        buckets=buckets,
+        estimate=_estimate(buckets, states, strategy, world, accumulate, prefetch),
+    )
+
+
+def check_plan(plan: Plan, package: Package) -> None:
+    """Demands that a plan is for this package.
+
+    Raises:
+        PlanError: it was made for another package, or was edited so that it no longer fits.
+    """
+    known = {package.digest, package.manifest.parent}
+    if plan.package not in known:
+        raise PlanError(
+            "the plan is for another package",
+            where="plan.package",
+            expected=package.digest,
+            got=plan.package,
+            cure="Make a plan for this package: trainload plan.",
+        )
+    shapes = {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None}
+    placed: dict[str, tuple[int, ...]] = {}
+    for bucket in plan.buckets:
+        end = 0
+        for slot in bucket.slots:
+            if slot.parameter in placed:
+                raise PlanError("a parameter is placed twice", where=f"plan.buckets: {bucket.name}", got=slot.parameter)
+            if slot.offset < end or slot.length != _count(slot.shape):
+                raise PlanError("slots overlap or have the wrong length", where=f"plan.buckets: {bucket.name}: {slot.parameter}")
+            placed[slot.parameter] = tuple(slot.shape)
+            end = slot.offset + slot.length
+        if bucket.length < end or bucket.length % plan.world_size:
+            raise PlanError(
+                "a bucket's length does not divide",
+                where=f"plan.buckets: {bucket.name}",
+                got=str(bucket.length),
+                expected=f"a multiple of {plan.world_size} of at least {end}",
+            )
+    if placed != shapes:
+        wrong = min(set(placed.items()) ^ set(shapes.items()))[0]
+        raise PlanError(
+            "the buckets do not hold the package's parameters",
+            where=f"plan.buckets: {wrong}",
+            expected=str(shapes.get(wrong, "no such parameter")),
+            got=str(placed.get(wrong, "none")),
+        )
+    _check_batch(package, plan.global_batch, plan.world_size, plan.accumulate)
+
+
+def parameter_order(capture: GraphCapture) -> list[str]:
+    """Names of a captured graph's parameters in the order of their first use."""
+    names: dict[Node, str] = {}
+    placeholders = [n for n in capture.exported.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, capture.exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.PARAMETER and spec.target is not None:
+            names[node] = spec.target
+    order: dict[str, None] = {}
+    _walk(capture.exported.graph_module, names, order)
+    return list(order)
+
+
+def _walk(module: GraphModule, names: Mapping[Node, str], order: dict[str, None]) -> None:
+    for node in module.graph.nodes:
+        bodies = [s for s in node.all_input_nodes if s.op == "get_attr" and isinstance(getattr(module, str(s.target), None), GraphModule)]
+        for body in bodies:
+            graph_module: GraphModule = getattr(module, str(body.target))
+            inner = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+            operands = [s for s in node.args if isinstance(s, Node) and s not in bodies]
+            _walk(graph_module, {i: names[o] for i, o in zip(inner, operands, strict=False) if o in names}, order)
+        for source in node.all_input_nodes:
+            if source in names and node.op == "call_function":
+                order.setdefault(names[source])
+
+
+def _check_batch(package: Package, rows: int, world: int, accumulate: int) -> None:
+    calls = world * accumulate
+    if rows % calls:
+        raise PlanError(
+            "the global batch cannot be split evenly",
+            where="global_batch",
+            expected=f"a multiple of {world} workers x {accumulate} microbatches",
+            got=str(rows),
+            cure=f"Use --global-batch {max(1, rows // calls) * calls}, or another number of workers.",
+        )
+    for entry in package.manifest.graphs["train"].inputs:
+        if isinstance(entry.shape[0], int) and entry.shape[0] != rows // calls:
+            raise PlanError(
+                "the job was frozen with a static batch dim",
+                where=f"input {entry.name}",
+                expected=f"{entry.shape[0]} rows a call",
+                got=f"{rows // calls}",
+                cure="Choose the global batch, workers and accumulation so, or freeze with a dynamic batch dim.",
+            )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype in ("float32", "float64", "float16", "bfloat16")
+
+
+def _estimate(
+    buckets: tuple[Bucket, ...], states: Mapping[str, int], strategy: Strategy, world: int, accumulate: int, prefetch: int
+) -> Estimate:
+    parameters = gradients = optimizer = communication = 0
+    full: list[int] = []
+    for bucket in buckets:
+        size = bucket.length * item_bytes(bucket.dtype)
+        full.append(size)
+        parameters += size // world if strategy == "zero3" else size
+        ring = size * (world - 1) // world
+        if strategy == "zero3":
+            communication += 2 * ring * accumulate
+        if bucket.group is None:
+            continue
+        gradients += size // world if strategy in ("zero1", "zero3") else size
+        if strategy == "zero1" and accumulate > 1:
+            gradients += size  # between microbatches a rank holds its own sum of the whole gradient
+        optimizer += states[bucket.group] * (size // world if strategy in ("zero1", "zero3") else size)
+        if strategy == "zero3":
+            communication += ring * accumulate
+        elif world > 1:
+            communication += 2 * ring
+    gathered = max((sum(full[i : i + prefetch + 1]) for i in range(len(full))), default=0) if strategy == "zero3" else 0
+    return Estimate(
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        gathered_bytes=gathered,
+        communication_bytes_per_step=communication,
+    )

@@ -1,0 +1,180 @@
+"""Builds the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Interpreter
+
+from trainload.autograd_trace.aot import fake_mode, trace_flat
+from trainload.autograd_trace.graphs import StateSpec, UpdateGraph
+from trainload.capture.errors import PlanError
+from trainload.sharding.plan import Bucket, Plan
+from trainload.sharding.rewrite import GROUP, update_length
+
+aten = torch.ops.aten
+_CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+class _UpdateInterpreter(Interpreter):
+    """Runs an update graph on a device, without reading numbers out of 0-dim tensors: `alpha=lr.item()` becomes a product."""
+
+    def __init__(self, module: GraphModule, device: torch.device) -> None:
+        super().__init__(module)
+        self._device = device
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            _, body, *operands = args
+            return type(self)(body, self._device).run(*operands)
+        if target is aten.item.default:
+            return args[0]
+        if target is aten._assert_tensor_metadata.default:
+            return None
+        if target is aten.full_like.default and isinstance(args[1], Tensor):
+            return args[1].to(args[0].dtype).expand(args[0].shape).clone()
+        args = tuple(self._device if isinstance(a, torch.device) else a for a in args)
+        kwargs = {k: self._device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+        for name in ("alpha", "value"):
+            factor = kwargs.get(name)
+            if isinstance(factor, Tensor):
+                kwargs = {k: v for k, v in kwargs.items() if k != name}
+                scaled = len(args) - 1 if name == "alpha" else 1
+                args = tuple(a * factor if i == scaled else a for i, a in enumerate(args))
+        return super().call_function(target, args, kwargs)
+
+
+def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """The graph's inputs in its own order: its 0-dim constants, made on the device, among the arguments."""
+    entries = iter(arguments)
+    device = arguments[0].device
+    inputs: list[Tensor] = []
+    for spec in graph.graph_signature.input_specs:
+        if spec.kind is not InputKind.CONSTANT_TENSOR:
+            inputs.append(next(entries))
+            continue
+        constant = graph.constants[str(spec.target)]
+        assert isinstance(constant, Tensor) and constant.ndim == 0, "an elementwise update has 0-dim constants only"
+        inputs.append(torch.full((), constant.item(), dtype=constant.dtype, device=device))
+    return inputs
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUpdate:
+    """One trained bucket and its group's update."""
+
+    bucket: Bucket
+    update: UpdateGraph
+    group_index: int
+
+    @property
+    def state(self) -> tuple[StateSpec, ...]:
+        return self.update.state
+
+
+def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph]) -> tuple[BucketUpdate, ...]:
+    """The trained buckets in plan order, each with its group's update.
+
+    Raises:
+        PlanError: a bucket's update is missing, or mixes elements and so cannot run on a slice of several parameters.
+    """
+    by_group = {u.group: (i, u) for i, u in enumerate(updates)}
+    for bucket in plan.buckets:
+        if bucket.group is not None and (bucket.group not in by_group or not by_group[bucket.group][1].elementwise):
+            raise PlanError(
+                "a bucket's update cannot run on flat slices" if bucket.group in by_group else "a bucket's group has no update",
+                where=f"plan.buckets: {bucket.name}, {bucket.group}",
+                expected="an elementwise update, such as AdamW's or SGD's",
+                got=f"groups {sorted(by_group)}",
+            )
+    return tuple(BucketUpdate(b, by_group[b.group][1], by_group[b.group][0]) for b in plan.buckets if b.group is not None)
+
+
+class UpdateStep:
+    """The update of all buckets of one rank as a function of flat tensors.
+
+    Call: (divisor, rates, *params, *gradients[, *states]) -> (norm, *params, *states)
+
+    - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
+    - rates: float32 (groups,); the learning rates of this step.
+    - params, gradients: one (n,) for each trained bucket, this rank's slice. states: per bucket, in the order of its StateSpecs;
+      left out if `first`.
+    - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
+    """
+
+    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], clip_norm: float | None, *, first: bool) -> None:
+        self._plan = plan
+        self._clip = clip_norm
+        self._first = first
+        self._groups = len(updates)
+        self.parts = bucket_updates(plan, updates)
+
+    def __call__(self, divisor: Tensor, rates: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+        count = len(self.parts)
+        params, gradients, states = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
+        norm = self._norm(gradients) / divisor
+        factor = 1.0 / divisor
+        if self._clip is not None:
+            factor = factor * torch.clamp(self._clip / (norm + _CLIP_EPSILON), max=1.0)
+        new_params, new_states = [], []
+        for part, param, gradient in zip(self.parts, params, gradients, strict=True):
+            entries = () if self._first else tuple(states[: len(part.state)])
+            states = states[len(entries) :]
+            graph = part.update.first if self._first else part.update.following
+            scaled = (gradient * factor).to(gradient.dtype)
+            arguments = _with_constants(graph, [param, scaled, rates[part.group_index], *entries])
+            param_out, *state_out = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
+            new_params.append(param_out)
+            new_states.extend(state_out)
+        return (norm, *new_params, *new_states)
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        square = torch.stack([g.to(torch.float32).square().sum() for g in gradients]).sum()
+        if self._plan.world_size > 1 and self._plan.strategy in ("zero1", "zero3"):
+            reduced = torch.ops._c10d_functional.all_reduce.default(square, "sum", GROUP)
+            square = torch.ops._c10d_functional.wait_tensor.default(reduced)
+        return square.sqrt()
+
+    def trace(self, device: torch.device) -> GraphModule:
+        """The call as a flat graph that writes parameters and states in place and returns the norm alone."""
+        assert not self._first, "the first update makes the state, so it has nothing to write into"
+        with fake_mode():
+            lengths = [update_length(self._plan, p.bucket) for p in self.parts]
+            dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
+            inputs = [torch.empty((), device=device), torch.empty(self._groups, device=device)]
+            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+            for part, length in zip(self.parts, lengths, strict=True):
+                for spec in part.state:
+                    shape = (length,) if spec.like_parameter else ()
+                    inputs.append(torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device))
+
+        def in_place(*flat: Tensor) -> tuple[Tensor]:
+            norm, *new = self(*flat)
+            count = len(self.parts)
+            targets = [*flat[2 : 2 + count], *flat[2 + 2 * count :]]
+            for target, value in zip(targets, new, strict=True):
+                target.copy_(value)
+            return (norm,)
+
+        return trace_flat(in_place, inputs)
+
+
+def state_specs(parts: Sequence[BucketUpdate]) -> list[tuple[str, StateSpec]]:
+    """(bucket, state) in the order of an update's states."""
+    return [(p.bucket.name, s) for p in parts for s in p.state]
+
+
+def named_states(parts: Sequence[BucketUpdate], flat: Sequence[Tensor]) -> Mapping[str, dict[str, Tensor]]:
+    """Bucket -> state name -> tensor, from an update's flat states."""
+    found: dict[str, dict[str, Tensor]] = {p.bucket.name: {} for p in parts}
+    for (bucket, spec), value in zip(state_specs(parts), flat, strict=True):
+        found[bucket][spec.name] = value
+    return found
