@@ -1,0 +1,149 @@
+"""Reading checkpoints: nothing is believed before its digest was seen, and only what is asked for is read.
+
+A checkpoint is read by intervals of buckets or of parameters, so that ranks of any number, under any plan for the same package,
+find what they need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainload.capture.errors import CheckpointError
+from trainload.launch.checkpoint_index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, published, scalar_key
+from trainload.packaging.canonical import sha256_file
+from trainload.sharding.plan import Bucket, Slot
+
+_CURE = "Resume from an earlier checkpoint."
+
+
+class Checkpoint:
+    """A published checkpoint. `path`: its folder; `index`: what it holds.
+
+    A shard's digest is compared when it is first read from, once.
+    """
+
+    __slots__ = ("_buckets", "_open", "_slots", "index", "path")
+
+    def __init__(self, path: Path, index: CheckpointIndex) -> None:
+        self.path, self.index = path, index
+        self._buckets: dict[str, Bucket] = {bucket.name: bucket for bucket in index.buckets}
+        self._slots: dict[str, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in index.buckets for slot in bucket.slots}
+        self._open: dict[int, Any] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Reads the index. Raises: CheckpointError where it is missing or a bit of it has changed."""
+        file = path / INDEX
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise CheckpointError("the index cannot be read", where=str(file), got=str(error), cure=_CURE) from error
+        return cls(path, decode_index(data, str(file)))
+
+    def verify(self) -> None:
+        """Reads every shard and compares its digest. Raises: CheckpointError, naming the first file that is not as it was written."""
+        for number in range(len(self.index.files)):
+            self._shard(number)
+
+    def bucket_of(self, parameter: str) -> tuple[Bucket, Slot]:
+        """Where a parameter lies in this checkpoint. Raises: CheckpointError where it has none of that name."""
+        if parameter not in self._slots:
+            raise CheckpointError(f"the checkpoint has no parameter {parameter!r}", where=str(self.path))
+        return self._slots[parameter]
+
+    def read_interval(self, bucket: str, entry: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a bucket's entry: (stop - start,), on CPU.
+
+        Raises: CheckpointError where there is no such interval, or a shard that holds part of it has changed.
+        """
+        length = self._buckets[bucket].length if bucket in self._buckets else -1
+        if not 0 <= start <= stop <= length or entry not in self.index.entries.get(bucket, ()):
+            raise CheckpointError(
+                "the checkpoint has no such interval",
+                where=str(self.path),
+                expected=f"entries of {bucket!r}: {', '.join(self.index.entries.get(bucket, ()))}; length {length}",
+                got=f"{entry!r} [{start}, {stop})",
+            )
+        each = length // self.index.world_size
+        pieces: list[torch.Tensor] = []
+        at = start
+        # An empty interval still reads an empty slice, for its dtype.
+        while at < stop or not pieces:
+            number = min(at // each, self.index.world_size - 1) if each else 0
+            end = min(stop, (number + 1) * each)
+            pieces.append(self._shard(number).get_slice(flat_key(bucket, entry))[at - number * each : end - number * each])
+            at = end
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter's entry ("param", "exp_avg", ...): (stop - start,), on CPU. Raises: as `read_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        if not 0 <= start <= stop <= slot.length:
+            raise CheckpointError(
+                "the parameter has no such interval", where=parameter, expected=f"within [0, {slot.length})", got=f"[{start}, {stop})"
+            )
+        return self.read_interval(bucket.name, entry, slot.offset + start, slot.offset + stop)
+
+    def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
+        """A bucket's 0-dim entries. Raises: CheckpointError where shard 0 has changed."""
+        return {entry: self._shard(0).get_tensor(scalar_key(bucket, entry)) for entry in self.index.scalars.get(bucket, ())}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers by name. Raises: CheckpointError where shard 0 has changed."""
+        return {name: self._shard(0).get_tensor(buffer_key(name)) for name in self.index.buffers}
+
+    def _shard(self, number: int) -> Any:
+        """A shard, mapped; its digest is compared first."""
+        if number not in self._open:
+            record = self.index.files[number]
+            file = self.path / record.name
+            try:
+                size = file.stat().st_size
+                digest = sha256_file(file) if size == record.size else ""
+                if digest != record.sha256:
+                    raise CheckpointError(
+                        "a shard has changed since it was written",
+                        where=str(file),
+                        expected=f"{record.size} bytes, sha256 {record.sha256}",
+                        got=f"{size} bytes" + (f", sha256 {digest}" if digest else ""),
+                        cure=_CURE,
+                    )
+                self._open[number] = safe_open(str(file), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError("a shard cannot be read", where=str(file), got=str(error), cure=_CURE) from error
+        return self._open[number]
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """The newest checkpoint that is whole, or None, and why newer ones are not (one line each, newest first)."""
+
+    path: Path | None
+    rejected: tuple[str, ...]
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest published checkpoint of a run, None where there is none.
+
+    Raises: CheckpointError where its index has changed; `usable_checkpoint` goes on to an earlier one.
+    """
+    found = list(published(run_dir).values())
+    return Checkpoint.open(found[-1]).path if found else None
+
+
+def usable_checkpoint(run_dir: Path) -> Usable:
+    """The newest checkpoint of a run whose index and shards are all as they were written. Reads all of its bytes."""
+    rejected: list[str] = []
+    for path in reversed(published(run_dir).values()):
+        try:
+            Checkpoint.open(path).verify()
+        except CheckpointError as error:
+            rejected.append(str(error))
+        else:
+            return Usable(path, tuple(rejected))
+    return Usable(None, tuple(rejected))

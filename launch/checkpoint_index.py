@@ -1,0 +1,142 @@
+"""A checkpoint's index: canonical JSON that holds its own digest and those of all shards, and the names of checkpoint folders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainload.capture.errors import CheckpointError, PackageError
+from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+from trainload.sharding.plan import Bucket, Strategy
+
+VERSION = 1
+"""Of the index's format. 1: the first."""
+
+INDEX = "index.json"
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's folder that holds its checkpoints."""
+DRAFT = ".tmp-"
+"""What the names of folders begin with that are not, or no longer, checkpoints."""
+
+_FOLDER = re.compile(r"step-([0-9]{8,})")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(_Record):
+    """A shard: its name in the checkpoint's folder, its bytes and their sha256 in hex."""
+
+    name: str
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class DataPosition(_Record):
+    """Where the run is in its data: which data, which order, how far."""
+
+    fingerprint: str
+    seed: int
+    position: int = Field(ge=0)
+
+
+class CheckpointIndex(_Record):
+    """What a checkpoint holds.
+
+    Laws: `step` is the next step to run. Shard i of `files` holds, of each entry of each bucket, the elements
+    [i * length / world_size, (i + 1) * length / world_size); shard 0 also holds the scalars and the buffers. `entries` and `scalars` have
+    the names of all buckets. `attempt` says which attempt of the run wrote it. `user` is anything that JSON can hold.
+    """
+
+    version: int = VERSION
+    package: str
+    step: int = Field(ge=0)
+    attempt: str
+    strategy: Strategy
+    world_size: int = Field(ge=1)
+    buckets: tuple[Bucket, ...]
+    entries: dict[str, tuple[str, ...]]
+    scalars: dict[str, tuple[str, ...]]
+    buffers: tuple[str, ...]
+    data: DataPosition
+    files: tuple[FileRecord, ...]
+    user: dict[str, Any]
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step-{step:08}"
+
+
+def shard_name(rank: int, world: int) -> str:
+    """The name of a rank's shard."""
+    return f"rank-{rank:05}-of-{world:05}.safetensors"
+
+
+def flat_key(bucket: str, entry: str) -> str:
+    """The name of a bucket's entry in a shard."""
+    return f"flat/{entry}/{bucket}"
+
+
+def scalar_key(bucket: str, entry: str) -> str:
+    """The name of a bucket's 0-dim entry in shard 0."""
+    return f"scalar/{entry}/{bucket}"
+
+
+def buffer_key(name: str) -> str:
+    """The name of a buffer in shard 0."""
+    return f"buffer/{name}"
+
+
+def published(run_dir: Path) -> dict[int, Path]:
+    """Step -> folder of every checkpoint of a run, oldest first."""
+    folder = run_dir / CHECKPOINTS
+    if not folder.is_dir():
+        return {}
+    found = {int(match[1]): path for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def encode_index(index: CheckpointIndex) -> bytes:
+    """The bytes of index.json. Law: decode_index(encode_index(x), "") == x. Raises: PackageError for a NaN in `user`."""
+    content = index.model_dump(mode="json")
+    return canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))})
+
+
+def decode_index(data: bytes, where: str) -> CheckpointIndex:
+    """Reads index.json. Raises: CheckpointError where a bit of it has changed, or a newer version wrote it."""
+    try:
+        value = parse_canonical(data, where)
+        if not isinstance(value, dict) or set(value) != {"content", "sha256"}:
+            raise CheckpointError("this is no index of a checkpoint", where=where, expected="content and sha256")
+        digest = sha256_bytes(canonical_json(value["content"]))
+        if digest != value["sha256"]:
+            raise CheckpointError(
+                "the index has changed since it was written",
+                where=where,
+                expected=f"sha256 {value['sha256']}",
+                got=digest,
+                cure="Resume from an earlier checkpoint.",
+            )
+        version = value["content"].get("version")
+        if version != VERSION:
+            raise CheckpointError(
+                "the checkpoint has another format",
+                where=where,
+                expected=f"version {VERSION}",
+                got=f"version {version}",
+                cure="Use the trainload that wrote it.",
+            )
+        return CheckpointIndex.model_validate(value["content"])
+    except (PackageError, ValidationError) as error:
+        problem = error.problem if isinstance(error, PackageError) else str(error)
+        raise CheckpointError(
+            f"the index cannot be read: {problem}",
+            where=where,
+            expected="the bytes that were written",
+            cure="Resume from an earlier checkpoint.",
+        ) from error

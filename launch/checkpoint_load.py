@@ -1,0 +1,113 @@
+"""From a checkpoint to the tensors of a rank, under the plan that wrote it or any other plan for the same package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from trainload.capture.errors import CheckpointError
+from trainload.launch.checkpoint import Checkpoint
+from trainload.launch.checkpoint_state import PARAM, ShardedState, is_sharded, share
+from trainload.sharding.plan import Bucket, Plan
+
+
+def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int) -> ShardedState:
+    """What `rank` holds under `plan`: new CPU tensors, zero where no parameter lies. Reads only the intervals that the rank owns.
+
+    Law: under the plan that wrote it, every element of a parameter comes back as it was.
+    Raises: CheckpointError where the checkpoint is of another package, its parameters are not the plan's, optimizer states that would lie
+    in one bucket differ in their entries or 0-dim values, or a shard has changed.
+    """
+    if checkpoint.index.package != plan.package:
+        raise CheckpointError(
+            "the checkpoint is of another package",
+            where=str(checkpoint.path),
+            expected=f"package {plan.package}",
+            got=checkpoint.index.package,
+            cure="Begin a new run, or resume with the package that the run began with.",
+        )
+    _check_parameters(checkpoint, plan)
+    flats: dict[str, dict[str, torch.Tensor]] = {}
+    scalars: dict[str, dict[str, torch.Tensor]] = {}
+    for bucket in plan.buckets:
+        entries = _entries(checkpoint, bucket)
+        flats[bucket.name] = {entry: _flat(checkpoint, plan, rank, bucket, entry) for entry in entries}
+        scalars[bucket.name] = _scalars(checkpoint, bucket)
+    return ShardedState(flats, scalars, checkpoint.buffers())
+
+
+def full_parameters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter that is not an alias, whole, one at a time: name, CPU tensor of the parameter's shape and dtype.
+
+    Raises: CheckpointError where a shard has changed.
+    """
+    for bucket in checkpoint.index.buckets:
+        for slot in bucket.slots:
+            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, PARAM, 0, slot.length).reshape(slot.shape)
+
+
+def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:
+    wanted = {slot.parameter: (bucket.dtype, slot.shape) for bucket in plan.buckets for slot in bucket.slots}
+    found = {slot.parameter: (bucket.dtype, slot.shape) for bucket in checkpoint.index.buckets for slot in bucket.slots}
+    for name in sorted(set(wanted) | set(found)):
+        if wanted.get(name) != found.get(name):
+            raise CheckpointError(
+                f"parameter {name!r} of the checkpoint is not that of the plan",
+                where=str(checkpoint.path),
+                expected=_spell(wanted.get(name)),
+                got=_spell(found.get(name)),
+            )
+
+
+def _spell(parameter: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no such parameter" if parameter is None else f"{parameter[0]} {parameter[1]}"
+
+
+def _entries(checkpoint: Checkpoint, bucket: Bucket) -> tuple[str, ...]:
+    found = {checkpoint.index.entries[checkpoint.bucket_of(slot.parameter)[0].name] for slot in bucket.slots}
+    if len(found) > 1:
+        raise CheckpointError(
+            "parameters of one bucket have different optimizer states in the checkpoint",
+            where=f"{checkpoint.path}, bucket {bucket.name!r}",
+            expected="one set of entries",
+            got="; ".join(sorted(", ".join(entries) for entries in found)),
+        )
+    return found.pop() if found else (PARAM,)
+
+
+def _scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
+    """The bucket's 0-dim entries: those of its first parameter, with which the other parameters' must agree."""
+    sources = dict.fromkeys(checkpoint.bucket_of(slot.parameter)[0].name for slot in bucket.slots)
+    found = [checkpoint.scalars(name) for name in sources]
+    for other in found[1:]:
+        if set(other) != set(found[0]) or not all(torch.equal(other[entry], found[0][entry]) for entry in other):
+            raise CheckpointError(
+                "parameters of one bucket have different 0-dim optimizer states in the checkpoint",
+                where=f"{checkpoint.path}, bucket {bucket.name!r}",
+                expected=str({entry: value.item() for entry, value in found[0].items()}),
+                got=str({entry: value.item() for entry, value in other.items()}),
+            )
+    return found[0] if found else {}
+
+
+def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: str) -> torch.Tensor:
+    start, stop = share(bucket.length, rank, plan.world_size) if is_sharded(plan.strategy, entry) else (0, bucket.length)
+    flat: torch.Tensor | None = None
+    for slot in bucket.slots:
+        first, last = max(start, slot.offset), min(stop, slot.offset + slot.length)
+        if first < last:
+            part = checkpoint.parameter_interval(slot.parameter, entry, first - slot.offset, last - slot.offset)
+            if flat is None:
+                flat = part.new_zeros(stop - start)
+            flat[first - start : last - start] = part
+    if flat is None:  # the rank owns padding only
+        return torch.zeros(stop - start, dtype=_dtype(checkpoint, bucket, entry))
+    return flat
+
+
+def _dtype(checkpoint: Checkpoint, bucket: Bucket, entry: str) -> torch.dtype:
+    if bucket.slots:
+        return checkpoint.parameter_interval(bucket.slots[0].parameter, entry, 0, 0).dtype
+    dtype: torch.dtype = getattr(torch, bucket.dtype)
+    return dtype

@@ -1,0 +1,74 @@
+"""The state of a run as one rank holds it, and which part of it is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from trainload.capture.errors import CheckpointError
+from trainload.sharding.plan import Plan, Strategy
+
+PARAM = "param"
+"""The entry of a bucket that holds its parameters; the others are the optimizer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedState:
+    """What one rank holds between two steps.
+
+    Attributes:
+        flats: bucket -> entry ("param", "exp_avg", ...) -> (n,) tensor; n is the bucket's length where the entry is replicated
+            and length / world size where it is sharded (`is_sharded`). Every bucket of the plan has its "param".
+        scalars: bucket -> entry ("step") -> 0-dim tensor, the same on all ranks. A bucket may be left out.
+        buffers: the model's buffers by name, of any shape, the same on all ranks.
+
+    Law: all ranks of a run hold the same names and dtypes.
+    """
+
+    flats: Mapping[str, Mapping[str, torch.Tensor]]
+    scalars: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def is_sharded(strategy: Strategy, entry: str) -> bool:
+    """Whether a rank holds only its share of an entry of a bucket."""
+    return strategy == "zero3" or (strategy == "zero1" and entry != PARAM)
+
+
+def share(length: int, rank: int, world: int) -> tuple[int, int]:
+    """The elements [start, stop) of a bucket that a rank owns."""
+    each = length // world
+    return rank * each, (rank + 1) * each
+
+
+def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, str], torch.Tensor]:
+    """(bucket, entry) -> the (length / world size,) elements that `rank` writes: its own of sharded and replicated entries alike.
+
+    Raises: CheckpointError where the state is not that of the plan.
+    """
+    names = {bucket.name for bucket in plan.buckets}
+    if set(state.flats) != names or not set(state.scalars) <= names:
+        raise CheckpointError(
+            "the state does not hold the plan's buckets", expected=", ".join(sorted(names)), got=", ".join(sorted(state.flats))
+        )
+    owned: dict[tuple[str, str], torch.Tensor] = {}
+    for bucket in plan.buckets:
+        start, stop = share(bucket.length, rank, plan.world_size)
+        entries = state.flats[bucket.name]
+        if PARAM not in entries:
+            raise CheckpointError("a bucket has no parameters", where=bucket.name, expected=PARAM, got=", ".join(sorted(entries)))
+        for entry, flat in entries.items():
+            assert "/" not in entry, entry  # it is part of a shard's keys
+            sharded = is_sharded(plan.strategy, entry)
+            wanted = stop - start if sharded else bucket.length
+            if tuple(flat.shape) != (wanted,):
+                raise CheckpointError(
+                    "a flat tensor has the wrong shape",
+                    where=f"bucket {bucket.name!r}, entry {entry!r}, {plan.strategy}",
+                    expected=f"({wanted},)",
+                    got=str(tuple(flat.shape)),
+                )
+            owned[bucket.name, entry] = flat if sharded else flat[start:stop]
+    return owned

@@ -1,0 +1,167 @@
+"""What the columns of a data file are, and whether they fit a package's inputs.
+
+The readers of the file formats (`columns_parquet`, `columns_npz`) give a `FileSchema` from the metadata alone, and the columns'
+values in blocks; both use `Sizes` to hold lengths to what was declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainload.capture.errors import DataError
+from trainload.capture.program import InputSpec, SizeLike
+
+Array = npt.NDArray[np.generic]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""The dtypes that data files may hold. torch and numpy spell them alike."""
+
+BLOCK_BYTES = 32 << 20
+"""About what one block of rows may take while files are converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnType:
+    """A column: the dtype of its scalars (as its file spells it, if not one of `DTYPES`), and the lengths of a row's dims.
+
+    `dims` leaves out the batch dim; None is a length that only the values tell.
+    """
+
+    dtype: str
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSchema:
+    """What the metadata of one file says: its number of rows and its columns."""
+
+    path: Path
+    rows: int
+    columns: Mapping[str, ColumnType]
+
+
+class Sizes:
+    """The lengths of the inputs' dims: declared ones, and symbols that are bound by the first row that is seen.
+
+    Law: one symbol has one length, in all rows and all inputs.
+    """
+
+    def __init__(self, inputs: Sequence[InputSpec]) -> None:
+        self._shapes = {spec.name: spec.shape for spec in inputs}
+        self._bound: dict[str, int] = {}
+
+    def expect(self, name: str, dim: int, length: int, where: str) -> None:
+        """Holds dim `dim` (>= 1) of input `name` to its declared or bound length. Raises: DataError, at `where`."""
+        wanted = self.bind(name, dim, length)
+        if wanted != length:
+            symbol = self._shapes[name][dim]
+            raise DataError(
+                f"input {name!r} has the wrong shape",
+                where=where,
+                expected=f"length {wanted} in dim {dim}" + ("" if isinstance(symbol, int) else f" ({symbol}, as in the rows before)"),
+                got=f"length {length}",
+                cure="All rows of a data set have one shape: pad, cut or leave out the others.",
+            )
+
+    def bind(self, name: str, dim: int, length: int) -> int:
+        """The length of a dim; a symbol that has none yet gets `length`."""
+        size: SizeLike = self._shapes[name][dim]
+        return size if isinstance(size, int) else self._bound.setdefault(size, length)
+
+
+def check_inputs(inputs: Sequence[InputSpec]) -> None:
+    """Raises: DataError where an input cannot come from a data file at all."""
+    for spec in inputs:
+        if spec.dtype not in DTYPES:
+            raise DataError(
+                f"input {spec.name!r} has a dtype that data files do not hold",
+                expected=", ".join(DTYPES),
+                got=spec.dtype,
+                cure="Let the job take one of these and convert inside the model.",
+            )
+        if not spec.shape:
+            raise DataError(
+                f"input {spec.name!r} has no batch dim, so no row of a data set can give it",
+                expected="a shape that begins with the batch dim",
+                got="()",
+                cure="Make it a constant of the model, or give it a batch dim.",
+            )
+
+
+def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) -> None:
+    """Compares a file's metadata with the inputs. Raises: DataError for missing and extra columns, dtypes and shapes."""
+    names = {spec.name for spec in inputs}
+    expected, got = ", ".join(sorted(names)), ", ".join(sorted(schema.columns))
+    missing = sorted(names - set(schema.columns))
+    if missing:
+        raise DataError(
+            f"the data has no column {_quoted(missing)}",
+            where=str(schema.path),
+            expected=expected,
+            got=got,
+            cure="Name the columns as the package's inputs (`trainload inspect` lists them).",
+        )
+    extra = sorted(set(schema.columns) - names)
+    if extra:
+        raise DataError(
+            f"the data has columns that are no inputs of the package: {_quoted(extra)}",
+            where=str(schema.path),
+            expected=expected,
+            got=got,
+            cure=f"Write the file with these columns alone: {expected}.",
+        )
+    for spec in inputs:
+        _check_column(spec, schema.columns[spec.name], sizes, f"{schema.path}, column {spec.name!r}")
+
+
+def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str) -> None:
+    if column.dtype != spec.dtype:
+        raise DataError(
+            f"input {spec.name!r} has the wrong dtype",
+            where=where,
+            expected=spec.dtype,
+            got=column.dtype,
+            cure=f"Nothing is cast silently: write the column as {spec.dtype}.",
+        )
+    if len(column.dims) != len(spec.shape) - 1:
+        raise DataError(
+            f"input {spec.name!r} has the wrong number of dims",
+            where=where,
+            expected=f"rows of {len(spec.shape) - 1} dims, shape ({_shape(spec.shape)})",
+            got=f"rows of {len(column.dims)} dims",
+            cure="A row's dims are nested lists in Parquet and trailing dims in npz.",
+        )
+    for dim, length in enumerate(column.dims, start=1):
+        if length is not None:
+            sizes.expect(spec.name, dim, length, where)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _shape(shape: tuple[SizeLike, ...]) -> str:
+    return ", ".join(str(size) for size in shape) + ("," if len(shape) == 1 else "")
+
+
+def unreadable(path: Path, kind: str, error: Exception) -> DataError:
+    """The error for a file whose bytes are not what its name says."""
+    return DataError(
+        "the file cannot be read", where=str(path), expected=f"a {kind} file", got=f"{error}", cure="Write it again, or leave it out."
+    )

@@ -1,0 +1,165 @@
+"""Columns as memory-mapped .npy files: made once on each node, found again by the content of their source.
+
+A folder of the cache holds `0000.npy`, ... and `columns.json`. It is written under another name, renamed when whole, and made
+under a file lock, so that the ranks of a node make it once and none of them sees a part of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from trainload.capture.errors import DataError, StorageError
+from trainload.capture.program import InputSpec
+from trainload.launch.columns import Array
+from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes, sha256_file
+
+_VERSION = 1
+"""Part of the key: raise it when the same source gives other files."""
+_SETTLED_NS = 2_000_000_000
+"""A file that was changed less than this before it was read may change again without a new time stamp."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedColumns:
+    """Columns on disk: input name -> .npy file of shape (rows, *dims). `fingerprint`: sha256 of names, dtypes, shapes and values."""
+
+    fingerprint: str
+    rows: int
+    files: Mapping[str, Path]
+
+
+def make_cached(
+    cache_dir: Path, sources: Sequence[Path], inputs: Sequence[InputSpec], rows: int, blocks: Iterable[Mapping[str, Array]]
+) -> CachedColumns:
+    """The columns of `sources`: from the cache, or made from `blocks` (which is not touched where the cache has them).
+
+    `blocks` gives `rows` rows in order, each block input name -> (n, *dims) array of the input's dtype.
+    Raises: StorageError where the cache cannot be written or the disk is full (nothing is left behind); DataError from `blocks`.
+    """
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache_dir / "digests.lock"):
+            digests = [_digest_of(source, cache_dir) for source in sources]
+        key = sha256_bytes(canonical_json([_VERSION, digests, [[spec.name, spec.dtype, list(spec.shape)] for spec in inputs]]))
+        with FileLock(cache_dir / f"{key}.lock"):
+            folder = cache_dir / key
+            found = _find(folder)
+            if found is not None:
+                return found
+            draft = cache_dir / f"{key}.tmp"
+            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed: the lock is ours
+            shutil.rmtree(folder, ignore_errors=True)  # not whole, or changed since
+            try:
+                _convert(draft, [spec.name for spec in inputs], rows, blocks)
+                draft.rename(folder)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            made = _find(folder)
+            assert made is not None
+            return made
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StorageError(
+            "the disk is full" if full else "the cache of data columns cannot be written",
+            where=str(cache_dir),
+            expected="room for the data set, uncompressed" if full else "a folder that this process may write to",
+            got=str(error),
+            cure="Make room or choose another cache folder.",
+        ) from error
+
+
+class _Column:
+    """Writes one .npy file from front to back.
+
+    Plain writes rather than a writable mapping: a full disk is then an error and not a SIGBUS, and the digest needs no second pass.
+    """
+
+    def __init__(self, path: Path, rows: int) -> None:
+        self.path, self._rows = path, rows
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self._dims: tuple[int, ...] | None = None
+        self._dtype = ""
+        self._written = 0
+
+    def append(self, values: Array) -> None:
+        if self._dims is None:
+            self._dims, self._dtype = values.shape[1:], values.dtype.name
+            header = {"descr": np.lib.format.dtype_to_descr(values.dtype), "fortran_order": False, "shape": (self._rows, *self._dims)}
+            np.lib.format.write_array_header_1_0(self._file, header)
+        assert (values.shape[1:], values.dtype.name) == (self._dims, self._dtype)
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        self._file.write(data)
+        self._digest.update(data)
+        self._written += len(values)
+
+    def finish(self) -> dict[str, object]:
+        """Closes the file. Returns: what `columns.json` says about it."""
+        self.close()
+        if self._written != self._rows or self._dims is None:
+            raise DataError("the data changed while it was read", expected=f"{self._rows} rows", got=str(self._written))
+        shape = [self._rows, *self._dims]
+        return {"dtype": self._dtype, "shape": shape, "sha256": self._digest.hexdigest()}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _convert(draft: Path, names: Sequence[str], rows: int, blocks: Iterable[Mapping[str, Array]]) -> None:
+    draft.mkdir()
+    columns: dict[str, _Column] = {}
+    try:
+        for number, name in enumerate(names):
+            columns[name] = _Column(draft / f"{number:04}.npy", rows)
+        for block in blocks:
+            for name, column in columns.items():
+                column.append(block[name])
+        content = {name: column.finish() for name, column in columns.items()}
+    finally:
+        for column in columns.values():
+            column.close()
+    files = {name: {"file": column.path.name, "size": column.path.stat().st_size} for name, column in columns.items()}
+    record = {"fingerprint": sha256_bytes(canonical_json(content)), "rows": rows, "columns": files}
+    (draft / "columns.json").write_bytes(canonical_json(record))
+
+
+def _find(folder: Path) -> CachedColumns | None:
+    """What a folder of the cache holds; None where it is not there or its files have not the sizes that they were given."""
+    index = folder / "columns.json"
+    if not index.is_file():
+        return None
+    record = parse_canonical(index.read_bytes(), str(index))
+    files: dict[str, Path] = {}
+    for name, entry in record["columns"].items():
+        path = folder / entry["file"]
+        if not path.is_file() or path.stat().st_size != entry["size"]:
+            return None
+        files[name] = path
+    return CachedColumns(record["fingerprint"], record["rows"], files)
+
+
+def _digest_of(source: Path, cache_dir: Path) -> str:
+    """A source file's sha256, remembered in the cache for as long as path, inode, size and time of change stay."""
+    status = source.stat()
+    identity = [str(source.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    memory = cache_dir / "digests" / sha256_bytes(canonical_json(identity))
+    if memory.is_file():
+        return memory.read_text("ascii")
+    began = time.time_ns()
+    digest = sha256_file(source)
+    if max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < began:
+        memory.parent.mkdir(exist_ok=True)
+        draft = memory.with_suffix(".tmp")
+        draft.write_text(digest, "ascii")
+        draft.rename(memory)
+    return digest

@@ -1,0 +1,110 @@
+"""The journal of a run: events as JSON lines, appended by the workers, followed by whoever watches."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainload.capture.errors import StorageError
+
+JOURNAL = "events.jsonl"
+POLL_SECONDS = 0.1
+"""How often a journal is looked at by those who follow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened. `kind`: start, stage, step, eval, checkpoint, warning or end. `time`: seconds since 1970."""
+
+    kind: str
+    data: Mapping[str, Any]
+    time: float = 0.0
+
+
+class Journal:
+    """Appends events. One line is one write, so that the lines of several processes do not mix."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / JOURNAL
+
+    def write(self, kind: str, **data: Any) -> None:
+        """Appends an event. `data` is JSON; NaN is written as such, since a diverged loss must be seen.
+
+        Raises:
+            StorageError: the disk is full, or the run's folder is gone.
+        """
+        line = json.dumps({"kind": kind, "time": time.time(), "data": data}, separators=(",", ":")) + "\n"
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            cure = "Make room, and resume the run." if error.errno == errno.ENOSPC else ""
+            raise StorageError(f"the journal cannot be written: {error.strerror}", where=str(self._path), cure=cure) from error
+
+
+class Follower:
+    """Reads a journal as it grows. Only whole lines count: the last one may be half written, by a worker that was killed."""
+
+    def __init__(self, run_dir: Path, *, from_end: bool = False) -> None:
+        self._path = run_dir / JOURNAL
+        self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
+
+    def new(self) -> Iterator[Event]:
+        """The events since the last call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # the torn line of a worker that was killed, with the next worker's line after it
+            yield Event(entry["kind"], entry["data"], entry["time"])
+
+
+@contextmanager
+def followed(run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]:
+    """Within it a thread tells `on_event` what this and other processes write from now on; all of it, by the end."""
+    follower = Follower(run_dir, from_end=True)
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(POLL_SECONDS):
+            for event in follower.new():
+                on_event(event)
+
+    thread = threading.Thread(target=follow, name="journal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for event in follower.new():
+            on_event(event)
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """All events of a run so far."""
+    return list(Follower(run_dir).new())
+
+
+def losses(events: list[Event]) -> list[float]:
+    """The loss of every step, in order; steps that were repeated after a restart count once, as they were last."""
+    by_step = {int(e.data["step"]): float(e.data["loss"]) for e in events if e.kind == "step"}
+    return [by_step[s] for s in sorted(by_step)]

@@ -1,0 +1,95 @@
+"""Runs without Ray: one worker in this process, or as one of torchrun's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trainload.capture.errors import ClusterError
+from trainload.launch.spec import RunSpec, write_spec
+from trainload.launch.worker import STOP_FILE, Place, run_worker
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def run_in_process(spec: RunSpec) -> None:
+    """Trains with one worker, in this process.
+
+    Raises: ClusterError if the plan wants more workers; otherwise what `run_worker` raises.
+    """
+    if spec.plan.world_size != 1:
+        raise ClusterError(
+            "the local backend has one worker",
+            expected="1 worker",
+            got=str(spec.plan.world_size),
+            cure="Use --backend ray, or start it under torchrun with --backend torchrun.",
+        )
+    with _stop_on_interrupt(Path(spec.run_dir)):
+        run_worker(spec, Place(0, 1, 1))
+
+
+def torchrun_place() -> Place:
+    """Raises: ClusterError if torchrun did not start this process."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    missing = [n for n in names if n not in os.environ]
+    if missing:
+        raise ClusterError(
+            "this process was not started by torchrun",
+            where="environment",
+            expected=", ".join(names),
+            got=f"no {', '.join(missing)}",
+            cure="torchrun --nproc-per-node N -m trainload launch ... --backend torchrun",
+        )
+    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def _see_one_gpu() -> None:
+    """Hides all GPUs but this local rank's; must be called before CUDA is first used."""
+    there = os.environ.get("CUDA_VISIBLE_DEVICES")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = there.split(",")[local_rank] if there else str(local_rank)
+
+
+def run_under_torchrun(spec: RunSpec, *, new: bool) -> None:
+    """Trains as one of torchrun's workers. `new`: rank 0 writes run.json."""
+    place = torchrun_place()
+    if place.world != spec.plan.world_size:
+        raise ClusterError(
+            "torchrun started another number of workers than the plan has", expected=str(spec.plan.world_size), got=str(place.world)
+        )
+    if place.rank == 0 and new:
+        write_spec(spec)
+    gpu = spec.plan.cluster.device == "cuda"
+    if gpu:
+        _see_one_gpu()
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    try:
+        with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
+            run_worker(spec, place)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]:
+    """The first Ctrl-C asks the run to stop after its step; the second ends it at once. `leading`: this process clears the request."""
+
+    def ask(number: int, frame: object) -> None:
+        (run_dir / STOP_FILE).touch()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    if leading:
+        (run_dir / STOP_FILE).unlink(missing_ok=True)  # of an attempt that was ended before it could stop
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if leading:
+            (run_dir / STOP_FILE).unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""Which rows a rank reads for which call, and a thread that reads them ahead of their use."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from trainload.launch.dataset import Dataset
+from trainload.launch.sampler import Rows, rows
+from trainload.sharding.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CallRows:
+    """The rows of one call of the step graph: (n,) row numbers. `first_row`: the number of the first within the global batch."""
+
+    step: int
+    microstep: int
+    first_row: int
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The batch of one call of the step graph. `first_row`: the number of its first row within the global batch."""
+
+    step: int
+    microstep: int
+    first_row: int
+    batch: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """What a rank reads: `RankRows(...)(step)` are its calls of one step, one for each microstep.
+
+    The global batch of step s is the positions [s * G, (s + 1) * G) of the sampler's stream, whatever the world size. Microbatch
+    m of rank r is its contiguous chunk number m * world_size + r.
+
+    Law: over all ranks and microsteps, the calls of a step hold each position of its global batch once.
+    """
+
+    seed: int
+    size: int
+    plan: Plan
+    rank: int
+
+    def __call__(self, step: int) -> tuple[CallRows, ...]:
+        count = self.plan.rows_per_call
+        firsts = [(microstep * self.plan.world_size + self.rank) * count for microstep in range(self.plan.accumulate)]
+        return tuple(
+            CallRows(step, microstep, first, rows(self.seed, self.size, step * self.plan.global_batch + first, count))
+            for microstep, first in enumerate(firsts)
+        )
+
+
+class BatchStream:
+    """The batches of steps start_step .. stop_step, in order, loaded by a thread that stays `ahead` calls ahead.
+
+    An iterator. What goes wrong in the thread is raised by the `next` that would have given that batch. Close it when done, or
+    use it in a `with` statement: closing joins the thread.
+    """
+
+    def __init__(
+        self, dataset: Dataset, rows_fn: Callable[[int], Iterable[CallRows]], start_step: int, stop_step: int, *, ahead: int = 2
+    ) -> None:
+        assert ahead >= 1
+        self._ready: deque[Call] = deque()
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._closed = False
+        self._ahead = ahead
+        steps = range(start_step, stop_step)
+        self._thread = threading.Thread(target=self._load, args=(dataset, rows_fn, steps), name="batches", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Call]:
+        return self
+
+    def __next__(self) -> Call:
+        """The next call's batch. Raises: StopIteration after the last and once closed; whatever stopped the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
+            if self._closed:
+                raise StopIteration
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+            if self._failure is not None:
+                raise self._failure
+            raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread and forgets what it has loaded. May be called again."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _load(self, dataset: Dataset, rows_fn: Callable[[int], Iterable[CallRows]], steps: range) -> None:
+        try:
+            for step in steps:
+                for call in rows_fn(step):
+                    if not self._put(Call(call.step, call.microstep, call.first_row, dataset.batch(call.rows))):
+                        return
+        except BaseException as error:  # noqa: BLE001  # handed to the consumer, whose `next` raises it
+            self._failure = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, call: Call) -> bool:
+        """Waits for room. Returns: whether the stream is still open."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) < self._ahead or self._closed)
+            if self._closed:
+                return False
+            self._ready.append(call)
+            self._changed.notify_all()
+            return True

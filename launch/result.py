@@ -1,0 +1,90 @@
+"""What a run came to, read from its journal and its last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainload.capture.errors import TrainingError
+from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
+from trainload.launch.checkpoint_load import full_parameters
+from trainload.launch.journal import Event, losses, read_events
+from trainload.launch.spec import RunSpec
+from trainload.packaging.read import Package
+from trainload.packaging.write import with_weights
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A run that has ended.
+
+    Attributes:
+        run_dir: its folder.
+        steps: updates done.
+        first_loss: training loss of the first step.
+        last_loss: of the last one.
+        evaluations: {step, loss, metrics, seconds} of each evaluation on the held-out data, in order.
+        seconds: stage -> seconds.
+        restarts: how often the workers were started again.
+        checkpoint: the last checkpoint.
+        output: the package with the trained weights, if one was asked for.
+        output_digest: its digest.
+    """
+
+    run_dir: Path
+    steps: int
+    first_loss: float
+    last_loss: float
+    evaluations: Sequence[dict[str, Any]]
+    seconds: dict[str, float]
+    restarts: int
+    checkpoint: Path
+    output: Path | None = None
+    output_digest: str | None = None
+
+
+def finish(spec: RunSpec, package: Package) -> RunResult:
+    """Writes the trained package, if the spec asks for one, and sums up the run.
+
+    Raises:
+        TrainingError: the run has no last checkpoint.
+        StorageError: the output's path is taken, or the disk is full.
+    """
+    run_dir = Path(spec.run_dir)
+    usable = usable_checkpoint(run_dir)
+    if usable.path is None:
+        raise TrainingError("the run has left no checkpoint", where=str(run_dir), got="; ".join(usable.rejected) or "none")
+    checkpoint = Checkpoint.open(usable.path)
+    trained = None
+    if spec.output is not None:
+        trained = with_weights(package, Path(spec.output), [*full_parameters(checkpoint), *checkpoint.buffers().items()])
+    events = read_events(run_dir)
+    curve = losses(events)
+    evaluations = {int(e.data["step"]): dict(e.data) for e in events if e.kind == "eval"}
+    return RunResult(
+        run_dir=run_dir,
+        steps=checkpoint.index.step,
+        first_loss=curve[0],
+        last_loss=curve[-1],
+        evaluations=[evaluations[s] for s in sorted(evaluations)],
+        seconds=_seconds(events),
+        restarts=max(0, sum(e.kind == "start" for e in events) - 1),
+        checkpoint=usable.path,
+        output=None if trained is None else trained.path,
+        output_digest=None if trained is None else trained.digest,
+    )
+
+
+def _seconds(events: Sequence[Event]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for event in events:
+        if event.kind == "stage" and "seconds" in event.data:
+            name = str(event.data["name"])
+            totals[name] = totals.get(name, 0.0) + float(event.data["seconds"])
+        elif event.kind == "eval":
+            totals["evaluation"] = totals.get("evaluation", 0.0) + float(event.data["seconds"])
+        elif event.kind == "step":
+            totals["steps"] = totals.get("steps", 0.0) + float(event.data["seconds"])
+    return {name: round(value, 3) for name, value in totals.items()}

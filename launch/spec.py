@@ -1,0 +1,124 @@
+"""What a run is, as data: written once when it is launched, read by every worker and by `resume`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainload.capture.errors import PackageError, StorageError
+from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.sharding.plan import Plan
+
+RUN_FILE = "run.json"
+
+
+class RunSpec(BaseModel):
+    """One run. Paths are absolute; `run_dir` and the data are on storage that all nodes share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = 1
+    package: str
+    plan: Plan
+    data: str
+    run_dir: str
+    steps: int = Field(ge=1)
+    eval_data: str | None = None
+    eval_every: int | None = Field(default=None, ge=1)
+    eval_batches: int | None = Field(default=None, ge=1)
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=2, ge=1)
+    compile: bool = True
+    output: str | None = None
+    max_failures: int = Field(default=3, ge=0)
+
+
+def default_cache_dir() -> Path:
+    """Where a node keeps compiled graphs and converted data: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache folder."""
+    named = os.environ.get("TRAINLOAD_CACHE_DIR")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainload"
+
+
+def resume_command(run_dir: str | Path) -> str:
+    """What a person types to continue a run."""
+    return f"trainload resume {shlex.quote(str(run_dir))}"
+
+
+def check_new_run(run_dir: Path) -> None:
+    """Demands that a run can be made here, before anything starts.
+
+    Raises:
+        StorageError: there is a run already, or the folder could not be made or written.
+    """
+    if (run_dir / RUN_FILE).exists():
+        raise StorageError(
+            "there is a run here already",
+            where=str(run_dir),
+            cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
+        )
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(
+            "the run's folder cannot be written",
+            where=str(run_dir),
+            expected=f"{existing} to be a folder that you may write to",
+            got="a file" if not existing.is_dir() else "no permission",
+            cure="Choose another --run-dir.",
+        )
+
+
+def write_spec(spec: RunSpec) -> None:
+    """Makes the run's folder and writes run.json into it; a folder that holds a run already is refused.
+
+    Raises:
+        StorageError: the name is taken, or the folder cannot be written; nothing is left behind.
+    """
+    folder = Path(spec.run_dir)
+    check_new_run(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+    except OSError as error:
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+        raise StorageError(
+            f"the run's folder cannot be written: {error.strerror}", where=str(folder), cure="Choose another --run-dir."
+        ) from error
+
+
+def read_spec(run_dir: Path) -> RunSpec:
+    """The run in a folder, which may have been moved since it was launched. Raises: StorageError where there is no run."""
+    path = run_dir / RUN_FILE
+    if not path.is_file():
+        raise StorageError("there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}")
+    try:
+        spec = RunSpec.model_validate(parse_canonical(path.read_bytes(), str(path)))
+    except (PackageError, ValidationError) as error:
+        raise StorageError(
+            "the run's description cannot be read",
+            where=str(path),
+            expected="what this trainload writes",
+            got=str(error).splitlines()[0],
+            cure="Resume with the trainload that launched it.",
+        ) from error
+    return spec.model_copy(update={"run_dir": str(run_dir.absolute())})
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file beside `path` and renames it: readers see the old content or the new."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

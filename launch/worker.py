@@ -1,0 +1,315 @@
+"""The loop that every worker runs, whatever started it."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainload.autograd_trace.aot import bind_group
+from trainload.capture.errors import DataError, RunInterrupted, TrainingError
+from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
+from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
+from trainload.launch.checkpoint_index import DataPosition
+from trainload.launch.checkpoint_load import load_sharded
+from trainload.launch.checkpoint_writer import CheckpointWriter
+from trainload.launch.dataset import Dataset, open_dataset
+from trainload.launch.determinism import deterministic
+from trainload.launch.engine import Engine, Microbatch
+from trainload.launch.journal import Journal
+from trainload.launch.prefetch import BatchStream, RankRows
+from trainload.launch.sampler import sequential
+from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
+from trainload.packaging.manifest import graph_specs
+from trainload.packaging.read import Package, open_package
+from trainload.sharding.make_plan import check_plan
+from trainload.sharding.rewrite import GROUP
+
+STOP_FILE = "stop"
+"""Whoever makes this file in the run's folder asks the run to end after the present step, with a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands: its rank of `world` workers, `local_world` of which share its node. It sees one GPU, if any."""
+
+    rank: int
+    world: int
+    local_world: int
+
+
+def set_threads(local_world: int) -> None:
+    """Shares a node's cores among its workers; compiled CPU kernels are made for this number of threads."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+
+
+def prepare_node(spec: RunSpec, local_world: int, *, quiet: bool = False) -> None:
+    """What is done once per node before the workers meet: compile into the node's cache, convert the data.
+
+    Raises: what compiling and reading data raise; nothing of it depends on other nodes.
+    """
+    set_threads(local_world)
+    package = open_package(Path(spec.package))
+    check_plan(spec.plan, package)
+    journal = Journal(Path(spec.run_dir))
+    began = time.perf_counter()
+    _open_data(spec, package)
+    if not quiet:
+        journal.write("stage", name="data", seconds=time.perf_counter() - began)
+    if spec.compile and can_compile():
+        began = time.perf_counter()
+        compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None)
+        if not quiet:
+            journal.write("stage", name="compile", seconds=time.perf_counter() - began)
+
+
+def run_worker(spec: RunSpec, place: Place) -> None:
+    """Trains. The default process group must exist if there is more than one worker.
+
+    Raises:
+        RunInterrupted: the run was asked to stop; a checkpoint was written.
+        TrainingError: the loss is not finite.
+        TrainloadError: whatever package, plan, data or checkpoints raise.
+    """
+    with deterministic():
+        _Worker(spec, place).run()
+
+
+def _open_data(spec: RunSpec, package: Package) -> tuple[Dataset, Dataset | None]:
+    inputs, _ = graph_specs(package.manifest.graphs["train"])
+    cache = default_cache_dir() / "data"
+    train = open_dataset(spec.data, inputs, cache)
+    return train, open_dataset(spec.eval_data, inputs, cache) if spec.eval_data is not None else None
+
+
+class _Worker:
+    def __init__(self, spec: RunSpec, place: Place) -> None:
+        self._spec = spec
+        self._plan = spec.plan
+        self._place = place
+        self._run_dir = Path(spec.run_dir)
+        self._journal = Journal(self._run_dir)
+        self._control = dist.new_group(backend="gloo") if place.world > 1 else None
+        self._attempt, path = self._agree(self._begin)
+        set_threads(place.local_world)
+        if place.world > 1:
+            assert dist.group.WORLD is not None
+            bind_group(GROUP, dist.group.WORLD)
+        self._package = open_package(Path(spec.package))
+        check_plan(self._plan, self._package)
+        self._data, self._eval_data = _open_data(spec, self._package)
+        self._device = device_of(self._plan)
+        self._engine = Engine(self._package, self._plan, place.rank, self._device, self._build())
+        self._start = 0
+        self._load(path)
+        self._writer = CheckpointWriter(self._run_dir, self._plan, place.rank, self._attempt, keep_last=spec.keep)
+
+    # Beginning
+
+    def _workers(self) -> list[str]:
+        """host:pid of every rank: where to look, and what to end, when one hangs."""
+        own = f"{socket.gethostname()}:{os.getpid()}"
+        if self._control is None:
+            return [own]
+        found: list[Any] = [None] * self._place.world
+        dist.all_gather_object(found, own, group=self._control)
+        return found
+
+    def _agree(self, decide: Callable[[], tuple[str, str | None]]) -> tuple[str, str | None]:
+        """What rank 0 decides, on every rank."""
+        decided: list[Any] = [decide() if self._place.rank == 0 else None]
+        if self._control is not None:
+            dist.broadcast_object_list(decided, src=0, group=self._control)
+        found: tuple[str, str | None] = decided[0]
+        return found
+
+    def _begin(self) -> tuple[str, str | None]:
+        usable = usable_checkpoint(self._run_dir)
+        for reason in usable.rejected:
+            self._journal.write("warning", message=f"a checkpoint cannot be used: {reason}")
+        return uuid.uuid4().hex, None if usable.path is None else str(usable.path)
+
+    def _build(self) -> Built:
+        spec = self._spec
+        if spec.compile and can_compile():
+            folder = compile_build(self._package, self._plan, self._device, default_cache_dir(), lambda *_: None)
+            return load_build(folder, self._plan, default_cache_dir())
+        if spec.compile and self._place.rank == 0:
+            self._journal.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
+        return uncompiled_build(self._package, self._plan, self._device)
+
+    def _load(self, path: str | None) -> None:
+        if path is None:
+            self._engine.load_package()
+            return
+        checkpoint = Checkpoint.open(Path(path))
+        if checkpoint.index.data.fingerprint != self._data.fingerprint:
+            raise DataError(
+                "the data is not what the run began with",
+                where=self._spec.data,
+                expected=checkpoint.index.data.fingerprint,
+                got=self._data.fingerprint,
+                cure="Restore the data, or launch a new run from the trained package.",
+            )
+        self._engine.load_state(load_sharded(checkpoint, self._plan, self._place.rank))
+        self._start = checkpoint.index.step
+
+    # The loop
+
+    def run(self) -> None:
+        spec, leading = self._spec, self._place.rank == 0
+        workers = self._workers()
+        if leading:
+            self._journal.write(
+                "start",
+                step=self._start,
+                steps=spec.steps,
+                world=self._place.world,
+                strategy=self._plan.strategy,
+                compiled=self._engine.compiled,
+                workers=workers,
+            )
+        if self._start == 0:
+            self._evaluate(0)
+        seed = self._package.recipe.seed
+        rows = RankRows(seed, self._data.size, self._plan, self._place.rank)
+        step = self._start
+        with BatchStream(self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate) as stream:
+            clock = _Clock(self._plan.global_batch, self._tokens_per_row())
+            while step < spec.steps:
+                self._step(step, stream, clock)
+                step += 1
+                if self._stop_asked():
+                    break
+                if spec.eval_every is not None and step % spec.eval_every == 0 and step < spec.steps:
+                    self._evaluate(step)
+                    clock.skip()
+                if spec.checkpoint_every is not None and step % spec.checkpoint_every == 0 and step < spec.steps:
+                    self._checkpoint(step)
+        if step == spec.steps:
+            self._evaluate(step)
+        if step > self._start:  # one that was done already has its checkpoint, perhaps the only one: it is not replaced
+            self._checkpoint(step)
+        self._writer.wait()
+        if leading:
+            self._journal.write("checkpoint", step=step)
+            self._journal.write("end", step=step, steps=spec.steps)
+        if step < spec.steps:
+            raise RunInterrupted(
+                "the run was asked to stop", where=f"step {step} of {spec.steps}", cure=f"Continue with: {resume_command(self._run_dir)}"
+            )
+
+    def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
+        calls = [next(stream) for _ in range(self._plan.accumulate)]
+        result = self._engine.step(step, [Microbatch(c.batch, c.first_row) for c in calls])
+        if not math.isfinite(result.loss):
+            raise TrainingError(
+                f"the loss is {result.loss}",
+                where=f"step {step}",
+                expected="a finite number",
+                got=str(result.loss),
+                cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",
+            )
+        if self._place.rank == 0:
+            self._journal.write(
+                "step",
+                step=step,
+                steps=self._spec.steps,
+                loss=result.loss,
+                metrics=dict(result.metrics),
+                gradient_norm=result.gradient_norm,
+                **clock.tick(self._spec.steps - step - 1),
+            )
+
+    def _tokens_per_row(self) -> int | None:
+        for entry in self._package.manifest.graphs["train"].inputs:
+            if "int" in entry.dtype and len(entry.shape) == 2 and isinstance(entry.shape[1], int):
+                return entry.shape[1]
+        return None
+
+    def _stop_asked(self) -> bool:
+        flag = torch.tensor([int((self._run_dir / STOP_FILE).exists())]) if self._place.rank == 0 else torch.zeros(1, dtype=torch.int64)
+        if self._control is not None:
+            dist.broadcast(flag, src=0, group=self._control)
+        return bool(flag.item())
+
+    def _checkpoint(self, step: int) -> None:
+        position = DataPosition(fingerprint=self._data.fingerprint, seed=self._package.recipe.seed, position=step * self._plan.global_batch)
+        began = time.perf_counter()
+        self._writer.save(step, self._engine.state(), position, {})
+        if self._place.rank == 0:
+            self._journal.write("stage", name="checkpoint", step=step, seconds=time.perf_counter() - began)
+
+    # Evaluation
+
+    def _evaluate(self, step: int) -> None:
+        if self._eval_data is None:
+            return
+        began = time.perf_counter()
+        totals: Tensor | None = None
+        for batch, share in self._eval_batches(self._eval_data):
+            found = self._engine.evaluate(batch).double().cpu() * share
+            totals = found if totals is None else totals + found
+        if totals is None:
+            raise DataError("the held-out data has too few rows for one batch", where=str(self._spec.eval_data))
+        if self._place.rank == 0:
+            values = totals.tolist()
+            metrics = {n: v / values[-1] for n, v in zip(self._engine.metric_names, values[1:-1], strict=True)}
+            self._journal.write("eval", step=step, loss=values[0] / values[-1], metrics=metrics, seconds=time.perf_counter() - began)
+
+    def _eval_batches(self, data: Dataset) -> Iterator[tuple[Mapping[str, Tensor], float]]:
+        """Pairs of this rank's batch and the share of the sum over ranks that counts.
+
+        Every row is evaluated; the last few, fewer than there are ranks, by all ranks alike.
+        """
+        each = self._plan.rows_per_call
+        world = self._place.world
+        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.graphs["train"].inputs)
+        limit = data.size if self._spec.eval_batches is None else min(data.size, self._spec.eval_batches * each * world)
+        start = 0
+        while start < limit:
+            left = limit - start
+            count = min(each, left // world)
+            if static and count < each:
+                return
+            if count:
+                yield data.batch(sequential(data.size, start + self._place.rank * count, count)), 1.0
+                start += count * world
+            else:
+                yield data.batch(sequential(data.size, start, left)), 1.0 / world
+                start += left
+
+
+class _Clock:
+    """Rates over the last steps."""
+
+    def __init__(self, rows: int, tokens_per_row: int | None) -> None:
+        self._rows = rows
+        self._tokens = tokens_per_row
+        self._mean: float | None = None
+        self._last = time.perf_counter()
+
+    def skip(self) -> None:
+        """What happened since the last tick was no step."""
+        self._last = time.perf_counter()
+
+    def tick(self, steps_left: int) -> dict[str, float]:
+        """After a step: its seconds, rates by a running mean, and the seconds left."""
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        self._mean = seconds if self._mean is None else 0.9 * self._mean + 0.1 * seconds
+        found = {"seconds": seconds, "rows_per_second": self._rows / self._mean, "seconds_left": self._mean * steps_left}
+        if self._tokens is not None:
+            found["tokens_per_second"] = self._rows * self._tokens / self._mean
+        return found
