@@ -1,0 +1,271 @@
+"""Ends Ray workers with SIGKILL at moments of a run that are told in advance, and says which moment it really was.
+
+A moment such as the publication of a checkpoint lasts a few milliseconds. So the workers are first stopped (SIGSTOP), which changes nothing
+for them; where the disk then shows another moment than the wanted one, they go on and the next occasion is awaited. What is reported is
+what the disk shows after the kill.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from trainload.launch.checkpoint_index import CHECKPOINTS, DRAFT, INDEX, published
+from trainload.launch.journal import Event, read_events
+
+LOOK_SECONDS = 0.0005
+COMPILING = ".draft-"
+"""What the names of folders in the cache of compiled graphs begin with that are not whole yet."""
+WAIT_SECONDS = 0.02
+WORKER_TITLES = (b"ray::RayTrainWorker", b"ray::execute.")
+"""How Ray names the processes of a training run's workers: idle, and while they carry out a function."""
+Found = TypeVar("Found")
+MOMENTS = ("compile", "step", "write", "publish")
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A kill to come: one of `MOMENTS`, and the seed of what is random about it."""
+
+    number: int
+    moment: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A kill that happened.
+
+    step: the last step whose loss was in the journal, None before the first. rank: of the process; None while it compiled alone, where
+    ranks do not exist yet. hit: the moment that the disk shows. seen: what it shows. at: seconds since 1970.
+    """
+
+    kill: Kill
+    step: int | None
+    pid: int
+    rank: int | None
+    hit: str
+    seen: str
+    at: float
+
+
+class Killer(threading.Thread):
+    """Carries out kills, one after another, on the workers of a run that this process drives.
+
+    `killed` lists what was done; `error` is set where something went wrong meanwhile.
+
+    Args:
+        kills: in order.
+        run_dir: the run's folder; it need not exist yet.
+        cache_dir: the node's cache.
+        keep: checkpoints that the run keeps.
+    """
+
+    def __init__(self, kills: Sequence[Kill], run_dir: Path, cache_dir: Path, *, keep: int = 2) -> None:
+        super().__init__(name="killer", daemon=True)
+        self._kills, self._run_dir, self._cache = kills, run_dir, cache_dir / "compiled"
+        self._keep = keep
+        self._since = 0.0
+        self._ended = threading.Event()
+        self.killed: list[Killed] = []
+        self.error: Exception | None = None
+
+    def stop(self) -> None:
+        """Ends the thread, done or not."""
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        try:
+            for kill in self._kills:
+                done = self._carry_out(kill)
+                self.killed.append(done)
+                self._since = done.at
+        except _Ended:
+            return
+        except Exception as error:  # noqa: BLE001  # kept for the thread that joins
+            self.error = error
+
+    # One kill
+
+    def _carry_out(self, kill: Kill) -> Killed:
+        chance = random.Random(kill.seed)
+        if kill.moment == "compile":
+            self._await(self._compiling)
+            self._pause(chance.uniform(0.5, 12.0))
+        else:
+            self._await_step()
+            self._pause(chance.uniform(0.0, 1.0))
+        while True:
+            self._await(lambda: self._sees(kill.moment), LOOK_SECONDS)
+            if kill.moment == "write":
+                self._pause(chance.uniform(0.0, 0.02))
+            with self._stopped() as workers:
+                if self._sees(kill.moment) and workers:
+                    pid, rank = self._victim(kill, chance, workers)
+                    at = time.time()
+                    os.kill(pid, signal.SIGKILL)
+                    _await_end(pid)
+                    hit, seen = self._look()
+                    return Killed(kill, self._last_step(), pid, rank, hit, seen, at)
+            self._pause(chance.uniform(0.0, 0.05))
+
+    def _victim(self, kill: Kill, chance: random.Random, workers: Sequence[int]) -> tuple[int, int | None]:
+        """(pid, rank). While compiling: the process that compiles. While publishing: rank 0, which publishes. Else any."""
+        if kill.moment == "compile":
+            return next(pid for pid in workers if _holds_lock(pid, self._cache)), None
+        ranks = self._ranks()
+        rank = 0 if kill.moment == "publish" else chance.randrange(len(ranks))
+        assert ranks[rank] in workers, f"the journal names {ranks}, there are {workers}"
+        return ranks[rank], rank
+
+    @contextmanager
+    def _stopped(self) -> Iterator[list[int]]:
+        """Within it the workers stand still; the ones that are alive go on afterwards."""
+        workers = worker_pids()
+        for pid in workers:
+            _signal(pid, signal.SIGSTOP)
+        for pid in workers:
+            _await_stop(pid)
+        try:
+            yield workers
+        finally:
+            for pid in workers:
+                _signal(pid, signal.SIGCONT)
+
+    # What the disk shows
+
+    def _sees(self, moment: str) -> bool:
+        if moment == "compile":
+            return self._compiling()
+        return self._look()[0] == moment
+
+    def _compiling(self) -> bool:
+        drafts = self._cache.is_dir() and any(name.startswith(COMPILING) for name in os.listdir(self._cache))
+        return drafts and any(_holds_lock(pid, self._cache) for pid in worker_pids())
+
+    def _look(self) -> tuple[str, str]:
+        """(moment, what it is known by)."""
+        if self._compiling_since_kill():
+            return "compile", "a half-made build"
+        folder = self._run_dir / CHECKPOINTS
+        drafts = sorted(name for name in os.listdir(folder) if name.startswith(DRAFT)) if folder.is_dir() else []
+        writing = next((name for name in drafts if name.startswith(f"{DRAFT}step-")), None)
+        if writing is not None:
+            with suppress(FileNotFoundError):
+                inside = sorted(os.listdir(folder / writing))
+                if INDEX in inside:
+                    return "publish", "the index is written, the folder not renamed"
+                return "write", f"a draft with {', '.join(inside) or 'nothing'}"
+        if any(name.startswith((f"{DRAFT}deleted-", f"{DRAFT}replaced-")) for name in drafts):
+            return "publish", "renamed, an old one half deleted"
+        if len(published(self._run_dir)) > self._keep:
+            return "publish", "renamed, the oldest not deleted yet"
+        return "step", "no draft"
+
+    def _compiling_since_kill(self) -> bool:
+        started = any(event.kind == "start" and event.time > self._since for event in self._events())
+        return not started and self._cache.is_dir() and any(name.startswith(COMPILING) for name in os.listdir(self._cache))
+
+    # What the journal says
+
+    def _events(self) -> list[Event]:
+        return read_events(self._run_dir)
+
+    def _await_step(self) -> Event:
+        """The first step after the last kill."""
+        return self._await(lambda: next((event for event in self._events() if event.kind == "step" and event.time > self._since), None))
+
+    def _last_step(self) -> int | None:
+        steps = [int(event.data["step"]) for event in self._events() if event.kind == "step"]
+        return steps[-1] if steps else None
+
+    def _ranks(self) -> list[int]:
+        """The pids of the ranks, as the last start has them. All are on this machine."""
+        named = [event.data["workers"] for event in self._events() if event.kind == "start"][-1]
+        here = socket.gethostname()
+        assert all(name.startswith(f"{here}:") for name in named)
+        return [int(name.rpartition(":")[2]) for name in named]
+
+    # Waiting
+
+    def _await(self, look: Callable[[], Found | None], every: float = WAIT_SECONDS) -> Found:
+        while True:
+            found = look()
+            if found:
+                return found
+            self._pause(every)
+
+    def _pause(self, seconds: float) -> None:
+        if self._ended.wait(seconds):
+            raise _Ended
+
+
+class _Ended(Exception):
+    """The run has ended; there is nobody left to kill."""
+
+
+def worker_pids() -> list[int]:
+    """The training workers of the Ray cluster that this process started, lowest pid first."""
+    parents: dict[int, int] = {}
+    named: list[int] = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                parents[int(entry)] = int(_stat(Path("/proc", entry))[1])
+                if Path(f"/proc/{entry}/cmdline").read_bytes().startswith(WORKER_TITLES):
+                    named.append(int(entry))
+    return sorted(pid for pid in named if os.getpid() in _ancestors(pid, parents))
+
+
+def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    while pid in parents:
+        pid = parents[pid]
+        yield pid
+
+
+def _holds_lock(pid: int, folder: Path) -> bool:
+    """Whether a process has a lock file of `folder` open. A node's graphs are compiled by one of its workers, so that none waits for it."""
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):
+                target = os.readlink(entry.path)
+                if target.startswith(f"{folder}/") and target.endswith(".lock"):
+                    return True
+    return False
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _await_stop(pid: int) -> None:
+    """Returns once all threads of a process stand still, or it is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while any(_state(Path(task.path)) not in "TtZX" for task in os.scandir(f"/proc/{pid}/task")):
+            time.sleep(0.0002)
+
+
+def _await_end(pid: int) -> None:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while _state(Path(f"/proc/{pid}")) not in "ZX":
+            time.sleep(0.0002)
+
+
+def _state(process: Path) -> str:
+    return _stat(process)[0]
+
+
+def _stat(process: Path) -> list[str]:
+    """State, parent, ... of a process or thread: what its stat file in /proc says after the name."""
+    return (process / "stat").read_text().rpartition(")")[2].split()

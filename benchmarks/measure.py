@@ -1,0 +1,124 @@
+"""What the benchmarks share: memory of a process, facts about the machine, results on disk and on the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "gpt"
+RESULTS = Path(__file__).resolve().parent / "results"
+MIB = 2**20
+
+
+def see_example() -> None:
+    """Put the example's folder and the project's source on `sys.path`: what is compared with trains from its source."""
+    for folder in (EXAMPLE, ROOT / "src"):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+
+
+class PeakMemory:
+    """Resident memory of this process, from Linux's /proc/self/status.
+
+    `reset` makes the kernel forget the peak so far, so that `read` gives the peak since then.
+    """
+
+    def reset(self) -> None:
+        """Begin anew. Needs write access to /proc/self/clear_refs, which a process has to its own."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def read(self) -> dict[str, int]:
+        """Bytes.
+
+        peak: greatest resident set since `reset`. private: the same without the pages of files (libraries), taken as they are now.
+        since_start: greatest resident set since the process began, compilation included.
+        """
+        fields = self._fields()
+        files = fields["RssFile"] + fields["RssShmem"]
+        since_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"peak": fields["VmHWM"], "private": fields["VmHWM"] - files, "since_start": since_start}
+
+    def now(self) -> int:
+        """Bytes that are resident now."""
+        return self._fields()["VmRSS"]
+
+    @staticmethod
+    def _fields() -> dict[str, int]:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        pairs = (line.split(":", 1) for line in lines if line.startswith(("Vm", "Rss")))
+        return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def median(values: Iterable[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Half the distance between the quartiles, as a share of the median; None for fewer than four values."""
+    if len(values) < 4:
+        return None
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / middle
+
+
+def machine() -> dict[str, Any]:
+    """What a number depends on beside the code."""
+    models = [line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "ray")},
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def save(result: Mapping[str, Any], path: Path) -> None:
+    """Write a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def screen() -> Console:
+    """Where tables go: stdout, wide enough for them where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def note(text: str) -> None:
+    """Say on stderr what is being done."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[str] = ()) -> Table:
+    """A table whose first column is text and whose others are numbers. Rows that begin with a name of `marked` are bold."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number == 0 else "right")
+    names = set(marked)
+    for row in rows:
+        made.add_row(*row, style="bold" if row[0] in names else None)
+    return made

@@ -1,0 +1,61 @@
+"""Freezes a job and plans it, in a process of its own: what is measured afterwards has never seen the job.
+
+    python benchmarks/prepare.py examples/gpt/job.py:job_fp32 FOLDER --strategies zero0,zero3 --workers 2
+
+writes FOLDER/package.tl and FOLDER/zero0.json, FOLDER/zero3.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from measure import ROOT, see_example
+
+
+def prepare(spec: str, folder: Path, strategies: str, workers: int, *, device: str = "cpu", batch: int | None = None) -> Path:
+    """Run this script in a process that sees no GPU. Returns the package's path.
+
+    Args:
+        spec: file.py:name of the job.
+        folder: made by this.
+        strategies: names, parted by commas.
+        workers: world size of the plans, on one node.
+        device: kind of device of the plans.
+        batch: rows of an update over all workers; None: the job's.
+    """
+    command = [sys.executable, __file__, spec, str(folder), "--strategies", strategies, "--workers", str(workers), "--device", device]
+    if batch is not None:
+        command += ["--batch", str(batch)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    return folder / "package.tl"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--strategies", required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int)
+    arguments = parser.parse_args()
+    see_example()
+
+    import trainload
+    from trainload.spec import load_job
+
+    arguments.folder.mkdir(parents=True)
+    package = trainload.freeze(load_job(arguments.spec), arguments.folder / "package.tl")
+    cluster = trainload.Cluster(devices_per_node=arguments.workers, device=arguments.device)
+    for strategy in arguments.strategies.split(","):
+        made = trainload.plan(package, cluster, strategy, global_batch=arguments.batch)
+        (arguments.folder / f"{strategy}.json").write_text(made.model_dump_json(indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

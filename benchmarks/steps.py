@@ -1,0 +1,172 @@
+"""Step time and memory of trainload beside torch's own strategies: two gloo workers of one thread, same model, batch and precision.
+
+    python benchmarks/steps.py
+
+Every system lives in its own pair of processes, with its own compile cache. They take turns: each round, each system runs a few steps while
+all others wait for a pipe. The figure is the median over the rounds of a round's median step, of the slower rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import EXAMPLE, MIB, RESULTS, machine, median, note, save, screen, see_example, spread, table
+from prepare import prepare
+from rich.console import Console
+from systems import System
+from workers import WORLD_SIZE, Round, Settings, WorkerError, Workers
+
+STRATEGIES = ("zero0", "zero1", "zero3")
+PEERS = (
+    System("DDP", "ddp", compiled=False),
+    System("DDP compiled", "ddp"),
+    System("FSDP2", "fsdp2", compiled=False),
+    System("FSDP2 compiled", "fsdp2"),
+)
+SYSTEMS = (*PEERS, *(System(f"trainload {strategy}", "trainload", strategy=strategy) for strategy in STRATEGIES))
+JOBS = {"fp32": "job_fp32", "bf16": "job"}
+"""Precision -> the example's job: bf16 is autocast in the blocks, with fp32 parameters."""
+BATCHES = 64
+"""Batches that a worker holds in memory and goes through again and again."""
+
+
+def measure(precision: str, names: list[str], rounds: int, steps: int, rows: int, scratch: Path) -> dict[str, Any]:
+    """Measure the systems of these names. Returns name -> figures, in the order of `SYSTEMS`; one that fails has only `error`."""
+    see_example()
+    from model import Config
+
+    chosen = [system for system in SYSTEMS if system.name in names]
+    note(f"{precision}: freezing")
+    folder = scratch / precision
+    package = prepare(f"{EXAMPLE / 'job.py'}:{JOBS[precision]}", folder, ",".join(STRATEGIES), WORLD_SIZE, batch=rows * WORLD_SIZE)
+    settings = Settings("fp32" if precision == "fp32" else "bf16", package, folder, scratch, rows, Config().context, BATCHES)
+    figures: dict[str, Any] = {}
+    pairs: dict[str, Workers] = {}
+    runs: dict[str, list[list[Round]]] = {system.name: [] for system in chosen}
+    with contextlib.ExitStack() as stack:
+        for system in chosen:
+            note(f"{precision}: starting {system.name}")
+            workers = stack.enter_context(Workers(system, settings))
+            try:
+                figures[system.name] = workers.wait_ready()
+                workers.run(steps)  # warm-up
+                pairs[system.name] = workers
+            except WorkerError as error:
+                note(str(error))
+                figures[system.name] = {"error": str(error).strip().splitlines()[-1]}
+        for number in range(rounds):
+            note(f"{precision}: round {number + 1} of {rounds}")
+            for name, workers in pairs.items():
+                runs[name].append(workers.run(steps))
+    return {name: figures[name] | (_figures(runs[name]) if runs[name] else {}) for name in figures}
+
+
+def _figures(rounds: list[list[Round]]) -> dict[str, Any]:
+    """What is reported of one system: seconds of the slower rank; bytes of the larger, and of each rank in `ranks`.
+
+    The ranks differ where one of them compiled for both and has kept some of the memory that it took.
+    """
+    of_rounds = [max(median(rank.seconds) for rank in ranks) for ranks in rounds]
+    memory = [
+        {f"{kind}_bytes": max(ranks[number].memory[kind] for ranks in rounds) for kind in ("peak", "private", "since_start")}
+        for number in range(WORLD_SIZE)
+    ]
+    return {
+        "step_seconds": median(of_rounds),
+        "spread": spread(of_rounds),
+        "rounds": of_rounds,
+        "loss": [rank.loss for rank in rounds[-1]],
+        **{kind: max(rank[kind] for rank in memory) for kind in memory[0]},
+        "ranks": memory,
+    }
+
+
+def ratios(figures: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures of trainload over each peer's: {"step_seconds": {"trainload zero3": {"DDP": 1.1}}}. Below 1: trainload needs less."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for kind in ("step_seconds", "peak_bytes", "private_bytes"):
+        found[kind] = {
+            ours: {
+                peer.name: figures[ours][kind] / figures[peer.name][kind]
+                for peer in PEERS
+                if peer.name in figures and kind in figures[peer.name]
+            }
+            for ours in figures
+            if ours.startswith("trainload") and kind in figures[ours]
+        }
+    return found
+
+
+def show(precision: str, figures: dict[str, Any], console: Console) -> None:
+    """Print one precision's tables."""
+    measured = {name: entry for name, entry in figures.items() if "step_seconds" in entry}
+    ours = [name for name in measured if name.startswith("trainload")]
+    columns = ("system", "step ms", "+-", "peak MiB", "private MiB", "on the other rank", "first step s", "loss")
+    rows = [
+        (
+            name,
+            f"{1000 * entry['step_seconds']:.1f}",
+            "-" if entry["spread"] is None else f"{100 * entry['spread']:.0f} %",
+            f"{entry['peak_bytes'] / MIB:.0f}",
+            f"{entry['private_bytes'] / MIB:.0f}",
+            f"{min(rank['private_bytes'] for rank in entry['ranks']) / MIB:.0f}",
+            f"{entry['build_seconds'] + entry['first_step_seconds']:.1f}",
+            f"{median(entry['loss']):.3f}",
+        )
+        for name, entry in measured.items()
+    ]
+    console.print(table(f"{precision}, {WORLD_SIZE} gloo workers of one thread", columns, rows, marked=ours))
+    for kind, title in (("step_seconds", "step time"), ("private_bytes", "private peak memory")):
+        against = ratios(figures)[kind]
+        peers = [peer.name for peer in PEERS if peer.name in measured]
+        if not peers or not ours:
+            break
+        lines = [(name, *(f"{against[name][peer]:.2f}" for peer in peers)) for name in ours]
+        console.print(table(f"{precision}: {title}, trainload / peer", ("", *peers), lines))
+    for name, entry in figures.items():
+        if "error" in entry:
+            console.print(f"{name} failed: {entry['error']}", style="red", markup=False)
+
+
+def main() -> int:
+    """The benchmark. Returns 1 where a system failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10, help="steps of one system in one round")
+    parser.add_argument("--rows", type=int, default=8, help="rows of one worker's batch")
+    parser.add_argument("--precision", choices=[*JOBS, "both"], default="both")
+    parser.add_argument("--only", help="names of systems, parted by commas")
+    parser.add_argument("--out", type=Path, default=RESULTS / "steps.json")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else [system.name for system in SYSTEMS]
+    unknown = set(names) - {system.name for system in SYSTEMS}
+    if unknown:
+        parser.error(f"no such system: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in SYSTEMS)}")
+    began = time.perf_counter()
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "settings": {"workers": WORLD_SIZE, "threads": 1, "rows": arguments.rows, "rounds": arguments.rounds, "steps": arguments.steps},
+        "precisions": {},
+    }
+    failed = False
+    console = screen()
+    with tempfile.TemporaryDirectory(prefix="trainload-steps-") as scratch:
+        for precision in JOBS if arguments.precision == "both" else [arguments.precision]:
+            figures = measure(precision, names, arguments.rounds, arguments.steps, arguments.rows, Path(scratch))
+            result["precisions"][precision] = {"systems": figures, "ratios": ratios(figures)}
+            failed |= any("error" in entry for entry in figures.values())
+            show(precision, figures, console)
+    result["seconds"] = time.perf_counter() - began
+    save(result, arguments.out)
+    note(f"written: {arguments.out}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Which ways to train are compared. Imports no torch, so that a worker can set its environment first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["ddp", "fsdp2", "trainload"]
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to train. `strategy` is trainload's; `compiled` says whether the model is compiled."""
+
+    name: str
+    kind: Kind
+    compiled: bool = True
+    strategy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank's place. `package` and `plans`: what trainload trains, and the folder of plan files, STRATEGY.json; `cache`: its own."""
+
+    rank: int
+    world_size: int
+    precision: Precision
+    package: Path
+    plans: Path
+    cache: Path

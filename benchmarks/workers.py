@@ -1,0 +1,158 @@
+"""Pairs of worker processes that wait, idle, until they are told to run some steps. One pair for each system."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from measure import PeakMemory
+from systems import Place, Precision, System
+
+WORLD_SIZE = 2
+START_SECONDS = 900.0
+STEP_SECONDS = 60.0
+"""A step that takes longer than this has hung."""
+
+
+class WorkerError(Exception):
+    """A worker failed; the message is its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one rank saw of a round: seconds of each step, the last step's loss, and bytes of memory (see `PeakMemory.read`)."""
+
+    seconds: list[float]
+    loss: float
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is the same for all systems."""
+
+    precision: Precision
+    package: Path
+    plans: Path
+    scratch: Path
+    rows: int
+    context: int
+    steps: int
+
+
+class Workers:
+    """The two processes of one system. A context manager: leaving it ends them."""
+
+    def __init__(self, system: System, settings: Settings) -> None:
+        self.system = system
+        scratch = settings.scratch / f"{settings.precision}-{system.name.replace(' ', '-')}"
+        scratch.mkdir(parents=True)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection[Any, Any]] = []
+        self._processes = []
+        for rank in range(WORLD_SIZE):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(system, settings, rank, scratch, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has ended already
+                pipe.send(0)
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def wait_ready(self) -> dict[str, float]:
+        """Wait until both ranks have built their trainer and made their first steps.
+
+        Returns:
+            seconds to build and of the first step, of the slower rank; bytes that were resident before anything was built.
+        """
+        answers: list[dict[str, float]] = self._receive(START_SECONDS)
+        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+    def run(self, steps: int) -> list[Round]:
+        """Run some steps on both ranks; one `Round` for each."""
+        for pipe in self._pipes:
+            pipe.send(steps)
+        return self._receive(STEP_SECONDS * steps)
+
+    def _receive(self, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise WorkerError(f"{self.system.name}: rank {rank} gave no answer in {timeout:.0f} s")
+                answer = pipe.recv()
+            except EOFError:
+                raise WorkerError(f"{self.system.name}: rank {rank} has died") from None
+            if isinstance(answer, str):
+                raise WorkerError(f"{self.system.name}: rank {rank} failed:\n{answer}")
+            answers.append(answer)
+        return answers
+
+
+def _serve(system: System, settings: Settings, rank: int, scratch: Path, pipe: Connection[Any, Any]) -> None:
+    """A worker: builds its trainer, then runs as many steps as it is sent, until that is 0."""
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_CACHE_DIR=str(scratch / "inductor"),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    try:
+        _work(system, settings, rank, scratch, pipe)
+    except BaseException:  # noqa: BLE001  # handed to the coordinator, which raises it
+        pipe.send(traceback.format_exc())
+
+
+def _work(system: System, settings: Settings, rank: int, scratch: Path, pipe: Connection[Any, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+    from text import byte_windows
+    from trainers import make_trainer
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=WORLD_SIZE)
+    text = torch.from_numpy(byte_windows(settings.rows * WORLD_SIZE * settings.steps, settings.context + 1))
+    batches = text.view(settings.steps, WORLD_SIZE, settings.rows, settings.context + 1)[:, rank].contiguous()
+    memory = PeakMemory()
+    before = memory.now()
+    began = time.perf_counter()
+    place = Place(rank, WORLD_SIZE, settings.precision, settings.package, settings.plans, scratch / "cache")
+    trainer = make_trainer(system, place)
+    built = time.perf_counter()
+    trainer.step(0, batches[0])
+    first = time.perf_counter()
+    trainer.step(1, batches[1])
+    pipe.send({"build_seconds": built - began, "first_step_seconds": first - built, "bytes_before": float(before)})
+    number = 2
+    while steps := pipe.recv():
+        dist.barrier()
+        memory.reset()
+        seconds = []
+        loss = 0.0
+        for _ in range(steps):
+            began = time.perf_counter()
+            loss = trainer.step(number, batches[number % len(batches)])
+            seconds.append(time.perf_counter() - began)
+            number += 1
+        pipe.send(Round(seconds, loss, memory.read()))
+    dist.destroy_process_group()
