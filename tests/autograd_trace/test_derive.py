@@ -1,0 +1,263 @@
+"""Step graphs are eager's loss and gradients, flat, functional and without a generator."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.jobs import Batch, Model, job, mean_square
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional
+
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
+from trainload.capture.errors import CaptureError
+from trainload.capture.job import Job, Loss
+from trainload.capture.program import Program
+from trainload.capture.trace import capture
+
+CPU = torch.device("cpu")
+
+
+def program_of(given: Job) -> Program:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return capture(given)
+
+
+def run(graph: StepGraph, program: Program, batch: Batch, *, row: int = 0, scale: float = 1.0, name: str = "train") -> dict[str, Tensor]:
+    scalars = {
+        Role.SEED: torch.tensor(3),
+        Role.STEP: torch.tensor(0),
+        Role.ROW: torch.tensor(row),
+        Role.SCALE: torch.tensor(scale),
+    }
+    arguments = [
+        scalars[p.role] if p.role in scalars else batch[p.name] if p.role is Role.BATCH
+        else program.constants[p.name if p.name in program.constants else f"{name}/{p.name}"] if p.role is Role.CONSTANT
+        else program.state[p.name]
+        for p in graph.inputs
+    ]  # fmt: skip
+    with torch.no_grad():
+        results = graph.module(*arguments)
+    return {f"{p.role.value}/{p.name}": r for p, r in zip(graph.outputs, results, strict=True)}
+
+
+def conditional(_: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+    return result
+
+
+def looped(_: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        _, scaled = torch.while_loop(  # type: ignore[no-untyped-call]  # torch's own
+            lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.9), (torch.tensor(0), x.detach())
+        )
+    result: Tensor = x + scaled
+    return result
+
+
+def mixed(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        x = m.one(x)
+        with torch.autocast("cpu", enabled=False):
+            x = m.two(x.float())
+    return x
+
+
+def linears() -> dict[str, nn.Module]:
+    return {"one": nn.Linear(8, 8), "two": nn.Linear(8, 8)}
+
+
+def tied() -> Model:
+    model = Model()
+    model.last.weight = model.first.weight
+    return model
+
+
+def frozen() -> Model:
+    model = Model()
+    model.first.weight.requires_grad_(False)
+    return model
+
+
+def attention(_: nn.Module, x: Tensor) -> Tensor:
+    q = x.view(-1, 2, 2, 2).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+MODELS = {
+    "plain": Model(),
+    "tied": tied(),
+    "frozen": frozen(),
+    "batch norm": Model(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(8)),
+    "constant": Model(lambda _, x: x * torch.tensor([2.0])),
+    "unused": Model(spare=nn.Linear(2, 2)),
+    "attention": Model(attention),
+    "cond": Model(conditional),
+    "while_loop": Model(looped),
+    "0-dim parameter": Model(lambda m, x: x * m.gain, gain=nn.Parameter(torch.tensor(1.5))),
+    "spectral norm": Model(lambda m, x: m.sn(x), sn=nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
+    "autocast": Model(mixed, **linears()),
+    "float64": Model().double(),
+    "bfloat16": Model().bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_are_eagers(name: str) -> None:
+    model = MODELS[name]
+    batch = {"x": torch.randn(4, 8).to(next(model.parameters()).dtype)}
+    given = job(model, batch=batch)
+    program = program_of(given)
+    out = run(derive(program, "train", CPU), program, batch)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    loss = mean_square(model, batch)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    torch.set_autocast_cache_enabled(cache)
+    tight: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6} if name not in ("autocast", "bfloat16") else {"rtol": 1e-2, "atol": 1e-3}
+    torch.testing.assert_close(out["loss/loss"], loss.detach(), **tight)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        if gradient is None:
+            assert f"gradient/{parameter}" not in out
+        else:
+            torch.testing.assert_close(out[f"gradient/{parameter}"] / 4, gradient, **tight, msg=parameter)
+    for buffer, value in model.named_buffers():
+        if f"buffer/{buffer}" in out:
+            torch.testing.assert_close(out[f"buffer/{buffer}"], value)
+        else:
+            assert torch.equal(value, buffers[buffer])
+
+
+def test_an_autocast_region_computes_in_bfloat16() -> None:
+    program = program_of(job(Model(mixed, **linears())))
+    graph = derive(program, "train", CPU).module.graph
+    products = [n for n in graph.nodes if n.target in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)]
+    assert [n for n in products if n.meta["val"].dtype is torch.bfloat16]
+    assert [n for n in products if n.meta["val"].dtype is torch.float32]
+
+
+def test_the_gradient_is_that_of_scale_times_weight_times_loss() -> None:
+    program = program_of(job(Model(), loss=lambda m, b: Loss(mean_square(m, b), weight=b["x"].square().sum())))
+    graph = derive(program, "train", CPU)
+    batch = {"x": torch.randn(6, 8)}
+    one, other = run(graph, program, batch), run(graph, program, batch, scale=0.25)
+    torch.testing.assert_close(one["weight/weight"], batch["x"].square().sum())
+    torch.testing.assert_close(one["gradient/first.weight"] * 0.25, other["gradient/first.weight"])
+
+
+def test_the_weight_of_a_job_that_gives_none_is_its_rows() -> None:
+    program = program_of(job(Model()))
+    assert run(derive(program, "train", CPU), program, {"x": torch.randn(7, 8)})["weight/weight"].item() == 7
+
+
+def test_the_backward_part_begins_at_its_node() -> None:
+    graph = derive(program_of(job(Model())), "train", CPU).module.graph
+    names = [n.name for n in graph.nodes]
+    products = [i for i, n in enumerate(graph.nodes) if n.target is torch.ops.aten.mm.default]
+    assert min(products) > names.index(TANGENT)  # forward's are addmm
+
+
+@pytest.mark.parametrize("graph", ["eval", "predict"])
+def test_a_graph_that_is_not_for_training_is_forward_only(graph: str) -> None:
+    program = program_of(job(Model(), predict=lambda m, b: m(b["x"])))
+    step = derive(program, graph, CPU)
+    assert TANGENT not in [n.name for n in step.module.graph.nodes]
+    assert not {p.role for p in step.inputs} & {Role.SEED, Role.SCALE}
+
+
+def test_a_prediction_is_eagers() -> None:
+    model = Model(lambda m, x: functional.dropout(x, 0.5, m.training))
+    program = program_of(job(model, predict=lambda m, b: {"out": m(b["x"]), "weight": m.last.weight}))
+    batch = {"x": torch.randn(3, 8)}
+    out = run(derive(program, "predict", CPU), program, batch, name="predict")
+    torch.testing.assert_close(out["prediction/out"], model.eval()(batch["x"]).detach())
+    assert torch.equal(out["prediction/weight"], model.last.weight)
+
+
+DRAWS = {
+    "dropout": lambda m, x: functional.dropout(x, 0.5, m.training),
+    "dropout in place": lambda m, x: functional.dropout(x * 1, 0.5, m.training, inplace=True),
+    "inner rows": lambda m, x: functional.dropout(x.view(-1, 2, 4).transpose(0, 1), 0.5, m.training).transpose(0, 1).reshape(x.shape),
+    "merged rows": lambda m, x: functional.dropout(x.view(-1, 4), 0.5, m.training).view(x.shape),
+    "dropout1d": lambda m, x: functional.dropout1d(x.view(-1, 2, 4), 0.5, m.training).reshape(x.shape),
+    "attention": lambda m, x: functional.scaled_dot_product_attention(
+        x.view(-1, 2, 4), x.view(-1, 2, 4), x.view(-1, 2, 4), dropout_p=0.5 if m.training else 0.0
+    ).reshape(x.shape),
+    "noise": lambda m, x: x + torch.randn_like(x) if m.training else x,
+    "gumbel": lambda m, x: functional.gumbel_softmax(x) if m.training else x,
+    "bernoulli": lambda m, x: x * torch.bernoulli(torch.full_like(x, 0.5)) if m.training else x,
+    "randint": lambda m, x: x * torch.randint(0, 3, (x.shape[0], 1)) if m.training else x,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_split_batch_gives_the_gradients_of_the_whole(name: str) -> None:
+    program = program_of(job(Model(DRAWS[name])))
+    graph = derive(program, "train", CPU)
+    batch = {"x": torch.randn(6, 8)}
+    whole = run(graph, program, batch)
+    parts = [run(graph, program, {"x": batch["x"][s]}, row=s.start) for s in (slice(0, 2), slice(2, 6))]
+    assert not torch.equal(run(graph, program, batch, row=6)["loss/loss"], whole["loss/loss"])  # something is drawn
+    for key, value in whole.items():
+        if key.startswith("gradient/"):
+            torch.testing.assert_close(parts[0][key] + parts[1][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_step_graph_reads_no_generator(name: str) -> None:
+    graph = derive(program_of(job(Model(DRAWS[name]))), "train", CPU).module.graph
+    overloads = [n.target for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    assert [o for o in overloads if torch.Tag.nondeterministic_seeded in o.tags and "attention" not in str(o)] == []
+
+
+def test_a_batch_of_fixed_size_draws_anew_for_every_call() -> None:
+    program = program_of(job(Model(DRAWS["dropout"]), dynamic={"x": {0: Dim.STATIC}}))
+    graph = derive(program, "train", CPU)
+    batch = {"x": torch.randn(4, 8)}
+    assert not torch.equal(run(graph, program, batch)["loss/loss"], run(graph, program, batch, row=4)["loss/loss"])
+
+
+def test_dropout_over_rows_merged_inside_out_is_refused_with_its_line() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        rows_inside = model(batch["x"]).transpose(0, 1).flatten(0, 1)
+        return functional.dropout(rows_inside, 0.5, model.training).square().mean()
+
+    program = program_of(job(Model(), batch={"x": torch.randn(4, 3, 8)}, loss=loss))
+    with pytest.raises(CaptureError, match=r"\.py.*inner part"):
+        derive(program, "train", CPU)
+
+
+def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -> None:
+    program = program_of(job(Model(lambda m, x: functional.alpha_dropout(x, 0.5, m.training))))
+    with pytest.raises(CaptureError, match=r"jobs\.py.*alpha_dropout"):
+        derive(program, "train", CPU)
+
+
+def test_a_random_operator_in_control_flow_is_refused() -> None:
+    def branch(m: Any, x: Tensor) -> Tensor:
+        result: Tensor = torch.cond(x.sum() > 0, lambda t: functional.dropout(t, 0.5, True), lambda t: t * 1, (x,))
+        return result
+
+    program = program_of(job(Model(lambda m, x: branch(m, x) if m.training else x)))
+    with pytest.raises(CaptureError, match="control-flow"):
+        derive(program, "train", CPU)
+
+
+def test_an_evaluation_that_draws_is_refused() -> None:
+    program = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5))))
+    with pytest.raises(CaptureError, match="not for training"):
+        derive(program, "eval", CPU)
+
+
+def test_another_device_leaves_the_captured_graph_as_it_is() -> None:
+    program = program_of(job(Model(lambda _, x: torch.cond(x.sum() > 0, lambda t: t + torch.ones(8), lambda t: t * 1, (x,)))))
+    before = [str(m.graph) for m in program.graphs["eval"].exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    derive(program, "eval", torch.device("meta"))
+    assert before == [str(m.graph) for m in program.graphs["eval"].exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]

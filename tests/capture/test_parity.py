@@ -1,0 +1,170 @@
+"""What torch.export gets wrong without a word is refused, with the module named."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.jobs import Batch, Function, Model, job, mean_square
+from torch import Tensor, nn
+from torch.export import Dim
+
+from trainload.capture.errors import CaptureError
+from trainload.capture.trace import capture
+
+
+class Doubled(torch.autograd.Function):
+    """Twice the gradient that its forward has."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def doubled(_: Any, x: Tensor) -> Tensor:
+    result: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]  # torch's own
+    return result
+
+
+def hooked(_: Any, x: Tensor) -> Tensor:
+    x = x * 1
+    if x.requires_grad:
+        torch.Tensor.register_hook(x, lambda gradient: 3 * gradient)  # type: ignore[no-untyped-call]  # torch's own
+    return x
+
+
+def counting(module: Any, x: Tensor) -> Tensor:
+    module.calls = getattr(module, "calls", 0) + 1
+    scaled: Tensor = x * module.calls
+    return scaled
+
+
+def odd(name: str, function: Callable[[Any, Tensor], Tensor]) -> Model:
+    return Model(lambda m, x: getattr(m, name)(x), **{name: Function(function)})
+
+
+@pytest.mark.parametrize("function", [doubled, hooked, counting])
+def test_a_silent_mis_capture_is_refused_and_its_module_named(function: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"module odd\b"):
+        capture(job(odd("odd", function)))
+
+
+def test_a_counter_is_refused_where_the_batch_size_is_fixed() -> None:
+    with pytest.raises(CaptureError, match=r"module odd\b"):
+        capture(job(odd("odd", counting), dynamic={"x": {0: Dim.STATIC}}))
+
+
+def test_a_counter_that_does_not_show_yet_is_refused() -> None:
+    def warm_up(module: Any, x: Tensor) -> Tensor:
+        module.calls = getattr(module, "calls", 0) + 1
+        return x * 2 if module.calls > 1000 else x
+
+    with pytest.raises(CaptureError, match=r"module odd\b.*the Python number odd\.calls"):
+        capture(job(odd("odd", warm_up)))
+
+
+def test_an_attribute_that_holds_the_number_of_rows_is_fine() -> None:
+    def noting(module: Any, x: Tensor) -> Tensor:
+        module.rows = x.shape[0]
+        return x
+
+    capture(job(odd("noting", noting)))
+
+
+def test_a_buffer_that_is_assigned_anew_is_refused() -> None:
+    def assign(module: Any, x: Tensor) -> Tensor:
+        module.seen = module.seen + 1
+        return x
+
+    with pytest.raises(CaptureError, match="buffer seen"):
+        capture(job(Model(assign, seen=torch.zeros(()))))
+
+
+def test_a_gradient_into_a_buffer_is_refused() -> None:
+    def track(module: Any, x: Tensor) -> Tensor:
+        module.mean.mul_(0.9).add_(x.mean())
+        return x
+
+    with pytest.raises(CaptureError, match=r"buffer mean.*requires a gradient"):
+        capture(job(Model(track, mean=torch.zeros(()))))
+
+
+def test_a_write_to_a_parameter_is_refused() -> None:
+    def clamp(module: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            module.gain.clamp_(-1, 1)
+        clamped: Tensor = x * module.gain
+        return clamped
+
+    with pytest.raises(CaptureError, match=r"gain: the train graph writes to a parameter"):
+        capture(job(Model(clamp, gain=nn.Parameter(torch.ones(8)))))
+
+
+def test_a_write_to_a_tensor_that_is_no_buffer_is_refused() -> None:
+    held = torch.zeros(8)
+
+    def write(_: Any, x: Tensor) -> Tensor:
+        held.add_(1)
+        return x + held
+
+    with pytest.raises(CaptureError, match="no buffer"):
+        capture(job(Model(write)))
+
+
+def test_a_model_that_fails_on_another_size_is_refused_with_its_line() -> None:
+    def picky(_: Any, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and x.shape[0] != 4:
+            raise ValueError("four only")
+        return x
+
+    with pytest.raises(CaptureError, match=rf"test_parity\.py:{_line('four only')}.*5 rows.*four only"):
+        capture(job(Model(picky)))
+
+
+def test_a_branch_on_data_names_file_line_and_cure() -> None:
+    def branch(_: Any, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+    line = _line("return x if x.sum() > 0")
+    with pytest.raises(CaptureError, match=rf"test_parity\.py:{line}.*torch\.cond"):
+        capture(job(Model(branch)))
+
+
+def test_a_size_that_must_be_fixed_is_named_as_such() -> None:
+    def fixed(_: Any, x: Tensor) -> Tensor:
+        return x.view(4, 8)
+
+    with pytest.raises(CaptureError, match=r"dynamic can only have certain sizes"):
+        capture(job(Model(fixed)))
+
+
+def test_an_error_of_the_model_itself_names_file_and_line() -> None:
+    def broken(_: Any, x: Tensor) -> Tensor:
+        raise KeyError("not here")
+
+    with pytest.raises(CaptureError, match=rf"test_parity\.py:{_line('raise KeyError')}"):
+        capture(job(Model(broken)))
+
+
+def test_a_trained_tensor_outside_of_the_model_is_refused() -> None:
+    outside = torch.ones(8, requires_grad=True)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return mean_square(model, batch) + outside.sum()
+
+    with pytest.raises(CaptureError, match="outside the model"):
+        capture(job(Model(), loss=loss))
+
+
+def _line(text: str) -> int:
+    """The first line of this file that holds `text`."""
+    lines = inspect.getsource(inspect.getmodule(_line)).splitlines()  # type: ignore[arg-type]
+    return next(i for i, line in enumerate(lines, 1) if re.search(re.escape(text), line))

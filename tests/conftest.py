@@ -1,0 +1,112 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.house.source import ROOT, STAGES
+from tests.laws.gpt import gpt_job, write_rows
+from tests.packaging.jobs import Job, make_job
+
+import trainload
+from trainload.packaging.read import Package
+from trainload.packaging.write import write_package
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The session's own cache (what is compiled once serves all tests) and key, in place of the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINLOAD_CACHE_DIR", str(folder))
+        patch.setenv("TRAINLOAD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(cache_dir: Path) -> Iterator[None]:
+    """A Ray cluster of two CPUs on this machine, which `trainload.launch` finds by itself. Its workers use the session's cache."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The laws' GPT, frozen."""
+    return trainload.freeze(gpt_job(), tmp_path_factory.mktemp("gpt") / "gpt.tl")
+
+
+@pytest.fixture(scope="session")
+def gpt_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows to train it on: not a multiple of its global batch, so that steps cross epochs."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.npz", 91, seed=1)
+
+
+@pytest.fixture(scope="session")
+def gpt_held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows to evaluate it on."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "held-out.npz", 21, seed=2)
+
+
+@pytest.fixture(scope="session")
+def job() -> Job:
+    """A job captured by hand, of everything that a graph file must keep."""
+    return make_job()
+
+
+@pytest.fixture(scope="session")
+def packaged(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """Its package, with every kind of file. No test changes it."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "LICENSE").write_text("do as you like\n")
+    return write_package(folder / "job.tl", job.program, job.updates, job.recipe, assets={"LICENSE": folder / "LICENSE"}, max_shard=600)
+
+
+@pytest.fixture
+def copied(packaged: Package, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    target = tmp_path / "copy.tl"
+    shutil.copytree(packaged.path, target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy of its source."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "src", *STAGES):
+        subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(source),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    (found,) = folder.glob("trainload-*.whl")
+    return found

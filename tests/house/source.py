@@ -1,0 +1,87 @@
+"""Reads the project's own source for the tests of its arrangement."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("capture", "autograd_trace", "packaging", "sharding", "launch")
+"""From the bottom up: a stage imports itself and those before it."""
+PRIVATE_TORCH = frozenset({"autograd_trace/aot.py", "packaging/graph_json.py"})
+"""The two modules that may touch torch's private names."""
+
+
+def stage_files() -> list[Path]:
+    return sorted(path for stage in STAGES for path in (ROOT / stage).rglob("*.py"))
+
+
+def face_files() -> list[Path]:
+    return sorted((ROOT / "src" / "trainload").glob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that `tree` imports, inside functions too. `from a import b` gives both a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str | None:
+    """`a.b.c` for an attribute chain over a plain name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+
+
+def stage_of(name: str) -> str | None:
+    """The stage that a dotted name belongs to: "trainload.capture.job.Job" -> "capture"; the face's names -> "face"."""
+    parts = name.split(".")
+    if parts[0] != "trainload":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in STAGES else "face"
+
+
+def upward_imports(text: str, stage: str) -> list[str]:
+    """The imports in `text`, a module of `stage`, that point up: "line: name"."""
+    order = [*STAGES, "face"]
+    found = ((line, name, stage_of(name)) for line, name in imports(ast.parse(text)))
+    return [
+        f"{line}: {name}"
+        for line, name, target in found
+        if target is not None and order.index(target) > order.index(stage) and not (name == "trainload" or _is_stage_parent(name))
+    ]
+
+
+def _is_stage_parent(name: str) -> bool:
+    return name in {f"trainload.{stage}" for stage in STAGES}
+
+
+def private_torch_names(text: str) -> list[str]:
+    """The private names of torch that `text` uses: "line: name". Operator namespaces (`torch.ops._c10d_functional`) are public data."""
+    tree = ast.parse(text)
+    used = list(imports(tree))
+    used += [(node.lineno, name) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (name := dotted(node)) is not None]
+    used += [
+        (node.lineno, node.args[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (dotted(node.func) or "").endswith("import_module")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    ]
+    return [f"{line}: {name}" for line, name in used if _is_private(name)]
+
+
+def _is_private(name: str) -> bool:
+    parts = name.split(".")
+    if parts[0] != "torch" or parts[1:2] == ["ops"]:
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in parts[1:])

@@ -1,0 +1,112 @@
+"""The stage folders at the root, the links to them, and what may import what."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from tests.house.source import PRIVATE_TORCH, ROOT, STAGES, face_files, imports, private_torch_names, stage_files, upward_imports
+
+
+def python_at_root(code: str) -> str:
+    """What `code` prints in a child that runs at the root with the root as its PYTHONPATH."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    return child.stdout.strip()
+
+
+def test_packaging_is_the_library_of_pypi_even_at_the_root() -> None:
+    where = Path(python_at_root("import packaging.version; print(packaging.version.__file__)"))
+    assert ROOT / "packaging" not in where.parents
+    assert where.parent.name == "packaging"
+
+
+def test_ray_imports_at_the_root() -> None:
+    assert python_at_root("import ray; print(ray.__name__)") == "ray"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_is_reached_through_a_relative_link(stage: str) -> None:
+    link = ROOT / "src" / "trainload" / stage
+    assert os.readlink(link) == f"../../{stage}"
+
+
+def test_no_stage_folder_is_a_regular_package() -> None:
+    assert [str(path.relative_to(ROOT)) for stage in STAGES for path in (ROOT / stage).rglob("__init__.py")] == []
+
+
+def test_no_test_folder_is_a_regular_package() -> None:
+    assert [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("__init__.py")] == []
+
+
+def test_every_stage_holds_modules() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in stage_files()} == set(STAGES)
+
+
+def test_the_wheel_holds_every_module(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.startswith("trainload/")}
+    stages = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in stage_files()}
+    face = {f"trainload/{path.name}" for path in face_files()}
+    assert held == {*stages, *face, "trainload/py.typed"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_module_of_a_stage_imports_upward(stage: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): upward for path in (ROOT / stage).rglob("*.py") if (upward := upward_imports(path.read_text(), stage))
+    }
+    assert found == {}
+
+
+def test_an_import_of_a_later_stage_is_seen() -> None:
+    text = "def f():\n    from trainload.launch.run import train\n"
+    assert upward_imports(text, "packaging") == ["2: trainload.launch.run", "2: trainload.launch.run.train"]
+
+
+def test_an_import_of_the_face_is_seen() -> None:
+    assert upward_imports("from trainload import api\nimport trainload.view\n", "launch") == ["1: trainload.api", "2: trainload.view"]
+
+
+def test_ray_is_imported_by_launch_alone() -> None:
+    below = [path for path in stage_files() if path.relative_to(ROOT).parts[0] != "launch"]
+    users = [
+        str(path.relative_to(ROOT))
+        for path in below
+        if any(name.split(".")[0] == "ray" for _, name in imports(ast.parse(path.read_text())))
+    ]
+    assert users == []
+
+
+def test_private_names_of_torch_stay_in_their_two_modules() -> None:
+    files = [*stage_files(), *face_files()]
+    names = {path.relative_to(ROOT).as_posix(): private_torch_names(path.read_text()) for path in files}
+    assert {name: used for name, used in names.items() if used and name not in PRIVATE_TORCH} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._inductor",
+        "from torch._C import Graph",
+        "from torch import _C",
+        "from torch.utils import _pytree",
+        "torch._dynamo.reset()",
+        "import_module('torch._export.serde')",
+    ],
+)
+def test_a_private_name_of_torch_is_seen(line: str) -> None:
+    assert len(private_torch_names(line)) >= 1
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.ops._c10d_functional.wait_tensor(x)", "import torch.distributed", "self._private.name", "torch.__version__"]
+)
+def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
+    assert private_torch_names(line) == []

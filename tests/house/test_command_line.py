@@ -1,0 +1,143 @@
+"""The command line: help, exit status, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainload import cli
+from trainload.capture.errors import PlanError, RunInterrupted
+
+COMMANDS = ("freeze", "inspect", "verify", "plan", "launch", "resume")
+
+
+def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run([*command, "--help"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=lambda command: " ".join(command) or "trainload")
+def test_help_fits_a_screen_of_80_by_24(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = help_text(monkeypatch, capsys, *command)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_json_form(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert any(line.split()[:1] == ["--json"] for line in help_text(monkeypatch, capsys, command))
+
+
+def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(monkeypatch, capsys)
+    assert [name for name in COMMANDS if not any(line.split()[:1] == [name] for line in text)] == []
+
+
+def test_help_imports_neither_torch_nor_ray() -> None:
+    code = "import sys; from trainload import cli; cli.run(['launch', '--help']); sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_the_console_script_exits_with_the_status() -> None:
+    script = Path(sys.executable).with_name("trainload")
+    assert subprocess.run([str(script), "inspect", "/nonexistent.tl"], capture_output=True, check=False).returncode == 2
+
+
+BAD_REQUESTS = {
+    "no such package": ["inspect", "none.tl"],
+    "no such package to verify": ["verify", "none.tl"],
+    "no such package to plan": ["plan", "none.tl"],
+    "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
+    "no such run": ["resume", "none"],
+    "no such command": ["fly"],
+    "no such option": ["inspect", "none.tl", "--fast"],
+    "a number that is none": ["plan", "none.tl", "--nodes", "two"],
+    "no workers": ["launch", "none.tl", "--data", "d.parquet", "--workers", "0"],
+    "a plan beside workers": ["launch", "none.tl", "--data", "d.parquet", "--plan", "p.json", "--workers", "2"],
+    "no output": ["freeze", "job.py:job"],
+    "a spec without a name": ["freeze", "job.py", "-o", "out.tl"],
+    "a spec whose file is missing": ["freeze", "none.py:job", "-o", "out.tl"],
+    "a spec whose module is missing": ["freeze", "no_such_module_anywhere:job", "-o", "out.tl"],
+}
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
+def test_a_wrong_request_exits_with_2_and_one_line(arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
+def test_a_wrong_request_leaves_nothing_behind(arguments: list[str], empty: Path) -> None:
+    cli.run(arguments)
+    assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
+def test_a_wrong_request_with_json_prints_an_error_object(arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.run([*arguments, "--json"])
+    assert json.loads(capsys.readouterr().out)["error"]["exit"] == 2
+
+
+def test_freeze_does_not_overwrite(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty / "out.tl").mkdir()
+    assert cli.run(["freeze", "none.py:job", "-o", "out.tl"]) == 2
+    assert "out.tl: it exists already" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_plan_is_refused(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty / "plan.json").write_text('{"version": 1}')
+    with pytest.raises(PlanError, match="this is not a plan"):
+        cli._read_plan(Path("plan.json"))
+
+
+def test_ctrl_c_says_how_to_resume(empty: Path) -> None:
+    def work(_report: object) -> None:
+        raise KeyboardInterrupt
+
+    (empty / "my run").mkdir()
+    (empty / "my run" / "run.json").touch()
+    with pytest.raises(RunInterrupted, match=r"Continue with: trainload resume 'my run'"):
+        cli._watch(work, Path("my run"))
+
+
+def test_ctrl_c_before_the_run_began_says_so(empty: Path) -> None:
+    def work(_report: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(RunInterrupted, match=r"It had not begun: launch it again"):
+        cli._watch(work, Path("my run"))
+
+
+def test_an_error_of_ours_that_is_no_request_exits_with_1(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
+    def fails(_path: Path) -> None:
+        raise RunInterrupted("stopped")
+
+    monkeypatch.setattr(cli, "_open", fails)
+    assert cli.run(["inspect", "x.tl"]) == 1
+
+
+def test_any_other_error_is_not_turned_into_a_line(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
+    def fails(_path: Path) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_open", fails)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["inspect", "x.tl"])

@@ -1,0 +1,90 @@
+"""Plans and states for the tests of checkpoints: every element is a function of parameter, entry and place."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trainload.launch.checkpoint_index import DataPosition
+from trainload.launch.checkpoint_state import ShardedState, is_sharded, share
+from trainload.launch.checkpoint_writer import CheckpointWriter
+from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Slot, Strategy
+
+NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+PARAMETERS: dict[str, tuple[tuple[int, ...], str | None]] = {
+    "a.weight": ((5, 7), "decay"),
+    "b.weight": ((3, 11), "decay"),
+    "a.bias": ((7,), "plain"),
+    "b.bias": ((1,), "plain"),
+    "frozen": ((4, 3), None),
+}
+ONE_EACH = tuple((name,) for name in PARAMETERS)
+BY_GROUP = (("a.weight", "b.weight"), ("a.bias", "b.bias"), ("frozen",))
+TURNED = (("b.weight", "a.weight"), ("b.bias", "a.bias"), ("frozen",))
+DATA = DataPosition(fingerprint="f" * 64, seed=3, position=48)
+
+
+def make_plan(strategy: Strategy, world: int, layout: Sequence[Sequence[str]] = BY_GROUP, gap: int = 0) -> Plan:
+    """A plan whose buckets hold `layout`'s parameters, `gap` elements apart, padded to a multiple of the world size."""
+    buckets = []
+    for number, names in enumerate(layout):
+        slots, offset = [], 0
+        for name in names:
+            shape = PARAMETERS[name][0]
+            length = int(torch.Size(shape).numel())
+            slots.append(Slot(parameter=name, offset=offset, length=length, shape=shape))
+            offset += length + gap
+        group = PARAMETERS[names[0]][1]
+        dtype = "bfloat16" if group is None else "float32"
+        buckets.append(Bucket(name=f"bucket{number}", dtype=dtype, group=group, length=-(-offset // world) * world, slots=tuple(slots)))
+    return Plan(
+        package="0" * 64,
+        cluster=Cluster(devices_per_node=world),
+        strategy=strategy,
+        global_batch=24 * world,
+        buckets=tuple(buckets),
+        estimate=NOTHING,
+    )
+
+
+def value(name: str, entry: str, salt: int = 0) -> torch.Tensor:
+    """What a parameter's entry holds: (length,)."""
+    shape, group = PARAMETERS[name]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{entry}/{salt}".encode()))
+    drawn = torch.randn(torch.Size(shape).numel(), generator=generator)
+    return drawn.to(torch.bfloat16) if group is None else drawn
+
+
+def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
+    """The state of a rank: AdamW's entries for buckets that train; two buffers."""
+    flats: dict[str, dict[str, torch.Tensor]] = {}
+    for bucket in plan.buckets:
+        flats[bucket.name] = {}
+        for entry in ("param",) if bucket.group is None else ("param", "exp_avg", "exp_avg_sq"):
+            flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
+            for slot in bucket.slots:
+                flat[slot.offset : slot.offset + slot.length] = value(slot.parameter, entry, salt)
+            start, stop = share(bucket.length, rank, plan.world_size)
+            flats[bucket.name][entry] = flat[start:stop].clone() if is_sharded(plan.strategy, entry) else flat
+    scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in plan.buckets if bucket.group is not None}
+    buffers = {"mean": torch.arange(6.0).reshape(2, 3) + salt, "seen": torch.tensor(2**40 + 1 + salt)}
+    return ShardedState(flats, scalars, buffers)
+
+
+def writers(run: Path, plan: Plan, attempt: str = "t1", keep_last: int = 2, timeout: float = 20.0) -> list[CheckpointWriter]:
+    """A writer for each rank, in one process."""
+    world = range(plan.world_size)
+    return [CheckpointWriter(run, plan, rank, attempt, keep_last=keep_last, timeout=timeout) for rank in world]
+
+
+def save_all(run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2) -> Path:
+    """All ranks write one checkpoint and wait for it. Returns: its folder."""
+    ranks = writers(run, plan, attempt, keep_last)
+    for rank, writer in enumerate(ranks):
+        writer.save(step, make_state(plan, rank, salt), DATA, {"best": 1.5})
+    for writer in ranks:
+        writer.wait()
+    return run / "checkpoints" / f"step-{step:08}"

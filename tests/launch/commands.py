@@ -1,0 +1,110 @@
+"""Runs the command line, in this process and in others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainload import cli
+
+TRAINLOAD = (sys.executable, "-m", "trainload")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainload")
+
+
+def contents(folder: Path) -> list[str]:
+    """Everything below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def refused(arguments: list[str | Path], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Demands that a command ends with status 2, says one line, and leaves `folder` as it is. Returns the line."""
+    before = contents(folder)
+    assert cli.run([str(part) for part in arguments]) == 2
+    printed = capsys.readouterr()
+    return the_line(printed.out, printed.err, before, folder)
+
+
+def refused_process(arguments: list[str | Path], folder: Path, environment: Mapping[str, str] | None = None, prelude: str = "") -> str:
+    """The same in a process of its own, in `folder`. `prelude`: Python that it runs first."""
+    before = contents(folder)
+    command = [sys.executable, "-c", f"{prelude}\nfrom trainload.cli import main; main()", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    return the_line(done.stdout, done.stderr, before, folder)
+
+
+def the_line(out: str, err: str, before: list[str], folder: Path) -> str:
+    assert out == ""
+    (line,) = err.splitlines()
+    assert contents(folder) == before
+    return line
+
+
+def json_of(*arguments: str | Path, cwd: Path, program: Sequence[str] = TRAINLOAD) -> Any:
+    """What a command with --json says on stdout, which is JSON and nothing else."""
+    done = subprocess.run([*program, *map(str, arguments), "--json"], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """How a command ended that was interrupted. left: command lines of processes that it left behind."""
+
+    status: int
+    err: str
+    left: list[str]
+
+
+def interrupt(
+    arguments: list[str | Path], cwd: Path, ready: Callable[[], bool], environment: Mapping[str, str], program: Sequence[str] = TRAINLOAD
+) -> Interrupted:
+    """Starts a command in a session of its own and, once `ready`, does what a terminal does at Ctrl-C: SIGINT to the process group."""
+    mark = f"TRAINLOAD_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+    name, _, value = mark.partition("=")
+    process = subprocess.Popen(
+        [*program, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environment, name: value},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not ready():
+        if process.poll() is not None:
+            raise AssertionError(f"it ended with {process.returncode}: {process.communicate()[1]}")
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    return Interrupted(process.returncode, err, wait_until_gone(mark))
+
+
+def wait_until_gone(mark: str, seconds: float = 20.0) -> list[str]:
+    """The command lines of processes with `mark` in their environment that are alive after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:  # it has ended, or is not ours
+                continue
+    return found

@@ -1,0 +1,66 @@
+"""Run by a test: saves checkpoints in children that are killed by SIGKILL at their n-th file operation, for n = first, first + stride, ...
+
+Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them are whole, and how many drafts
+are left after the next attempt has begun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from tests.launch.checkpoint_cases import make_plan, save_all, writers
+
+from trainload.capture.errors import CheckpointError
+from trainload.launch.checkpoint import Checkpoint
+from trainload.launch.checkpoint_index import published
+
+PLAN = make_plan("zero3", 2)
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+
+
+def save_until_killed(run: Path, at: int) -> None:
+    count = 0
+
+    def count_down(event: str, args: tuple[object, ...]) -> None:
+        nonlocal count
+        if event in EVENTS and str(run) in str(args[0]):
+            count += 1
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count_down)
+    for step in (10, 20, 20, 30):  # one step twice: the second gives way to the first
+        save_all(run, PLAN, step, salt=step, keep_last=2)
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        Checkpoint.open(path).verify()
+    except CheckpointError:
+        return False
+    return True
+
+
+def main(folder: Path, first: int, stride: int) -> None:
+    torch.set_num_threads(1)
+    at, killed = first, True
+    while killed:
+        run = folder / str(at)
+        child = os.fork()
+        if child == 0:
+            save_until_killed(run, at)
+            os._exit(0)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        visible = published(run)
+        whole = sum(is_whole(path) for path in visible.values())
+        writers(run, PLAN, attempt="t2")
+        drafts = sum(path.name.startswith(".") for path in (run / "checkpoints").iterdir())
+        print(at, killed, ",".join(str(step) for step in visible) or "-", whole, drafts, flush=True)
+        at += stride
+
+
+main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,84 @@
+"""Ctrl-C in a terminal: SIGINT to the command and to all that it has started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.launch.commands import TORCHRUN, Interrupted, interrupt, json_of
+
+import trainload
+from trainload.launch.checkpoint_index import published
+from trainload.launch.journal import losses, read_events
+from trainload.packaging.read import Package
+
+STEPS = 200
+
+
+def stepped(run_dir: Path, steps: int) -> Callable[[], bool]:
+    """Whether a run has done so many steps."""
+    return lambda: sum(event.kind == "step" for event in read_events(run_dir)) >= steps
+
+
+def compiling(cache: Path) -> Callable[[], bool]:
+    """Whether a C++ compiler has begun to write kernels."""
+    return lambda: any((cache / "compiled").glob(".draft-*/inductor/*/*"))
+
+
+def checkpoint_bytes(run_dir: Path) -> list[bytes]:
+    """The shards of the last checkpoint."""
+    last = list(published(run_dir).values())[-1]
+    return [path.read_bytes() for path in sorted(last.glob("*.safetensors"))]
+
+
+def how_to_go_on(ended: Interrupted) -> str:
+    """The command of the last line."""
+    return ended.err.splitlines()[-1].partition("Continue with: ")[2]
+
+
+@pytest.fixture
+def options(gpt: Package, gpt_data: Path) -> list[str | Path]:
+    return ["launch", gpt.path, "--data", gpt_data, "--steps", str(STEPS), "--workers", "2", "--strategy", "zero3"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
+    options: list[str | Path], gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
+    plan = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), "zero3")
+    trainload.launch(gpt, plan, gpt_data, run_dir=tmp_path / "whole", steps=STEPS, compile=False)
+    ended = interrupt([*options, "--run-dir", "a run", "--no-compile"], tmp_path, stepped(tmp_path / "a run", 5), {})
+    assert ended.status == 1, ended.err
+    assert how_to_go_on(ended) == f"trainload resume '{tmp_path / 'a run'}'"
+    assert ended.left == []
+    (at,) = published(tmp_path / "a run")
+    assert 5 <= at < STEPS
+    resumed = json_of("resume", "a run", cwd=tmp_path)
+    assert (resumed["steps"], resumed["restarts"]) == (STEPS, 1)
+    assert losses(read_events(tmp_path / "a run")) == losses(read_events(tmp_path / "whole"))
+    assert checkpoint_bytes(tmp_path / "a run") == checkpoint_bytes(tmp_path / "whole")
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(options: list[str | Path], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    ended = interrupt([*options, "--run-dir", "run"], tmp_path, compiling(cache), {"TRAINLOAD_CACHE_DIR": str(cache)})
+    assert ended.status == 1, ended.err
+    assert how_to_go_on(ended) == "trainload resume run"
+    assert ended.left == []
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.timeout(400)
+def test_a_run_under_torchrun_can_be_interrupted_and_continued_on_ray(options: list[str | Path], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [*options, "--run-dir", run_dir, "--no-compile", "--backend", "torchrun"]
+    ended = interrupt(arguments, tmp_path, stepped(run_dir, 5), {}, program=TORCHRUN)
+    assert ended.status != 0
+    assert f"Continue with: trainload resume {run_dir}" in ended.err
+    assert ended.left == []
+    (at,) = published(run_dir)
+    assert 5 <= at < STEPS
+    assert not (run_dir / "stop").exists()

@@ -1,0 +1,97 @@
+"""A fresh environment: a venv that holds the built wheel and its declared dependencies, without the repository and without a network."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REFUSING = """
+import errno, ipaddress, sys
+
+
+def refuse(event, args):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo"):
+        host = args[0] if event == "socket.getaddrinfo" else args[1][0] if isinstance(args[1], tuple) else "127.0.0.1"
+        try:
+            inside = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            inside = host in (None, "", "localhost")
+        if not inside:
+            raise OSError(errno.ENETUNREACH, "the network is cut off")
+
+
+sys.addaudithook(refuse)
+"""
+"""sitecustomize.py where the system cannot take the network away: Python's own sockets then reach this machine only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """`python`: its interpreter; `prefix`: what comes before every command, to cut the network off."""
+
+    python: Path
+    prefix: tuple[str, ...]
+
+    def run(self, code: str, cwd: Path, *arguments: str | Path) -> str:
+        """What `code` prints in a process that knows nothing of this one."""
+        variables = {"PATH": os.defpath, "HOME": str(cwd), "TRAINLOAD_CACHE_DIR": str(cwd / "cache"), "LC_ALL": "C.UTF-8"}
+        command = [*self.prefix, str(self.python), "-c", code, *map(str, arguments)]
+        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+def make_environment(folder: Path, wheel: Path) -> Environment:
+    """Makes one in `folder`. Dependencies are links to what this environment has, one for each package: it has others, such as pytest."""
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    for distribution in _dependencies("trainload"):
+        _link(distribution, site)
+    prefix = _cut_off()
+    if not prefix:
+        (site / "sitecustomize.py").write_text(REFUSING)
+    return Environment(folder / "bin" / "python", prefix)
+
+
+def _dependencies(name: str) -> list[importlib.metadata.Distribution]:
+    """Every distribution that `name` declares to need, and they in turn; extras are left out."""
+    requirements: Any = importlib.import_module("packaging.requirements")  # PyPI's; mypy sees the project's folder of that name
+    found: dict[str, importlib.metadata.Distribution] = {}
+    left = [name]
+    while left:
+        distribution = importlib.metadata.distribution(left.pop())
+        key = distribution.metadata["Name"]
+        if key not in found:
+            found[key] = distribution
+            parsed = [requirements.Requirement(text) for text in distribution.requires or ()]
+            left += [r.name for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [distribution for key, distribution in found.items() if key != name]
+
+
+def _link(distribution: importlib.metadata.Distribution, site: Path) -> None:
+    tops = {path.parts[0] for path in distribution.files or ()}
+    for top in tops:
+        if top not in ("..", "__pycache__") and not top.endswith(".pth") and not (site / top).is_symlink():
+            (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+
+
+def _cut_off() -> tuple[str, ...]:
+    """A command prefix that runs a program in a network namespace of its own, or nothing where the system allows none."""
+    for prefix in (("unshare", "--net"), ("unshare", "--map-root-user", "--net")):
+        try:
+            done = subprocess.run([*prefix, sys.executable, "-c", ""], capture_output=True, check=False)
+        except FileNotFoundError:
+            return ()
+        if done.returncode == 0:
+            return prefix
+    return ()

@@ -1,0 +1,119 @@
+"""Starts runs on gloo ranks of this machine, without Ray, and reads what they left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainload.launch.journal import read_events
+from trainload.packaging.read import Package
+from trainload.sharding.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-5
+"""Greatest relative difference between two loss curves that mean the same run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run for `worker.py`. `options`: of `trainload.launch`; `resume`: of `trainload.resume`, for a run that exists."""
+
+    run_dir: Path
+    package: Package | None = None
+    plan: Plan | None = None
+    data: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    resume: Mapping[str, Any] | None = None
+
+    def entry(self) -> dict[str, Any]:
+        """As `worker.py` reads it."""
+        entry: dict[str, Any] = {"run_dir": str(self.run_dir), "port": _free_port()}
+        if self.resume is not None:
+            return {**entry, "resume": dict(self.resume)}
+        assert self.package is not None and self.plan is not None
+        start = {"package": str(self.package.path), "plan": self.plan.model_dump_json(), "data": str(self.data)}
+        return {**entry, **start, "options": {"compile": False, **self.options}}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of this process, with the tests' helpers importable."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
+
+
+@contextmanager
+def ranks(world: int, runs: Sequence[Run], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that train `runs`, killed where the block ends before they do."""
+    listed = folder / f"runs-{_free_port()}.json"
+    listed.write_text(json.dumps([run.entry() for run in runs]))
+    started: list[subprocess.Popen[bytes]] = []
+    for rank in range(world):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(listed)]
+        variables = environment(**{name: str(value) for name, value in place.items()})
+        with _log(folder, rank).open("wb") as log:
+            started.append(subprocess.Popen(command, env=variables, cwd=folder, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def train(world: int, runs: Sequence[Run], folder: Path, *, once: bool = True) -> list[list[float]]:
+    """Trains `runs` to their ends. Returns: the losses of each, by step; see `curve`."""
+    with ranks(world, runs, folder) as started:
+        ended = [process.wait() for process in started]
+        assert ended == [0] * world, "\n".join(_log(folder, rank).read_text() for rank in range(world))
+    return [curve(run.run_dir, once=once) for run in runs]
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def curve(run_dir: Path, *, once: bool = True) -> list[float]:
+    """The loss of every step of a run, none of which may be missing: as it was done last.
+
+    once: a step that was repeated after a restart must have the same bits each time.
+    """
+    losses: dict[int, float] = {}
+    for event in read_events(run_dir):
+        if event.kind == "step":
+            step, loss = int(event.data["step"]), float(event.data["loss"])
+            assert not once or losses.get(step, loss) == loss, f"step {step} of {run_dir.name} was repeated with another loss"
+            losses[step] = loss
+    assert sorted(losses) == list(range(len(losses)))
+    return [losses[step] for step in range(len(losses))]
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """The greatest relative difference between two curves of one length."""
+    return max(abs(a - b) / abs(a) for a, b in zip(first, second, strict=True))
+
+
+def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen[bytes]], seconds: float = 120.0) -> None:
+    """Returns as soon as a run has done `step`."""
+    deadline = time.monotonic() + seconds
+    while not any(event.kind == "step" and event.data["step"] >= step for event in read_events(run_dir)):
+        assert all(process.poll() is None for process in processes), f"a rank has ended before step {step}"
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.01)
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -1,0 +1,60 @@
+"""Law 3: in fp32, 100 steps under any plan give the single-process losses within 1e-5, dropout and all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.laws.runs import TOLERANCE, Run, difference, train
+
+import trainload
+from trainload.packaging.read import Package
+from trainload.sharding.plan import Strategy
+
+STEPS = 100
+FEWER = 40
+"""Steps of the plans that differ from another one in buckets or microbatches only."""
+SMALL = 6_000
+"""Bytes of a bucket, so that there are several."""
+WHOLE = 10**9
+ONE_EACH = 1
+
+
+@pytest.fixture(scope="module")
+def single(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    folder = tmp_path_factory.mktemp("single")
+    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+    (losses,) = train(1, [Run(folder / "run", gpt, plan, gpt_data, {"steps": STEPS})], folder)
+    assert losses[-1] < losses[0] - 0.5, "a run that learns nothing shows no difference"
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "accumulate", "bucket_bytes"),
+    [
+        ("zero0", STEPS, 1, SMALL),
+        ("zero1", STEPS, 1, SMALL),
+        ("zero3", STEPS, 1, SMALL),
+        ("zero0", FEWER, 2, WHOLE),
+        ("zero1", FEWER, 2, ONE_EACH),
+        ("zero3", FEWER, 2, ONE_EACH),
+        ("zero3", FEWER, 1, WHOLE),
+    ],
+)
+def test_two_workers_have_the_losses_of_one(
+    gpt: Package, gpt_data: Path, single: list[float], tmp_path: Path, strategy: Strategy, steps: int, accumulate: int, bucket_bytes: int
+) -> None:
+    cluster = trainload.Cluster(devices_per_node=2)
+    plan = trainload.plan(gpt, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes)
+    assert (len(plan.buckets) > 4) == (bucket_bytes != WHOLE)
+    (losses,) = train(2, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": steps})], tmp_path)
+    found = difference(single[:steps], losses)
+    print(f"{strategy}, accumulate {accumulate}, {len(plan.buckets)} buckets: {steps} losses differ by at most {found:.2g}")
+    assert found <= TOLERANCE
+
+
+def test_one_worker_that_accumulates_has_the_same_losses(gpt: Package, gpt_data: Path, single: list[float], tmp_path: Path) -> None:
+    plan = trainload.plan(gpt, trainload.Cluster(), "single", accumulate=4)
+    (losses,) = train(1, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": FEWER})], tmp_path)
+    assert difference(single[:FEWER], losses) <= TOLERANCE

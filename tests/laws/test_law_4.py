@@ -1,0 +1,113 @@
+"""Law 4: a run that is killed goes on as if nothing had been: bit for bit on as many workers, within 1e-5 on another number."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from tests.laws.processes import ray_workers
+from tests.laws.runs import TOLERANCE, Run, curve, difference, ranks, train, wait_for_step
+
+import trainload
+from trainload.launch.journal import Event, read_events
+from trainload.launch.result import RunResult
+from trainload.packaging.read import Package
+from trainload.sharding.plan import Plan, Strategy
+
+STEPS = 24
+EVERY = 4
+OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY}
+
+
+def drawn(low: int, high: int) -> int:
+    """A step, of a seed that is printed."""
+    seed = random.SystemRandom().randrange(10**6)
+    step = random.Random(seed).randrange(low, high)
+    print(f"seed {seed}: step {step}")
+    return step
+
+
+def plan_for(package: Package, world: int, strategy: Strategy) -> Plan:
+    return trainload.plan(package, trainload.Cluster(devices_per_node=world), strategy, bucket_bytes=6_000)
+
+
+def started_at(run_dir: Path) -> list[int]:
+    """The step at which each attempt of a run began."""
+    return [int(event.data["step"]) for event in read_events(run_dir) if event.kind == "start"]
+
+
+def move(source: Path, target: Path) -> Path:
+    """A run as another machine would find it."""
+    shutil.copytree(source, target)
+    return target
+
+
+@pytest.mark.parametrize(("world", "strategy", "other", "new_strategy"), [(2, "zero3", 1, "single"), (1, "single", 2, "zero1")])
+def test_a_killed_run_resumes(
+    gpt: Package, gpt_data: Path, tmp_path: Path, world: int, strategy: Strategy, other: int, new_strategy: Strategy
+) -> None:
+    plan = plan_for(gpt, world, strategy)
+    (whole,) = train(world, [Run(tmp_path / "whole", gpt, plan, gpt_data, OPTIONS)], tmp_path)
+    killed = Run(tmp_path / "killed", gpt, plan, gpt_data, OPTIONS)
+    with ranks(world, [killed], tmp_path) as processes:
+        wait_for_step(killed.run_dir, drawn(EVERY + 2, STEPS - 4), processes)
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+    moved = move(killed.run_dir, tmp_path / "moved")
+    (resumed,) = train(world, [Run(killed.run_dir, resume={})], tmp_path)
+    assert resumed == whole
+    assert trained_weights(killed.run_dir) == trained_weights(tmp_path / "whole")
+    (elsewhere,) = train(other, [Run(moved, resume={"workers": other, "strategy": new_strategy})], tmp_path, once=False)
+    assert difference(whole, elsewhere) <= TOLERANCE
+    for run in (killed.run_dir, moved):
+        first, second = started_at(run)
+        assert (first, second % EVERY) == (0, 0) and second > 0
+
+
+def trained_weights(run_dir: Path) -> list[bytes]:
+    """The bytes of the shards of a run's last checkpoint."""
+    return [path.read_bytes() for path in sorted((run_dir / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors"))]
+
+
+@pytest.fixture(scope="module")
+def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture(scope="module")
+def whole_on_ray(gpt: Package, gpt_data: Path, ray_cluster: None, ray_folder: Path) -> RunResult:
+    """An uninterrupted run in the form that people use: compiled, two workers, ZeRO-3."""
+    plan = plan_for(gpt, 2, "zero3")
+    return trainload.launch(gpt, plan, gpt_data, run_dir=ray_folder / "whole", steps=STEPS, output=ray_folder / "whole.tl")
+
+
+@pytest.mark.timeout(600)  # of which compiling takes most
+def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
+    gpt: Package, gpt_data: Path, whole_on_ray: RunResult, tmp_path: Path
+) -> None:
+    (single,) = train(1, [Run(tmp_path / "single", gpt, plan_for(gpt, 1, "single"), gpt_data, OPTIONS)], tmp_path)
+    assert difference(single, curve(whole_on_ray.run_dir)) <= TOLERANCE
+
+
+@pytest.mark.timeout(600)
+def test_a_ray_worker_that_is_killed_changes_no_bit(gpt: Package, gpt_data: Path, whole_on_ray: RunResult, ray_folder: Path) -> None:
+    chosen = drawn(EVERY + 2, STEPS - 4)
+    victims: list[int] = []
+
+    def kill(event: Event) -> None:
+        if event.kind == "step" and event.data["step"] >= chosen and not victims:
+            victims.append(random.choice(ray_workers()))
+            os.kill(victims[0], signal.SIGKILL)
+
+    plan, output = plan_for(gpt, 2, "zero3"), ray_folder / "killed.tl"
+    run_dir = ray_folder / "killed"
+    result = trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, checkpoint_every=EVERY, output=output, on_event=kill)
+    assert victims
+    assert result.restarts == 1
+    assert started_at(result.run_dir)[1] >= EVERY
+    assert curve(result.run_dir) == curve(whole_on_ray.run_dir)
+    assert result.output_digest == whole_on_ray.output_digest

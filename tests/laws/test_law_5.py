@@ -1,0 +1,135 @@
+"""Law 5: the same job gives the same bytes; one changed bit anywhere is noticed before use."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.launch.checkpoint_cases import make_plan, save_all
+from tests.laws.runs import ROOT
+from tests.packaging.tampering import flip
+
+import trainload
+from trainload.capture.errors import CheckpointError, IntegrityError, PackageError
+from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
+from trainload.launch.checkpoint_load import load_sharded
+from trainload.launch.journal import read_events
+from trainload.packaging.canonical import sha256_file
+from trainload.packaging.manifest import OUTSIDE
+from trainload.packaging.read import Package, open_package
+from trainload.packaging.verify import verify_package
+
+PLAN = make_plan("zero3", 2)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def flip_somewhere(path: Path, last: int | None = None) -> None:
+    """Changes one bit of a file, or of its last bytes, of a seed that is printed."""
+    seed = random.SystemRandom().randrange(10**6)
+    size = path.stat().st_size
+    at = random.Random(seed).randrange(0 if last is None else size - last, size)
+    print(f"seed {seed}: byte {at} of {path.name}")
+    flip(path, at)
+
+
+@pytest.fixture(scope="module")
+def frozen_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders with the same packages, made by two processes from two copies of the source, under two hash seeds."""
+    folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
+    children = []
+    for number, folder in enumerate(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in ("laws/freezer.py", "laws/gpt.py", "packaging/jobs.py"):
+            shutil.copy(ROOT / "tests" / source, folder)
+        variables = {**os.environ, "PYTHONHASHSEED": str(number + 1), "TZ": ("UTC", "Asia/Tokyo")[number]}
+        children.append(subprocess.Popen([sys.executable, "freezer.py", str(folder)], cwd=folder, env=variables))
+    assert [child.wait() for child in children] == [0, 0]
+    return folders
+
+
+@pytest.mark.parametrize("name", ["gpt.tl", "job.tl"])
+def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[Path, Path], name: str) -> None:
+    first, second = (folder / name for folder in frozen_twice)
+    assert files_of(first) == files_of(second)
+    different = {file for file in files_of(first) if sha256_file(first / file) != sha256_file(second / file)}
+    assert {file for file in different if file.split("/")[0] not in OUTSIDE} == set()
+    assert "debug/train.json" in different, "source paths were the same: this shows nothing"
+    assert trainload.open(first).digest == trainload.open(second).digest
+
+
+@pytest.mark.parametrize("name", ["gpt.tl", "job.tl"])
+def test_a_flipped_bit_in_any_file_of_a_package_is_found(frozen_twice: tuple[Path, Path], name: str) -> None:
+    package = frozen_twice[0] / name
+    assert verify_package(package).ok
+    for file in files_of(package):
+        before = (package / file).read_bytes()
+        flip_somewhere(package / file)
+        assert {problem.file for problem in verify_package(package).problems} == {file}
+        if file.split("/")[0] not in OUTSIDE:
+            with pytest.raises(PackageError, match=file):
+                use(package)
+        (package / file).write_bytes(before)
+    use(package)
+
+
+def use(path: Path) -> None:
+    """Reads all that a run reads."""
+    package = open_package(path)
+    package.program()
+    package.updates()
+    dict(package.program().state)
+
+
+def test_every_kind_of_file_that_a_package_can_hold_was_tried(frozen_twice: tuple[Path, Path], packaged: Package) -> None:
+    tried = {file for name in ("gpt.tl", "job.tl") for file in files_of(frozen_twice[0] / name)}
+    assert {kind_of(file) for file in files_of(packaged.path)} - {kind_of(file) for file in tried} == {("assets", "")}
+
+
+def kind_of(file: str) -> tuple[str, str]:
+    return file.rpartition("/")[0], Path(file).suffix
+
+
+def test_a_flipped_bit_in_an_asset_is_found(copied: Path) -> None:
+    flip_somewhere(copied / "assets/LICENSE")
+    assert {problem.file for problem in verify_package(copied).problems} == {"assets/LICENSE"}
+    with pytest.raises(PackageError, match="assets/LICENSE"):
+        open_package(copied).asset("LICENSE")
+
+
+def test_a_run_does_not_train_on_weights_with_a_flipped_bit(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(gpt.path, tmp_path / "gpt.tl")
+    package = trainload.open(tmp_path / "gpt.tl")
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    (weights,) = (package.path / "weights").glob("model-*.safetensors")
+    flip_somewhere(weights, last=1000)
+    with pytest.raises(IntegrityError, match=weights.name):
+        trainload.launch(package, plan, gpt_data, run_dir=tmp_path / "run", steps=2, backend="local", compile=False)
+    assert [event for event in read_events(tmp_path / "run") if event.kind == "step"] == []
+
+
+def load_all(checkpoint: Path) -> None:
+    for rank in range(PLAN.world_size):
+        load_sharded(Checkpoint.open(checkpoint), PLAN, rank)
+
+
+@pytest.mark.parametrize("last", [None, 40])
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(tmp_path: Path, last: int | None) -> None:
+    earlier, newest = (save_all(tmp_path, PLAN, step, salt=step) for step in (10, 20))
+    for file in files_of(newest):
+        before = (newest / file).read_bytes()
+        flip_somewhere(newest / file, last)
+        with pytest.raises(CheckpointError, match=file):
+            load_all(newest)
+        usable = usable_checkpoint(tmp_path)
+        assert usable.path == earlier
+        assert file in usable.rejected[0]
+        (newest / file).write_bytes(before)
+    assert usable_checkpoint(tmp_path).path == newest

@@ -1,0 +1,57 @@
+"""Law 7: nothing half-written is ever visible, wherever its writer is killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.laws.runs import curve, environment
+
+from trainload.packaging.read import Package, open_package
+
+STEPS = 6
+
+
+def killed(kind: str, folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
+    """What `killed.py` says of each child, of a seed that is printed."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    script = Path(__file__).with_name("killed.py")
+    command = [sys.executable, "-W", "ignore", str(script), kind, str(folder), str(seed), *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def goes_forward(reports: list[dict[str, Any]]) -> bool:
+    """Whether no kill has cost a run its newest checkpoint."""
+    newest: dict[str, str] = {}
+    for report in reports:
+        step = max((name for name in report["visible"] if name.startswith("step-")), default="")
+        if step < newest.get(report["run"], ""):
+            return False
+        newest[report["run"]] = step
+    return True
+
+
+def test_packages_are_visible_whole_or_not_at_all(packaged: Package, tmp_path: Path) -> None:
+    reports = killed("packages", tmp_path, packaged.path, "30")
+    assert sum(report["killed"] for report in reports) >= 15
+    assert [report for report in reports if not all(report["visible"].values())] == []
+    assert {len(report["visible"]) for report in reports} >= {0, 1}
+
+
+def test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    reports = killed("runs", tmp_path, gpt.path, gpt_data, str(STEPS))
+    assert sum(report["killed"] for report in reports) >= 12
+    assert [report for report in reports if not all(report["visible"].values())] == []
+    assert goes_forward(reports)
+    done = [tmp_path / f"run{number}" for number in range(sum(not report["killed"] for report in reports))]
+    assert done
+    for run in done:
+        assert curve(run) == curve(tmp_path / "whole")
+        assert open_package(run.with_suffix(".tl")).digest == open_package(tmp_path / "whole.tl").digest

@@ -1,0 +1,248 @@
+"""Small breaks of the code, at least two for each law, and the test that must notice each. `python -m tests.mutate` tries them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A bug that somebody could make.
+
+    Attributes:
+        law: the law that it breaks.
+        name: what is wrong.
+        file: relative to the repository's root.
+        old: text that occurs exactly once in it.
+        new: what stands there instead.
+        test: a pytest node that must fail; relative to tests/laws.
+    """
+
+    law: int
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+_TWO = "test_law_3.py::test_two_workers_have_the_losses_of_one"
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        1,
+        "the wheel lacks a stage",
+        "pyproject.toml",
+        '    "trainload.sharding",\n',
+        "",
+        "test_law_1.py::test_the_package_trains_alone",
+    ),
+    Mutation(
+        1,
+        "a run without Ray needs Ray",
+        "launch/worker.py",
+        "from trainload.autograd_trace.aot import bind_group\n",
+        "import ray  # noqa: F401\n\nfrom trainload.autograd_trace.aot import bind_group\n",
+        "test_law_1.py::test_the_package_trains_alone",
+    ),
+    Mutation(
+        1,
+        "a run asks the network for a newer trainload",
+        "launch/local_run.py",
+        "        run_worker(spec, Place(0, 1, 1))\n",
+        "        __import__('socket').create_connection(('pypi.org', 443), timeout=5).close()\n        run_worker(spec, Place(0, 1, 1))\n",
+        "test_law_1.py::test_the_package_trains_alone",
+    ),
+    Mutation(
+        2,
+        "gradients are not compared at the freeze",
+        "capture/parity.py",
+        "            if not distance <= tolerance:\n                wrong[name] = distance\n",
+        "            del distance\n",
+        "test_law_2.py::test_a_freeze_whose_graph_differs_is_refused_and_writes_nothing",
+    ),
+    Mutation(
+        2,
+        "the gradient is not that of the weighted loss",
+        "autograd_trace/aot.py",
+        "loss * (weight * flat[-1]).to(loss.dtype)",
+        "loss * flat[-1].to(loss.dtype)",
+        "test_law_2.py::test_the_step_graph_has_eager_s_loss_gradients_and_buffers",
+    ),
+    Mutation(
+        2,
+        "a tied weight is another parameter",
+        "packaging/read.py",
+        "state[entry.name] = state[entry.alias_of]",
+        "state[entry.name] = state[entry.alias_of].clone()",
+        "test_law_2.py::test_the_package_s_graph_has_eager_s_loss_and_gradients_with_dropout",
+    ),
+    Mutation(
+        3,
+        "dropout does not see which row of the global batch it is given",
+        "autograd_trace/random.py",
+        "                coordinate = coordinate + self.row * (size // self.rows)\n",
+        "                pass\n",
+        f"{_TWO}[zero0-100-1-6000]",
+    ),
+    Mutation(
+        3,
+        "gradients are divided by the last microbatch's weight",
+        "launch/engine.py",
+        "outputs[Role.TOTALS][0] if totals is None else totals + outputs[Role.TOTALS][0]",
+        "outputs[Role.TOTALS][0]",
+        f"{_TWO}[zero0-40-2-1000000000]",
+    ),
+    Mutation(
+        3,
+        "gradients are averaged over ranks where they should be summed",
+        "sharding/rewrite.py",
+        'reduce_scatter_tensor.default, flat, "sum"',
+        'reduce_scatter_tensor.default, flat, "avg"',
+        f"{_TWO}[zero3-100-1-6000]",
+    ),
+    Mutation(
+        3,
+        "each rank clips by the norm of its own shard",
+        "sharding/update.py",
+        'if self._plan.world_size > 1 and self._plan.strategy in ("zero1", "zero3"):',
+        'if self._plan.world_size > 1 and self._plan.strategy == "zero3":',
+        f"{_TWO}[zero1-100-1-6000]",
+    ),
+    Mutation(
+        3,
+        "ZeRO-1 does not gather what the other ranks have updated",
+        "launch/engine.py",
+        "self._params[bucket.name] = torch.ops._c10d_functional.wait_tensor(full)",
+        "torch.ops._c10d_functional.wait_tensor(full)",
+        f"{_TWO}[zero1-100-1-6000]",
+    ),
+    Mutation(
+        4,
+        "the optimizer's count of steps begins anew",
+        "launch/engine.py",
+        "            states.append(source[entry].to(self._device))\n",
+        "            states.append(source[entry].to(self._device) if like_parameter else torch.zeros(()))\n",
+        "test_law_4.py::test_a_killed_run_resumes[1-single-2-zero1]",
+    ),
+    Mutation(
+        4,
+        "a resumed run begins with the first rows again",
+        "launch/worker.py",
+        "with BatchStream(self._data, rows, self._start, spec.steps,",
+        "with BatchStream(self._data, rows, 0, spec.steps,",
+        "test_law_4.py::test_a_killed_run_resumes[1-single-2-zero1]",
+    ),
+    Mutation(
+        4,
+        "dropout and the schedule begin anew",
+        "launch/worker.py",
+        "result = self._engine.step(step, ",
+        "result = self._engine.step(step - self._start, ",
+        "test_law_4.py::test_a_killed_run_resumes[1-single-2-zero1]",
+    ),
+    Mutation(
+        4,
+        "another number of workers finds its shard in the wrong place",
+        "launch/checkpoint_load.py",
+        "flat[first - start : last - start] = part",
+        "flat[: last - first] = part",
+        "test_law_4.py::test_a_killed_run_resumes[2-zero3-1-single]",
+    ),
+    Mutation(
+        5,
+        "source paths are part of the identity",
+        "packaging/manifest.py",
+        'OUTSIDE = ("debug", "derived", "signatures")',
+        'OUTSIDE = ("derived", "signatures")',
+        "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",
+    ),
+    Mutation(
+        5,
+        "a set's order reaches the manifest",
+        "packaging/write.py",
+        "higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),",
+        "higher_order_ops=tuple(frozenset[str]().union(*(fact.higher_order for fact in facts))),",
+        "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",
+    ),
+    Mutation(
+        5,
+        "files are known by their size",
+        "packaging/files.py",
+        "    if len(data) != entry.size or sha256_bytes(data) != entry.sha256:\n",
+        "    if len(data) != entry.size:\n",
+        "test_law_5.py::test_a_flipped_bit_in_an_asset_is_found",
+    ),
+    Mutation(
+        5,
+        "weights are read unchecked",
+        "packaging/weights.py",
+        "if hashlib.sha256(block).hexdigest() != self._chunks[path][number]:",
+        "if len(block) == 0:",
+        "test_law_5.py::test_a_run_does_not_train_on_weights_with_a_flipped_bit",
+    ),
+    Mutation(
+        5,
+        "shards of checkpoints are known by their size",
+        "launch/checkpoint.py",
+        "if digest != record.sha256:",
+        "if size != record.size:",
+        "test_law_5.py::test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found",
+    ),
+    Mutation(
+        6,
+        "symbolic sizes go to sympy as they are",
+        "packaging/validate.py",
+        '        check_expression(value, f"{self.file}, {self.at}")\n',
+        "",
+        "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[symbolic_size]",
+    ),
+    Mutation(
+        6,
+        "a graph may make files",
+        "packaging/operators.py",
+        '{"from_file", "_print", ',
+        '{"_print", ',
+        "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[operator_that_writes_files]",
+    ),
+    Mutation(
+        6,
+        "unknown fields of a graph are let through",
+        "packaging/validate.py",
+        "                if key not in fields:\n"
+        '                    self.refuse("a field that graph files do not have", key)\n'
+        "                fields[key](entry)\n",
+        "                if key in fields:\n                    fields[key](entry)\n",
+        "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[guards]",
+    ),
+    Mutation(
+        7,
+        "a package is renamed before its files are written",
+        "packaging/files.py",
+        "        yield folder\n"
+        "        folder.chmod(0o755)\n"
+        "        for inner, _, _ in os.walk(folder):\n"
+        "            sync_folder(Path(inner))\n"
+        "        if os.path.lexists(path):\n"
+        '            raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")\n'
+        "        folder.rename(path)\n",
+        "        folder.rename(path)\n"
+        "        folder = path\n"
+        "        yield folder\n"
+        "        folder.chmod(0o755)\n"
+        "        for inner, _, _ in os.walk(folder):\n"
+        "            sync_folder(Path(inner))\n",
+        "test_law_7.py::test_packages_are_visible_whole_or_not_at_all",
+    ),
+    Mutation(
+        7,
+        "the index of a checkpoint is written after it was published",
+        "launch/checkpoint_writer.py",
+        "            _write_durably(draft / INDEX, encode_index(index))\n"
+        "            _sync_folder(draft)\n"
+        "            self._publish(draft, self._folder / folder_name(index.step))\n",
+        "            self._publish(draft, self._folder / folder_name(index.step))\n"
+        "            _write_durably(self._folder / folder_name(index.step) / INDEX, encode_index(index))\n",
+        "test_law_7.py::test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all",
+    ),
+)

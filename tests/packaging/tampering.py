@@ -1,0 +1,44 @@
+"""What an attacker does: change files of a package, then make every digest right again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainload.packaging.canonical import canonical_json, sha256_bytes
+
+
+def reseal(package: Path) -> None:
+    """Make the manifest's files and checksum those of the folder."""
+    manifest = json.loads((package / "manifest.json").read_bytes())
+    for path, entry in manifest["files"].items():
+        data = (package / path).read_bytes()
+        entry["size"], entry["sha256"] = len(data), sha256_bytes(data)
+    write_manifest(package, manifest)
+
+
+def write_manifest(package: Path, manifest: dict[str, Any]) -> None:
+    manifest.pop("checksum", None)
+    (package / "manifest.json").write_bytes(canonical_json({**manifest, "checksum": sha256_bytes(canonical_json(manifest))}))
+
+
+def edit_manifest(package: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((package / "manifest.json").read_bytes())
+    change(manifest)
+    write_manifest(package, manifest)
+
+
+def edit_graph(package: Path, change: Callable[[dict[str, Any]], None], file: str = "graphs/train.json") -> None:
+    document = json.loads((package / file).read_bytes())
+    change(document)
+    (package / file).write_bytes(canonical_json(document))
+    reseal(package)
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of byte `at` (from the end where negative)."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))

@@ -1,0 +1,283 @@
+"""What a hostile package can say, and that none of it is believed. Digests and checksums are right in every case."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.packaging.tampering import edit_graph, edit_manifest, write_manifest
+
+from trainload.capture.errors import PackageError, UnsafePackageError
+from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.packaging.graph_json import graph_from_json
+from trainload.packaging.manifest import Manifest
+from trainload.packaging.read import Package, open_package
+from trainload.packaging.validate import MAX_BODIES, validate_graph
+
+Document = dict[str, Any]
+
+
+def nodes(graph: Document) -> list[Document]:
+    return graph["graph_module"]["graph"]["nodes"]  # type: ignore[no-any-return]
+
+
+def call(graph: Document) -> Document:
+    return graph["graph_module"]["module_call_graph"][0]["signature"]  # type: ignore[no-any-return]
+
+
+def first_symbol(graph: Document) -> Document:
+    for meta in graph["graph_module"]["graph"]["tensor_values"].values():
+        for size in meta["sizes"]:
+            if "as_expr" in size:
+                return size["as_expr"]  # type: ignore[no-any-return]
+    raise AssertionError("the graph has no dynamic size")
+
+
+def target(name: str) -> Callable[[Document], None]:
+    return lambda graph: nodes(graph)[0].update(target=name)
+
+
+def treespec(spec: object) -> Callable[[Document], None]:
+    return lambda graph: call(graph).update(in_spec=json.dumps([1, spec], separators=(",", ":"), sort_keys=True))
+
+
+def argument(value: object) -> Callable[[Document], None]:
+    return lambda graph: nodes(graph)[0]["inputs"][0].update(arg=value)
+
+
+def rename_first(name: str) -> Callable[[Document], None]:
+    return lambda graph: nodes(graph)[0].update(name=name)
+
+
+def _nested(graph: Document) -> None:
+    body = copy.deepcopy(graph["graph_module"]["graph"])
+    for _ in range(MAX_BODIES + 1):
+        body = {**copy.deepcopy(graph["graph_module"]["graph"]), "nodes": [_holding(body)]}
+    graph["graph_module"]["graph"] = body
+
+
+def _holding(body: Document) -> Document:
+    held = {"name": "", "kind": 1, "arg": {"as_graph": {"name": "g", "graph": body}}}
+    return {
+        "target": "torch.ops.higher_order.cond",
+        "inputs": [held],
+        "outputs": [],
+        "metadata": {},
+        "is_hop_single_tensor_return": None,
+        "name": "n",
+    }
+
+
+ENUM = {"__enum__": True, "fqn": "os:system", "name": "x"}
+CODE = "__import__('pathlib').Path('{}').write_text('x')"
+
+ATTACKS: dict[str, Callable[[Document], None]] = {
+    "code as a symbolic size": lambda graph: first_symbol(graph).update(expr_str=CODE),
+    "attribute of a symbol": lambda graph: first_symbol(graph).update(expr_str="Symbol('s0').__class__.__mro__"),
+    "huge power as a size": lambda graph: first_symbol(graph).update(expr_str="Pow(Integer(10), Pow(Integer(10), Integer(10)))"),
+    "guards": lambda graph: graph.update(guards_code=[CODE]),
+    "guards within the module": lambda graph: graph["graph_module"].update(guards_code=[CODE]),
+    "enum in a treespec": treespec({"type": "builtins.dict", "context": json.dumps(ENUM, separators=(",", ":")), "children_spec": []}),
+    "enum as a key": treespec({"type": "builtins.dict", "context": json.dumps([ENUM], separators=(",", ":")), "children_spec": [1]}),
+    "dataclass in a treespec": treespec({"type": "collections.namedtuple", "context": '"os.system"', "children_spec": []}),
+    "deep treespec": lambda graph: call(graph).update(in_spec="[" * 5000 + "]" * 5000),
+    "function of Python": target("os.system"),
+    "function of builtins": target("builtins.eval"),
+    "function of torch": target("torch.load"),
+    "function of operator": target("_operator.attrgetter"),
+    "loading a library": target("torch.ops.load_library"),
+    "loading a library as an operator": target("torch.ops.aten.load_library.default"),
+    "extension operator": target("#custom:op"),
+    "reading a file": target("torch.ops.aten.from_file.default"),
+    "printing": target("torch.ops.aten._print.default"),
+    "changing storage": target("torch.ops.aten.set_.source_Tensor"),
+    "operator that trusts its input": target("torch.ops.aten._sparse_coo_tensor_unsafe.default"),
+    "operator of another library": target("torch.ops.evil.run.default"),
+    "inductor's operators": target("torch.ops.inductor._alloc_from_pool.default"),
+    "private attribute of an operator": target("torch.ops.aten.__class__.default"),
+    "private attribute of a namespace": target("torch.ops.__init__.__globals__.x"),
+    "higher-order operator that runs kernels": target("torch.ops.higher_order.triton_kernel_wrapper_functional"),
+    "higher-order operator that loads": target("torch.ops.higher_order.aoti_call_delegate"),
+    "operator as an argument": argument({"as_operator": "torch.hub.load"}),
+    "object as an argument": argument({"as_custom_obj": {"name": "x", "class_fqn": "os.system"}}),
+    "two kinds of argument at once": argument({"as_int": 1, "as_string": "x"}),
+    "unknown kind of argument": argument({"as_pickle": "gASVIQ=="}),
+    "long string": argument({"as_string": "x" * 5000}),
+    "code as a node's name": rename_first("x; import os"),
+    "newline in a node's name": rename_first("x\nimport os"),
+    "keyword as a node's name": rename_first("import"),
+    "dunder as a node's name": rename_first("__builtins__"),
+    "code as an argument's name": lambda graph: nodes(graph)[0]["inputs"][0].update(name="x=1,y"),
+    "code as a parameter's name": lambda graph: graph["graph_module"]["signature"]["input_specs"][0]["parameter"].update(
+        parameter_name='a"); import os; ("'
+    ),
+    "object as an input": lambda graph: graph["graph_module"]["signature"]["input_specs"].append(
+        {"custom_obj": {"arg": {"name": "x", "class_fqn": "os.system"}, "custom_obj_name": "x"}}
+    ),
+    "token as an input": lambda graph: graph["graph_module"]["signature"]["input_specs"].append({"token": {"arg": {"name": "x"}}}),
+    "object values": lambda graph: graph["graph_module"]["graph"].update(custom_obj_values={"x": {"name": "x", "class_fqn": "y"}}),
+    "metadata": lambda graph: nodes(graph)[0]["metadata"].update(from_node="[]"),
+    "class in a module stack": lambda graph: nodes(graph)[0]["metadata"].update(nn_module_stack="a,a,os.system"),
+    "metadata of the graph": lambda graph: graph["graph_module"].update(metadata={"custom": "{}"}),
+    "named tuples": lambda graph: graph["graph_module"].update(treespec_namedtuple_fields={"x": {"field_names": ["a"]}}),
+    "call signature of a submodule": lambda graph: graph["graph_module"]["module_call_graph"][0].update(fqn="a"),
+    "code as an argument of forward": lambda graph: call(graph).update(forward_arg_names=["a=print(1)"]),
+    "unknown device": lambda graph: nodes(graph)[0]["inputs"][0].update(arg={"as_device": {"type": "privateuseone", "index": None}}),
+    "million symbols": lambda graph: graph["range_constraints"].update({"u999999999": {"min_val": 0, "max_val": 1}}),
+    "integer of 65 bits": argument({"as_int": 2**64}),
+    "control flow in control flow in ...": _nested,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_a_hostile_graph_is_refused_by_file_before_torch_reads_it(
+    copied: Path, attack: Callable[[Document], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainload.packaging.read.graph_from_json", _never)
+    edit_graph(copied, attack)
+    with pytest.raises(UnsafePackageError, match=r"graphs/train\.json"):
+        open_package(copied).graph("train")
+
+
+def _never(*args: object) -> None:
+    raise AssertionError("torch was given a graph that should have been refused")
+
+
+def test_what_is_attacked_is_fine_without_the_attack(copied: Path) -> None:
+    edit_graph(copied, lambda graph: None)
+    open_package(copied).program()
+
+
+def test_a_symbolic_size_that_runs_code_when_torch_reads_it_is_real(copied: Path, tmp_path: Path) -> None:
+    sentinel = tmp_path / "ran"
+    document = json.loads((copied / "graphs/train.json").read_bytes())
+    first_symbol(document).update(expr_str=CODE.format(sentinel))
+    with pytest.raises(PackageError, match="refuses"):
+        graph_from_json(document, {}, {})
+    assert sentinel.exists()  # what the validator is for
+    sentinel.unlink()
+    edit_graph(copied, lambda graph: first_symbol(graph).update(expr_str=CODE.format(sentinel)))
+    with pytest.raises(UnsafePackageError):
+        open_package(copied).program()
+    assert not sentinel.exists()
+
+
+def test_an_error_names_node_and_rule(copied: Path) -> None:
+    edit_graph(copied, lambda graph: nodes(graph)[2].update(target="torch.ops.aten.from_file.default"))
+    name = json.loads((copied / "graphs/train.json").read_bytes())["graph_module"]["graph"]["nodes"][2]["name"]
+    with pytest.raises(UnsafePackageError, match=rf"graphs/train\.json, node {name}: .*from_file.*denied"):
+        open_package(copied).program()
+
+
+def test_an_operator_that_the_manifest_does_not_list_is_refused(copied: Path) -> None:
+    edit_graph(copied, lambda graph: nodes(graph)[0].update(target="torch.ops.aten.relu.default"))
+    with pytest.raises(UnsafePackageError, match="does not list"):
+        open_package(copied).program()
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.load", "os.system", "torch.ops.aten.__class__", "torch.ops.higher_order.cond", "torch.ops.aten.add.Tensor.x", "aten"]
+)
+def test_the_manifest_cannot_list_what_is_no_operator(copied: Path, name: str) -> None:
+    edit_manifest(copied, lambda manifest: manifest["ops"].update({name: "x"}))
+    with pytest.raises(PackageError, match="missing"):
+        open_package(copied)
+
+
+@pytest.fixture
+def custom_operator() -> Any:
+    with torch.library._scoped_library("trainload_test_ops", "DEF") as library:
+        library.define("double(Tensor x) -> Tensor")
+        library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("double", lambda x: torch.empty_like(x), "Meta")
+        yield
+
+
+@pytest.mark.usefixtures("custom_operator")
+def test_an_operator_of_another_library_needs_its_owners_word(copied: Path) -> None:
+    name = "torch.ops.trainload_test_ops.double.default"
+
+    def use(graph: Document) -> None:
+        node = next(node for node in nodes(graph) if node["target"] == "torch.ops.aten.lift_fresh_copy.default")
+        node["target"] = name
+        node["inputs"][0]["name"] = "x"
+
+    edit_graph(copied, use)
+    edit_manifest(copied, lambda manifest: manifest["ops"].update({name: "trainload_test_ops::double(Tensor x) -> Tensor"}))
+    with pytest.raises(UnsafePackageError, match="allow the namespace trainload_test_ops"):
+        open_package(copied).program()
+    edit_manifest(copied, lambda manifest: manifest["op_libraries"].update(trainload_test_ops=None))
+    with pytest.raises(UnsafePackageError, match="allow the namespace trainload_test_ops"):
+        open_package(copied)
+    assert open_package(copied, namespaces={"trainload_test_ops"}).program().graphs["train"].exported is not None
+
+
+def test_random_changes_of_a_graph_end_in_a_graph_or_in_a_package_error(packaged: Package) -> None:
+    original = json.loads((packaged.path / "graphs/train.json").read_bytes())
+    state = packaged._state(meta=True)
+    outcomes = {"loaded": 0, "unsafe": 0, "refused": 0}
+    for seed in range(400):
+        document = _mutated(original, random.Random(seed))
+        try:
+            document = parse_canonical(canonical_json(document), "g")
+            validate_graph(document, "g")
+            graph_from_json(document, state, {"lifted_tensor_0": torch.ones(1)}, "g")
+            outcomes["loaded"] += 1
+        except UnsafePackageError:
+            outcomes["unsafe"] += 1
+        except PackageError:
+            outcomes["refused"] += 1
+    assert outcomes["unsafe"] > 100
+    assert outcomes["loaded"] + outcomes["refused"] > 20
+
+
+def test_random_changes_of_a_manifest_end_in_a_package_or_in_a_package_error(copied: Path) -> None:
+    original = json.loads((copied / "manifest.json").read_bytes())
+    refused = 0
+    for seed in range(300):
+        write_manifest(copied, _mutated(original, random.Random(seed)))
+        try:
+            package = open_package(copied)
+            assert Manifest.from_bytes(package.manifest.to_bytes(), "m") == package.manifest
+        except PackageError:
+            refused += 1
+    assert refused > 150
+
+
+_STRANGE: list[Any] = [None, True, -1, 0, 3, 2**63, 1.5, "", "x", "s0", "Infinity", [], {}, [[]]]
+_STRANGE += [{"as_int": 7}, {"as_name": "x"}, "torch.ops.aten.add.Tensor"]
+
+
+def _mutated(document: Document, rng: random.Random) -> Document:
+    changed = copy.deepcopy(document)
+    places: list[tuple[Any, Any]] = []
+
+    def visit(value: Any) -> None:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            places.append((value, key))
+            if isinstance(inner, dict | list):
+                visit(inner)
+
+    visit(changed)
+    for _ in range(rng.randint(1, 2)):
+        holder, key = rng.choice(places)
+        other_holder, other_key = rng.choice(places)
+        try:
+            kind = rng.randrange(4)
+            if kind == 0:
+                holder[key] = rng.choice(_STRANGE)
+            elif kind == 1:
+                del holder[key]
+            elif kind == 2:
+                holder[key] = copy.deepcopy(other_holder[other_key])
+            elif isinstance(holder, list):
+                holder.insert(key, copy.deepcopy(holder[key]))
+        except (KeyError, IndexError):
+            continue
+    return changed

@@ -1,0 +1,245 @@
+"""A small job whose step graph has everything that a rewrite must keep apart, and its run on ranks."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainload.autograd_trace.aot import bind_group, derive
+from trainload.autograd_trace.graphs import Recipe, Role, StepGraph, UpdateGraph
+from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.job import Job, Loss
+from trainload.capture.program import Program
+from trainload.capture.trace import capture
+from trainload.sharding.buckets import make_buckets
+from trainload.sharding.make_plan import parameter_order
+from trainload.sharding.plan import Cluster, Estimate, Plan, Strategy
+from trainload.sharding.rewrite import GROUP, Phase, RankGraph, accumulated_length, rewrite
+from trainload.sharding.update import UpdateStep
+
+ROWS = 8
+TIME = 6
+SEED = 7
+Arguments = dict[str, Tensor]
+
+
+class Model(nn.Module):
+    """Tied embeddings, dropout of a (time, rows, width) value, a frozen scale, a parameter that the loss misses, a count."""
+
+    count: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 8)
+        self.up = nn.Linear(8, 24)
+        self.norm = nn.LayerNorm(24)
+        self.down = nn.Linear(24, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.emb.weight
+        self.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.linspace(-1, 1, 8), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.count.add_(1)
+        x = self.emb(tokens).transpose(0, 1)
+        x = functional.dropout(x, 0.25, self.training)
+        x = x + self.down(torch.relu(self.norm(self.up(x)))) * self.scale + self.table
+        logits: Tensor = self.head(x.transpose(0, 1))
+        return logits
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    logits = model(batch["tokens"])
+    each = functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
+    kept = batch["kept"].flatten()
+    penalty = sum((p.square().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1), torch.zeros(()))
+    hits = (logits.argmax(-1) == batch["targets"]).float()
+    value = (each * kept).sum() / kept.sum() + 1e-3 * penalty
+    return Loss(value, weight=kept.sum(), metrics={"hits": (hits.flatten() * kept).sum() / kept.sum()})
+
+
+def make_batch(rows: int = ROWS, seed: int = 0) -> Arguments:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 16, (2, rows, TIME), generator=generator)
+    kept = (torch.rand(rows, TIME, generator=generator) < 0.7).float()
+    kept[:, 0] = 1.0  # no row without weight
+    return {"tokens": tokens[0], "targets": tokens[1], "kept": kept}
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2]},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+
+
+@functools.cache
+def captured() -> tuple[Program, StepGraph, Recipe, tuple[UpdateGraph, ...]]:
+    torch.manual_seed(1)
+    model = Model()
+    job = Job(
+        model=model,
+        batch=make_batch(),
+        loss=loss,
+        optimizer=optimizer,
+        predict=lambda m, b: {"weight": m.get_parameter("down.weight"), "logits": m(b["tokens"])},
+        predict_inputs=["tokens"],
+        clip_norm=0.5,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = capture(job)
+    recipe, updates = capture_optimizer(job, program)
+    return program, derive(program, "train", torch.device("cpu")), recipe, updates
+
+
+def make_plan(strategy: Strategy, world: int, accumulate: int = 1, prefetch: int = 1, bucket_bytes: int = 1) -> Plan:
+    program, _, recipe, _ = captured()
+    buckets = make_buckets(
+        program.parameters,
+        {p: g.name for g in recipe.groups for p in g.parameters},
+        parameter_order(program.graphs["train"]),
+        world,
+        bucket_bytes,
+    )
+    nothing = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+    return Plan(
+        package="0" * 64,
+        cluster=Cluster(devices_per_node=world),
+        strategy=strategy,
+        global_batch=ROWS,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        buckets=buckets,
+        estimate=nothing,
+    )
+
+
+def flat_buckets(plan: Plan, state: Arguments) -> Arguments:
+    """Bucket -> the full flat tensor."""
+    found = {}
+    for bucket in plan.buckets:
+        flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
+        for slot in bucket.slots:
+            flat[slot.offset : slot.offset + slot.length] = state[slot.parameter].flatten()
+        found[bucket.name] = flat
+    return found
+
+
+def unflatten(plan: Plan, flats: Arguments) -> Arguments:
+    """Parameter -> tensor, out of full flat tensors."""
+    return {
+        s.parameter: flats[b.name][s.offset : s.offset + s.length].view(s.shape) for b in plan.buckets if b.name in flats for s in b.slots
+    }
+
+
+def share(plan: Plan, flat: Tensor, rank: int) -> Tensor:
+    length = flat.numel() // plan.world_size
+    return flat[rank * length : (rank + 1) * length].clone()
+
+
+def call(graph: RankGraph, values: Arguments) -> Arguments:
+    """Runs a graph on values by "role/name", and names what comes out alike."""
+    arguments = [values[f"{p.role.value}/{p.name}"] for p in graph.inputs]
+    with torch.no_grad():
+        results = graph.module(*arguments)
+    return {f"{p.role.value}/{p.name}": r for p, r in zip(graph.outputs, results, strict=True)}
+
+
+def scalars(row: int, step: int = 0) -> Arguments:
+    return {
+        "seed/seed": torch.tensor(SEED),
+        "step/step": torch.tensor(step),
+        "row/row": torch.tensor(row),
+        "scale/scale": torch.tensor(1.0 / ROWS),
+    }
+
+
+def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
+    """One accumulated step: (this rank's synchronised flat gradients by bucket, totals)."""
+    _, graph, _, _ = captured()
+    values = {f"buffer/{n}": state[n] for n in ("count", "table")}
+    for name, flat in flat_buckets(plan, state).items():
+        values[f"bucket/{name}"] = share(plan, flat, rank) if plan.strategy == "zero3" else flat
+    for bucket in plan.buckets:
+        values[f"bucket_gradient/{bucket.name}"] = torch.zeros(accumulated_length(plan, bucket))
+    totals = torch.zeros(3)
+    batch = make_batch()
+    for micro in range(plan.accumulate):
+        start = (micro * plan.world_size + rank) * plan.rows_per_call
+        phase = Phase.ONLY if plan.accumulate == 1 else Phase.SYNCHRONISE if micro == plan.accumulate - 1 else Phase.ACCUMULATE
+        values |= scalars(start, step) | {f"batch/{n}": t[start : start + plan.rows_per_call] for n, t in batch.items()}
+        out = call(rewrite(graph, plan, phase), values)
+        totals = totals + out["totals/totals"]
+        values |= out
+    return {b.name: values[f"bucket_gradient/{b.name}"] for b in plan.buckets if b.group is not None}, totals
+
+
+def reference(state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
+    """The whole batch through the step graph itself: (gradient by parameter, totals)."""
+    _, graph, _, _ = captured()
+    values = {f"parameter/{n}": t for n, t in state.items()} | {f"buffer/{n}": state[n] for n in ("count", "table")}
+    values |= scalars(0, step) | {f"batch/{n}": t for n, t in make_batch().items()}
+    out = call(RankGraph(graph.module, graph.inputs, graph.outputs), values)
+    weight = out["weight/weight"]
+    gradients = {p.name: out[f"gradient/{p.name}"] for p in graph.outputs if p.role is Role.GRADIENT}
+    return gradients, torch.stack([out["loss/loss"] * weight, out["metric/hits"] * weight, weight])
+
+
+CASES: list[tuple[Strategy, int, int, int]] = [
+    ("zero0", 1, 1, 1),
+    ("zero0", 2, 1, 1),
+    ("zero1", 1, 1, 1),
+    ("zero1", 2, 1, 1),
+    ("zero3", 1, 1, 1),
+    ("zero3", 2, 1, 1),
+    ("zero3", 1, 0, 1),
+    ("zero3", 2, 3, 1),
+    ("zero3", 1, 1, 600),
+]
+"""(strategy, accumulate, prefetch, bucket_bytes)"""
+
+
+def rank_main(rank: int, world: int, folder: str) -> None:
+    """What each process of the group does: every case, its results to a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(  # type: ignore[attr-defined]  # public, though not in __all__
+        f"{folder}/store", world
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    group = dist.group.WORLD
+    assert group is not None
+    bind_group(GROUP, group)
+    program, _, _, updates = captured()
+    state = dict(program.state)
+    for case in CASES:
+        strategy, accumulate, prefetch, bucket_bytes = case
+        plan = make_plan(strategy, world, accumulate, prefetch, bucket_bytes)
+        gradients, totals = run_rank(plan, rank, state)
+        update = UpdateStep(plan, updates, 0.5, first=True)
+        flats = flat_buckets(plan, state)
+        params = [p if strategy == "zero0" else share(plan, p, rank) for p in (flats[x.bucket.name] for x in update.parts)]
+        with torch.no_grad():
+            norm, *new = update(totals[-1] / ROWS, torch.tensor([0.01, 0.02]), *params, *(gradients[x.bucket.name] for x in update.parts))
+        found = {f"gradient/{n}": g for n, g in gradients.items()} | {"totals": totals, "norm": norm}
+        found |= {f"new/{x.bucket.name}": p for x, p in zip(update.parts, new, strict=False)}
+        save_file({n: t.clone() for n, t in found.items()}, case_file(Path(folder), case, rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def case_file(folder: Path, case: Sequence[object], rank: int) -> Path:
+    return folder / f"{'-'.join(map(str, case))}-{rank}.safetensors"

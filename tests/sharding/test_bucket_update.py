@@ -1,0 +1,100 @@
+"""The update of a rank's buckets, and what no rank can do by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.capture.jobs import Model, job
+from tests.sharding.cases import captured, flat_buckets, make_plan
+from torch import Tensor, nn
+
+from trainload.autograd_trace.aot import derive
+from trainload.capture.errors import PlanError
+from trainload.capture.trace import capture
+from trainload.sharding.buckets import make_buckets
+from trainload.sharding.rewrite import rewrite
+from trainload.sharding.update import UpdateStep
+
+CPU = torch.device("cpu")
+
+
+def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(clip_seed)
+    flats = flat_buckets(make_plan("single", 1), dict(captured()[0].state))
+    params = [flats[p.bucket.name] for p in step.parts]
+    return params, [torch.randn(p.shape, generator=generator) for p in params]
+
+
+def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
+    plan, updates = make_plan("single", 1), captured()[3]
+    step = UpdateStep(plan, updates, 0.5, first=False)
+    params, gradients = inputs(step)
+    divisor, rates = torch.tensor(2.0), torch.tensor([0.01, 0.02])
+    with torch.no_grad():
+        _, *made = UpdateStep(plan, updates, 0.5, first=True)(divisor, rates, *params, *gradients)
+        params, states = made[: len(params)], [s.clone() for s in made[len(params) :]]
+        norm, *expected = step(divisor, rates, *params, *gradients, *states)
+        (written,) = step.trace(CPU)(divisor, rates, *params, *gradients, *states)
+    torch.testing.assert_close(written, norm)
+    for found, value in zip([*params, *states], expected, strict=True):
+        torch.testing.assert_close(found, value)
+
+
+def test_the_gradient_is_clipped_to_its_global_norm() -> None:
+    plan, updates = make_plan("single", 1), captured()[3]
+    clipped, free = (UpdateStep(plan, updates, c, first=True) for c in (0.5, None))
+    params, gradients = inputs(clipped)
+    rates = torch.tensor([0.01, 0.02])
+    with torch.no_grad():
+        norm, *_ = free(torch.tensor(1.0), rates, *params, *gradients)
+        scaled = [g * (0.5 / (norm + 1e-6)) for g in gradients]
+        _, *expected = free(torch.tensor(1.0), rates, *params, *scaled)
+        same_norm, *found = clipped(torch.tensor(1.0), rates, *params, *gradients)
+    assert torch.equal(norm, same_norm)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero3", 1)])
+def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: str, reduced: int) -> None:
+    plan = make_plan("zero0", 8).model_copy(update={"strategy": strategy})
+    graph = UpdateStep(plan, captured()[3], 0.5, first=False).trace(CPU).graph
+    assert sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes) == reduced
+
+
+def test_an_update_that_mixes_elements_is_refused() -> None:
+    first, second = captured()[3]
+    with pytest.raises(PlanError, match="elementwise"):
+        UpdateStep(make_plan("zero0", 8), [replace(first, elementwise=False), second], None, first=True)
+
+
+def test_a_group_without_an_update_is_refused() -> None:
+    with pytest.raises(PlanError, match="no update"):
+        UpdateStep(make_plan("zero0", 8), captured()[3][:1], None, first=True)
+
+
+def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:
+    def tally(m: nn.Module, x: Tensor) -> Tensor:
+        m.get_buffer("positive").add_((x > 0).sum())
+        return x
+
+    program = capture(job(Model(tally, positive=torch.zeros((), dtype=torch.int64))))
+    graph = derive(program, "train", CPU)
+    for world in (1, 2):
+        buckets = make_buckets(program.parameters, {p.name: "g" for p in program.parameters}, [], world, 1)
+        plan = make_plan("zero0", world).model_copy(update={"buckets": buckets})
+        if world == 1:
+            rewrite(graph, plan)
+        else:
+            with pytest.raises(PlanError, match="buffer positive"):
+                rewrite(graph, plan)
+
+
+def test_running_statistics_become_the_mean_over_ranks() -> None:
+    program = capture(job(Model(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(8))))
+    buckets = make_buckets(program.parameters, {}, [], 2, 1)
+    graph = rewrite(derive(program, "train", CPU), make_plan("zero0", 2).model_copy(update={"buckets": buckets}))
+    reduced = [n for n in graph.module.graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
+    assert len(reduced) == 3  # the totals, the running mean, the running variance; the count is the same on every rank
