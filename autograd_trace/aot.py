@@ -2,12 +2,14 @@
 
 Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
 `torch._functorch._aot_autograd.descriptors`, `torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
-`torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings.
+`torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch._inductor
 import torch._inductor.cpp_builder
 import torch._inductor.exc
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -347,9 +350,33 @@ def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
     return artifact
 
 
-def bind_group(name: str, group: ProcessGroup) -> None:
-    """Gives a process group the logical name that rewritten graphs use."""
+def bind_group(name: str) -> None:
+    """Gives the ranks of the default process group the logical name that rewritten graphs use. Every rank must call it.
+
+    With gloo the graphs get a group of their own, of the same ranks, that carries out one collective after another: on gloo's usual two
+    threads functional all-gathers beside other collectives in flight corrupt the heap (see ARCHITECTURE.md).
+    """
+    group = dist.group.WORLD
+    if dist.get_backend() == dist.Backend.GLOO:
+        if not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
+            dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
+        group = dist.new_group(backend=_SERIAL_GLOO)
     _C10D._register_process_group(name, group)
+
+
+_SERIAL_GLOO = "trainload_gloo"
+
+
+def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    """Gloo with one thread; its network interfaces are chosen as torch does."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    made: dist.Backend = gloo(store, rank, size, options)
+    return made
 
 
 _CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in ("cond", "scan", "while_loop", "map_impl", "associative_scan"))

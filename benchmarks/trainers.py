@@ -107,8 +107,7 @@ class Trainload:
         from trainload.sharding.plan import Plan
         from trainload.sharding.rewrite import GROUP
 
-        assert dist.group.WORLD is not None
-        bind_group(GROUP, dist.group.WORLD)
+        bind_group(GROUP)
         package = open_package(place.package)
         plan = Plan.model_validate_json((place.plans / f"{strategy}.json").read_bytes())
         device = torch.device("cpu")

@@ -103,8 +103,7 @@ class _Worker:
         self._attempt, path = self._agree(self._begin)
         set_threads(place.local_world)
         if place.world > 1:
-            assert dist.group.WORLD is not None
-            bind_group(GROUP, dist.group.WORLD)
+            bind_group(GROUP)
         self._package = open_package(Path(spec.package))
         check_plan(self._plan, self._package)
         self._data, self._eval_data = _open_data(spec, self._package)

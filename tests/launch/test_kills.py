@@ -14,8 +14,8 @@ from trainload.launch.journal import read_events
 from trainload.launch.result import RunResult
 from trainload.packaging.read import Package
 
-STEPS = 24
-EVERY = 3
+STEPS = 200
+EVERY = 5
 MOMENTS = ("write", "publish")
 
 

@@ -220,9 +220,7 @@ def rank_main(rank: int, world: int, folder: str) -> None:
         f"{folder}/store", world
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = dist.group.WORLD
-    assert group is not None
-    bind_group(GROUP, group)
+    bind_group(GROUP)
     program, _, _, updates = captured()
     state = dict(program.state)
     for case in CASES:
