@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import trainload
 
-STEPS = 500
+STEPS = 600
 ROWS = 16
 """Windows of one update."""
 WARM_UP = 40
