@@ -83,19 +83,19 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def curve(run_dir: Path, *, once: bool = True) -> list[float]:
+def curve(run_dir: Path, *, of: str = "loss", once: bool = True) -> list[float]:
     """The loss of every step of a run, none of which may be missing: as it was done last.
 
-    once: a step that was repeated after a restart must have the same bits each time.
+    of: "loss", or "gradient_norm" before clipping. once: a step that was repeated after a restart must have the same bits each time.
     """
-    losses: dict[int, float] = {}
+    values: dict[int, float] = {}
     for event in read_events(run_dir):
         if event.kind == "step":
-            step, loss = int(event.data["step"]), float(event.data["loss"])
-            assert not once or losses.get(step, loss) == loss, f"step {step} of {run_dir.name} was repeated with another loss"
-            losses[step] = loss
-    assert sorted(losses) == list(range(len(losses)))
-    return [losses[step] for step in range(len(losses))]
+            step, value = int(event.data["step"]), float(event.data[of])
+            assert not once or values.get(step, value) == value, f"step {step} of {run_dir.name} was repeated with another {of}"
+            values[step] = value
+    assert sorted(values) == list(range(len(values)))
+    return [values[step] for step in range(len(values))]
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> float:
