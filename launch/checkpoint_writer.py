@@ -9,7 +9,6 @@ that the next attempt removes.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -41,6 +40,7 @@ from trainload.launch.checkpoint_index import (
 from trainload.launch.checkpoint_shard import write_shard
 from trainload.launch.checkpoint_state import ShardedState, owned_slices
 from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.packaging.files import is_full, sync_folder
 from trainload.sharding.plan import Plan
 
 _POLL_SECONDS = 0.02
@@ -165,7 +165,7 @@ class CheckpointWriter:
             mine = write_shard(draft / shard_name(0, self._plan.world_size), self._host)
             index = index.model_copy(update={"files": (mine, *self._collect(draft))})
             _write_durably(draft / INDEX, encode_index(index))
-            _sync_folder(draft)
+            sync_folder(draft)
             self._publish(draft, self._folder / folder_name(index.step))
         except (OSError, TrainloadError) as error:
             with contextlib.suppress(OSError):  # without a notice the others run into their timeout
@@ -222,7 +222,7 @@ class CheckpointWriter:
         if final.exists():
             final.rename(replaced)
         draft.rename(final)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _await_publication(self, draft: Path, final: Path) -> None:
@@ -295,21 +295,8 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
-    """Makes the folder's entries survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 def _storage_error(error: OSError, where: Path) -> StorageError | CheckpointError:
-    if _is_full(error):
+    if is_full(error):
         return StorageError(
             "the disk is full: the checkpoint was not written",
             where=str(where),

@@ -18,8 +18,8 @@ from trainload.launch.worker import STOP_FILE, Place, run_worker
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-def run_in_process(spec: RunSpec) -> None:
-    """Trains with one worker, in this process.
+def run_in_process(spec: RunSpec, *, new: bool) -> None:
+    """Trains with one worker, in this process. `new`: it writes run.json.
 
     Raises: ClusterError if the plan wants more workers; otherwise what `run_worker` raises.
     """
@@ -30,6 +30,8 @@ def run_in_process(spec: RunSpec) -> None:
             got=str(spec.plan.world_size),
             cure="Use --backend ray, or start it under torchrun with --backend torchrun.",
         )
+    if new:
+        write_spec(spec)
     with _stop_on_interrupt(Path(spec.run_dir)):
         run_worker(spec, Place(0, 1, 1))
 

@@ -166,7 +166,8 @@ def check_resources(spec: RunSpec) -> None:
 
 
 def run_on_ray(spec: RunSpec, on_event: Callable[[Event], None]) -> None:
-    """Trains on the cluster that this process is connected to; returns when the run has ended.
+    """Trains on the cluster that this process is connected to, which must be able to hold the plan (`check_resources`); returns when the
+    run has ended.
 
     Ctrl-C asks the workers to stop after their step and to write a checkpoint.
 
@@ -176,7 +177,6 @@ def run_on_ray(spec: RunSpec, on_event: Callable[[Event], None]) -> None:
         TrainloadError: what a worker raised.
     """
     run_dir = Path(spec.run_dir)
-    check_resources(spec)
     follower = Follower(run_dir, from_end=True)
     fit = _Fit(_trainer(spec))
     fit.start()

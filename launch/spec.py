@@ -48,6 +48,11 @@ def resume_command(run_dir: str | Path) -> str:
     return f"trainload resume {shlex.quote(str(run_dir))}"
 
 
+def existing_folder(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
 def check_new_run(run_dir: Path) -> None:
     """Demands that a run can be made here, before anything starts.
 
@@ -60,7 +65,7 @@ def check_new_run(run_dir: Path) -> None:
             where=str(run_dir),
             cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
         )
-    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    existing = existing_folder(run_dir)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise StorageError(
             "the run's folder cannot be written",

@@ -156,12 +156,17 @@ def new_folder(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if error.errno in _FULL:
+        if is_full(error):
             raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
         raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there is no room left: on the disk, in a quota, or below a limit of file sizes."""
+    return error.errno in _FULL
 
 
 def sync_folder(path: Path) -> None:

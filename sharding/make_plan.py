@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torch.export.graph_signature import InputKind
@@ -50,7 +51,7 @@ def make_plan(
     group_of = {p: g.name for g in package.recipe.groups for p in g.parameters}
     owners = [p for p in package.program().parameters if p.alias_of is None]
     if strategy is None:
-        everything = sum(_count(p.shape) * item_bytes(p.dtype) * (4 if p.name in group_of else 1) for p in owners)
+        everything = sum(math.prod(p.shape) * item_bytes(p.dtype) * (4 if p.name in group_of else 1) for p in owners)
         strategy = "single" if world == 1 else "zero0" if everything <= REPLICATED_BYTES else "zero3"
     if strategy == "single" and world > 1:
         raise PlanError(
@@ -73,7 +74,6 @@ def make_plan(
     order = parameter_order(package.program().graphs["train"])
     aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
     buckets = make_buckets(owners, group_of, [aliases.get(n) or n for n in order], world, bucket_bytes)
-    states = {u.group: sum(s.like_parameter for s in u.state) for u in manifest.updates}
     return Plan(
         package=package.digest,
         cluster=cluster,
@@ -82,8 +82,13 @@ def make_plan(
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
-        estimate=_estimate(buckets, states, strategy, world, accumulate, prefetch),
+        estimate=_estimate(buckets, state_counts(package), strategy, world, accumulate, prefetch),
     )
+
+
+def state_counts(package: Package) -> dict[str, int]:
+    """Optimizer group -> how many values its update keeps for each element of a parameter."""
+    return {u.group: sum(s.like_parameter for s in u.state) for u in package.manifest.updates}
 
 
 def check_plan(plan: Plan, package: Package) -> None:
@@ -108,7 +113,7 @@ def check_plan(plan: Plan, package: Package) -> None:
         for slot in bucket.slots:
             if slot.parameter in placed:
                 raise PlanError("a parameter is placed twice", where=f"plan.buckets: {bucket.name}", got=slot.parameter)
-            if slot.offset < end or slot.length != _count(slot.shape):
+            if slot.offset < end or slot.length != math.prod(slot.shape):
                 raise PlanError("slots overlap or have the wrong length", where=f"plan.buckets: {bucket.name}: {slot.parameter}")
             placed[slot.parameter] = tuple(slot.shape)
             end = slot.offset + slot.length
@@ -174,13 +179,6 @@ def _check_batch(package: Package, rows: int, world: int, accumulate: int) -> No
                 got=f"{rows // calls}",
                 cure="Choose the global batch, workers and accumulation so, or freeze with a dynamic batch dim.",
             )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _is_floating(dtype: str) -> bool:

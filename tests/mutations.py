@@ -239,7 +239,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the index of a checkpoint is written after it was published",
         "launch/checkpoint_writer.py",
         "            _write_durably(draft / INDEX, encode_index(index))\n"
-        "            _sync_folder(draft)\n"
+        "            sync_folder(draft)\n"
         "            self._publish(draft, self._folder / folder_name(index.step))\n",
         "            self._publish(draft, self._folder / folder_name(index.step))\n"
         "            _write_durably(self._folder / folder_name(index.step) / INDEX, encode_index(index))\n",

@@ -21,12 +21,13 @@ from trainload.launch.dataset import check_schema
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
 from trainload.launch.result import RunResult, finish
-from trainload.launch.spec import RunSpec, check_new_run, default_cache_dir, read_spec, write_spec
+from trainload.launch.spec import RunSpec, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.derived import write_derived
 from trainload.packaging.manifest import graph_specs
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.write import write_package
-from trainload.sharding.make_plan import DEFAULT_BUCKET_BYTES, check_plan, make_plan
+from trainload.sharding.buckets import item_bytes
+from trainload.sharding.make_plan import check_plan, make_plan, state_counts
 from trainload.sharding.plan import Cluster, Plan, Strategy
 
 Backend = Literal["ray", "local", "torchrun"]
@@ -72,20 +73,7 @@ def open(path: str | Path) -> Package:
     return open_package(Path(path))
 
 
-def plan(
-    package: Package,
-    cluster: Cluster,
-    strategy: Strategy | None = None,
-    *,
-    global_batch: int | None = None,
-    accumulate: int = 1,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    prefetch: int = 1,
-) -> Plan:
-    """Spreads a package over a cluster; see `trainload.sharding.make_plan.make_plan`."""
-    return make_plan(
-        package, cluster, strategy, global_batch=global_batch, accumulate=accumulate, bucket_bytes=bucket_bytes, prefetch=prefetch
-    )
+plan = make_plan
 
 
 class RunOptions(TypedDict, total=False):
@@ -227,7 +215,7 @@ def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
         parameter_bytes_per_worker=plan.estimate.parameter_bytes,
         optimizer_bytes_per_worker=plan.estimate.optimizer_bytes,
         compiled_already=bool(key) and (default_cache_dir() / "compiled" / key).is_dir(),
-        free_disk_bytes=shutil.disk_usage(_existing(Path(spec.run_dir))).free,
+        free_disk_bytes=shutil.disk_usage(existing_folder(Path(spec.run_dir))).free,
     )
 
 
@@ -281,13 +269,10 @@ def _leads(backend: Backend) -> bool:
 def _check_place(package: Package, spec: RunSpec) -> None:
     """Demands a place for a new run, with room for the checkpoints that it keeps and for the one that is written beside them."""
     check_new_run(Path(spec.run_dir))
-    states = {update.group: sum(state.like_parameter for state in update.state) for update in package.manifest.updates}
-    one = sum(
-        b.length * torch.empty(0, dtype=getattr(torch, b.dtype)).element_size() * (1 + states.get(str(b.group), 0))
-        for b in spec.plan.buckets
-    )
+    states = state_counts(package)
+    one = sum(b.length * item_bytes(b.dtype) * (1 + states.get(str(b.group), 0)) for b in spec.plan.buckets)
     count = 1 if spec.checkpoint_every is None else min(spec.keep, spec.steps // spec.checkpoint_every) + 1
-    free = shutil.disk_usage(_existing(Path(spec.run_dir))).free
+    free = shutil.disk_usage(existing_folder(Path(spec.run_dir))).free
     if free < count * one:
         raise StorageError(
             "the disk has no room for the run's checkpoints",
@@ -296,11 +281,6 @@ def _check_place(package: Package, spec: RunSpec) -> None:
             got=f"{free:,} bytes free",
             cure="Make room, keep fewer checkpoints, or choose another --run-dir.",
         )
-
-
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _run(
@@ -320,12 +300,8 @@ def _run(
     elif backend == "local":
         from trainload.launch.local_run import run_in_process
 
-        if spec.plan.world_size != 1:
-            raise ClusterError("the local backend has one worker", expected="1", got=str(spec.plan.world_size), cure="Use --backend ray.")
-        if new:
-            write_spec(spec)
         with followed(Path(spec.run_dir), on_event):
-            run_in_process(spec)
+            run_in_process(spec, new=new)
     else:
         raise ClusterError("no such backend", expected="ray, local or torchrun", got=str(backend))
     return finish(spec, package)
