@@ -43,10 +43,12 @@ from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import CaptureError
+from trainload.capture.higher_order import differentiates
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
 _C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
-_TRAINING_SCALARS = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"), Port(Role.SCALE, "scale"))
+_DRAWING = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"))
+_TRAINING = (*_DRAWING, Port(Role.SCALE, "scale"))
 _ROLE_OF_OUTPUT = {
     OutputRole.LOSS: Role.LOSS,
     OutputRole.WEIGHT: Role.WEIGHT,
@@ -58,6 +60,7 @@ _ROLE_OF_OUTPUT = {
 class StepModule(nn.Module):
     """One captured graph as a function of (batch..., seed, step, row, scale) over its parameters and buffers.
 
+    Only a training graph takes `scale`; one for evaluation takes seed, step and row if it draws random numbers.
     Entries: 0-dim float32 `scale` multiplies the gradient; see `StepGraph`. The result is one flat tuple: the captured outputs with
     their gradients cut (a weight is added if the job gave none), and, for a training graph, the objective.
 
@@ -78,6 +81,7 @@ class StepModule(nn.Module):
         self._names: dict[str, str] = {}
         self._slots: list[tuple[str, Any]] = []
         self.training_graph = capture.name == "train"
+        self._scalars = _TRAINING if self.training_graph else _DRAWING if _draws(capture) else ()
         for spec in capture.exported.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT:
                 self._slots.append(("input", None))
@@ -104,7 +108,7 @@ class StepModule(nn.Module):
 
     def input_ports(self) -> tuple[Port, ...]:
         batch = tuple(Port(Role.BATCH, i.name) for i in self._capture.inputs)
-        return batch + (_TRAINING_SCALARS if self.training_graph else ())
+        return batch + self._scalars
 
     def output_ports(self) -> tuple[Port, ...]:
         ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in self._capture.outputs]
@@ -121,10 +125,11 @@ class StepModule(nn.Module):
         return {self._names[a]: b for a, b in self.named_buffers() if a[0] == "b"}
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        batch = flat[: len(self._capture.inputs)]
+        count = len(self._capture.inputs)
+        batch, scalars = flat[:count], flat[count:]
         rows = batch[0].shape[0] if batch and batch[0].ndim else 1
         symbol = _batch_symbol(self._capture)
-        key = RandomKey.of(flat[-4], flat[-3], flat[-2], rows) if self.training_graph else None
+        key = RandomKey.of(scalars[0], scalars[1], scalars[2], rows) if scalars else None
         if key is not None and isinstance(symbol, int):
             key = key.of_call()
         interpreter = GraphInterpreter(self._capture.exported.graph_module, key, self._target, symbol)
@@ -144,7 +149,12 @@ class StepModule(nn.Module):
         detached = tuple(v.detach() for v in outputs)
         if not self.training_graph:
             return detached
-        return (*detached, loss * (weight * flat[-1]).to(loss.dtype))
+        return (*detached, loss * (weight * scalars[-1]).to(loss.dtype))
+
+
+def _draws(capture: GraphCapture) -> bool:
+    parts = (part for part in capture.exported.graph_module.modules() if isinstance(part, GraphModule))
+    return any(is_random(node) for part in parts for node in part.graph.nodes)
 
 
 def _batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
@@ -185,7 +195,8 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
     """
     capture = program.graphs[graph]
     mode = _fake_mode(capture)
-    trainable = trainable_parameters(program) if graph == "train" else set()
+    differentiated = graph == "train" or differentiates(capture.exported.graph_module)
+    trainable = trainable_parameters(program) if differentiated else set()
     owners = program.aliases
     with mode:
         state: dict[str, Tensor] = {}
@@ -199,10 +210,9 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
             elif spec.target is not None:
                 prefix = f"{graph}/" if spec.kind is InputKind.CONSTANT_TENSOR else ""
                 state.setdefault(prefix + owners.get(spec.target, spec.target), fake)
-        if graph == "train":
-            inputs += [torch.empty((), dtype=torch.int64, device=device) for _ in range(3)]
-            inputs.append(torch.empty((), dtype=torch.float32, device=device))
         module = StepModule(capture, state, trainable, owners, device)
+        for port in module.input_ports()[len(inputs) :]:
+            inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
         context = contextlib.nullcontext() if graph == "train" else torch.no_grad()
         with context:

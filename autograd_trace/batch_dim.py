@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from trainload.autograd_trace.operators import is_overload
 from trainload.autograd_trace.random import Size
 from trainload.capture.errors import CaptureError
+from trainload.capture.operators import is_overload
 
 aten = torch.ops.aten
 _RESHAPES = frozenset({"view", "reshape", "flatten", "_unsafe_view", "unflatten", "view_copy"})

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from trainload.autograd_trace.operators import is_overload, is_seeded
 from trainload.autograd_trace.random import RandomKey
+from trainload.capture.operators import is_overload, is_seeded
 
 aten = torch.ops.aten
 _NORMAL_SITES = 2

@@ -15,9 +15,10 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from trainload.autograd_trace.batch_dim import batch_dim_of
 from trainload.autograd_trace.draws import RANDOM, draws_nothing, is_random
-from trainload.autograd_trace.operators import is_higher_order, is_overload, is_seeded
 from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import CaptureError
+from trainload.capture.higher_order import evaluate, is_ours
+from trainload.capture.operators import is_higher_order, is_overload, is_seeded
 
 aten = torch.ops.aten
 _HOP = torch.ops.higher_order
@@ -66,6 +67,8 @@ class GraphInterpreter(Interpreter):
             enabled, body, *operands = args
             with torch.set_grad_enabled(enabled):
                 return self._nested(body, operands)
+        if is_ours(target):
+            return evaluate(target, args, self._nested)
         if target is aten._assert_tensor_metadata.default:
             return None
         rule = RANDOM.get(target)
@@ -127,12 +130,7 @@ class GraphInterpreter(Interpreter):
 
     def key(self) -> RandomKey:
         """Where random numbers come from."""
-        if self._key is None:
-            raise CaptureError(
-                "a graph that is not for training draws random numbers",
-                where=self.where(),
-                cure="Use nn.Dropout, or pass training=self.training, so that evaluation is repeatable.",
-            )
+        assert self._key is not None, "a graph that draws is given a key"
         return self._key
 
     def batch_dim(self) -> int | None:

@@ -16,9 +16,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, UpdateGraph
-from trainload.autograd_trace.operators import Overload, is_overload
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
+from trainload.capture.operators import Overload, is_overload
 from trainload.capture.program import Program
 from trainload.capture.quiet import quiet_torch
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainload.capture.errors import JobError
@@ -19,17 +21,37 @@ class Signature:
         self.outputs: tuple[OutputSpec, ...] = ()
 
 
-class StepFunction(nn.Module):
+class Traced(nn.Module):
+    """A function of a job's model as a module.
+
+    `watched`: what its forward runs in; a trace sets it. `differentiates`: it takes gradients itself, so that evaluation needs them too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.watched: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.differentiates = False
+        self.signature = Signature()
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        with self.watched(), torch.enable_grad() if self.differentiates else nullcontext():
+            return self.run(batch)
+
+    def run(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """What is traced: {name: tensor} -> flat tuple of tensors."""
+        raise NotImplementedError
+
+
+class StepFunction(Traced):
     """A job's loss as a module: {name: tensor} -> flat tuple of the outputs that `signature` describes after a call."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.model = job.model
+        super().__init__(job.model)
         self._loss = (job.loss,)  # in a tuple, so that a loss that is a module is not registered as one
-        self.signature = Signature()
         _refuse_state(job.loss, "Job.loss")
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def run(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         (function,) = self._loss
         result = self.model(**batch) if function is None else function(self.model, batch)
         loss = result if isinstance(result, Loss) else Loss(result)
@@ -59,18 +81,16 @@ class StepFunction(nn.Module):
         return tuple(values)
 
 
-class PredictFunction(nn.Module):
+class PredictFunction(Traced):
     """A job's predict as a module: {name: tensor} -> flat tuple of tensors, named by `signature` after a call."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.model = job.model
+        super().__init__(job.model)
         assert job.predict is not None
         self._predict = (job.predict,)
-        self.signature = Signature()
         _refuse_state(job.predict, "Job.predict")
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def run(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         (function,) = self._predict
         result = function(self.model, batch)
         named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {"prediction": result}

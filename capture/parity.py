@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from trainload.capture.blame import replay_error
 from trainload.capture.errors import CaptureError, RequestError
 from trainload.capture.locate import part_company
 from trainload.capture.program import GraphCapture, OutputRole
+from trainload.capture.quiet import ignore_torchs_warnings
 from trainload.capture.state import numbers_of
 
 FULL_PRECISION_TOLERANCE = 1e-5
@@ -82,7 +84,7 @@ def _compare(
     with _replay(training):
         try:
             expected = function(batch)
-            eager_gradients = _gradients(expected, captured, parameters) if training else {}
+            eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
         except RequestError:
             raise
         except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
@@ -101,12 +103,13 @@ def _compare(
     eager_buffers = {name: value.clone() for name, value in eager_buffers.items()}
 
     replayed = {name: value.clone() for name, value in before.items()}
-    arguments = _arguments(captured, batch, {**parameters, **replayed}, constants)
+    own = _without_hooks(parameters)
+    arguments = _arguments(captured, batch, {**own, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
     with _replay(training):
         try:
             got = captured.exported.graph_module(*arguments)
-            graph_gradients = _gradients(got, captured, parameters) if training else {}
+            graph_gradients = _gradients(got, captured, own) if training else {}
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured.name, rows, "the captured graph", error) from error
     _refuse_writes(captured, {n for n, v in constants.items() if v._version != constant_versions[n]}, "a tensor that is no buffer")
@@ -121,7 +124,7 @@ def _compare(
             for name, value in model.named_buffers(remove_duplicate=False):
                 if name in before and value.shape == before[name].shape:
                     value.copy_(before[name])
-        again = _arguments(captured, batch, {**parameters, **fresh}, constants)
+        again = _arguments(captured, batch, {**own, **fresh}, constants)
         with _replay(training):
             return part_company(
                 captured.exported.graph_module, function, batch, again, lambda a, b: _distance(a.detach(), b.detach(), 0.0), tolerance
@@ -135,6 +138,12 @@ def _compare(
         _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, partial("buffer {}".format, name))
     _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where)
     return {name for name, gradient in eager_gradients.items() if gradient is None}, counted
+
+
+def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The same values as variables of their own: a hook on a parameter is a part of the graph, and must not act a second time."""
+    made = {id(p): p.detach().requires_grad_(p.requires_grad) for p in parameters.values()}
+    return {name: made[id(p)] for name, p in parameters.items()}
 
 
 def _owner(attribute: str) -> str:
@@ -173,14 +182,28 @@ def _replay(training: bool) -> Iterator[None]:
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.random.fork_rng(), torch.set_grad_enabled(training):
+        with torch.random.fork_rng(), torch.set_grad_enabled(training), warnings.catch_warnings():
+            ignore_torchs_warnings()
             torch.manual_seed(_SEED)
             yield
     finally:
         torch.set_autocast_cache_enabled(cache)
 
 
-def _gradients(outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+def _eager_gradients(
+    outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor | None]:
+    """By backward(), as a training loop has them: reentrant checkpoints know no other way. The parameters' `grad` is changed."""
+    owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
+    for name in owners.values():
+        parameters[name].grad = None
+    loss = next(v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return {name: parameters[name].grad for name in owners.values()}
+
+
+def _gradients(outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     loss = next(v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS)
     if not loss.requires_grad:
         return dict.fromkeys((n for n, p in parameters.items() if p.requires_grad), None)

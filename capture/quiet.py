@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import warnings
 from collections.abc import Iterator
 
 
@@ -21,3 +22,10 @@ def quiet_torch() -> Iterator[None]:
     finally:
         for found, disabled in before:
             found.disabled = disabled
+
+
+def ignore_torchs_warnings() -> None:
+    """Within `warnings.catch_warnings()`: what torch says of itself while it traces, and a user can do nothing about."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch deprecates names of its own
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # cond's tracer looks at it

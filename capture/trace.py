@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.blame import capture_error
-from trainload.capture.errors import CaptureError, JobError
-from trainload.capture.function import PredictFunction, StepFunction
+from trainload.capture.errors import CaptureError, JobError, RequestError
+from trainload.capture.function import PredictFunction, StepFunction, Traced
+from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
 from trainload.capture.parity import check_parity
 from trainload.capture.program import GraphCapture, InputSpec, Program, SizeLike
-from trainload.capture.quiet import quiet_torch
+from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
+from trainload.capture.regions import make_regions
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
+from trainload.capture.watch import Watch
 
 _PREFIX = "model."
 
@@ -33,7 +38,7 @@ def capture(job: Job) -> Program:
     model = check_model(job.model)
     batch = _checked_batch(job)
     step = StepFunction(job)
-    functions: dict[str, StepFunction | PredictFunction] = {"train": step, "eval": step}
+    functions: dict[str, Traced] = {"train": step, "eval": step}
     batches = {"train": batch, "eval": batch}
     if job.predict is not None:
         functions["predict"] = PredictFunction(job)
@@ -49,6 +54,8 @@ def capture(job: Job) -> Program:
             _strip_prefix(exported)
             captured = GraphCapture(name, exported, _inputs(exported, batches[name]), function.signature.outputs)
             graphs[name] = captured
+            for each in functions.values():
+                each.differentiates = each.differentiates or differentiates(exported.graph_module)
             constants |= _constants(name, exported)
             with state_kept(model):
                 without_gradient |= check_parity(captured, function, batches[name], constants)
@@ -131,23 +138,35 @@ def _predict_batch(job: Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in names}
 
 
-def _export(name: str, function: nn.Module, batch: dict[str, Tensor], dynamic: Mapping[str, Mapping[int, Any]]) -> ExportedProgram:
+def _export(name: str, function: Traced, batch: dict[str, Tensor], dynamic: Mapping[str, Mapping[int, Any]]) -> ExportedProgram:
     rows = _batch_dim(dynamic)
     shapes = {n: {**dynamic.get(n, {}), 0: rows} for n in batch}
     try:
         with quiet_torch(), warnings.catch_warnings():
-            # torch deprecates names of its own here; the user can do nothing about it.
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            # Assigned tensors are put back by torch.export; one that carries a value to the next call fails the parity replay.
+            ignore_torchs_warnings()
+            # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
-            context = torch.enable_grad() if name == "train" else torch.no_grad()
-            with context:
-                return torch.export.export(function, (batch,), dynamic_shapes=(shapes,), strict=False)
-    except JobError:
+            training = name == "train"
+            hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
+            with torch.set_grad_enabled(training), _watched(function, hooks if training else {}):
+                exported = torch.export.export(function, (batch,), dynamic_shapes=(shapes,), strict=False)
+            make_regions(exported, training)
+            return exported
+    except RequestError:
         raise
     except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
         raise capture_error(name, error) from error
+
+
+@contextmanager
+def _watched(function: Traced, hooks: dict[str, list[Callable[[Tensor], Tensor | None]]]) -> Iterator[None]:
+    """Inside, the function's forward is watched by a trace."""
+    watch = Watch()
+    function.watched = partial(watch.tracing, function.model, hooks)
+    try:
+        yield
+    finally:
+        function.watched = nullcontext
 
 
 def _strip_prefix(exported: ExportedProgram) -> None:

@@ -137,9 +137,12 @@ class Engine:
         norm = self._update(step, gradients, totals[-1] * self._scale, rates)
         return self._result(totals, norm)
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sums over the ranks of weight * loss, weight * each metric, and the weight: float32 (2 + metrics,)."""
-        return self._call(self._built.evaluate, Microbatch(batch, 0), 0, [])[Role.TOTALS][0]
+    def evaluate(self, microbatch: Microbatch) -> Tensor:
+        """Sums over the ranks of weight * loss, weight * each metric, and the weight: float32 (2 + metrics,).
+
+        A graph that draws random numbers draws the same for a row in every evaluation.
+        """
+        return self._call(self._built.evaluate, microbatch, 0, [])[Role.TOTALS][0]
 
     @property
     def compiled(self) -> bool:

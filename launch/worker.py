@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,8 +256,8 @@ class _Worker:
             return
         began = time.perf_counter()
         totals: Tensor | None = None
-        for batch, share in self._eval_batches(self._eval_data):
-            found = self._engine.evaluate(batch).double().cpu() * share
+        for microbatch, share in self._eval_batches(self._eval_data):
+            found = self._engine.evaluate(microbatch).double().cpu() * share
             totals = found if totals is None else totals + found
         if totals is None:
             raise DataError("the held-out data has too few rows for one batch", where=str(self._spec.eval_data))
@@ -266,7 +266,7 @@ class _Worker:
             metrics = {n: v / values[-1] for n, v in zip(self._engine.metric_names, values[1:-1], strict=True)}
             self._journal.write("eval", step=step, loss=values[0] / values[-1], metrics=metrics, seconds=time.perf_counter() - began)
 
-    def _eval_batches(self, data: Dataset) -> Iterator[tuple[Mapping[str, Tensor], float]]:
+    def _eval_batches(self, data: Dataset) -> Iterator[tuple[Microbatch, float]]:
         """Pairs of this rank's batch and the share of the sum over ranks that counts.
 
         Every row is evaluated; the last few, fewer than there are ranks, by all ranks alike.
@@ -282,10 +282,11 @@ class _Worker:
             if static and count < each:
                 return
             if count:
-                yield data.batch(sequential(data.size, start + self._place.rank * count, count)), 1.0
+                first = start + self._place.rank * count
+                yield Microbatch(data.batch(sequential(data.size, first, count)), first), 1.0
                 start += count * world
             else:
-                yield data.batch(sequential(data.size, start, left)), 1.0 / world
+                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / world
                 start += left
 
 

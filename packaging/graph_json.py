@@ -42,6 +42,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from trainload.capture.errors import PackageError
+from trainload.capture.quiet import quiet_torch
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.validate import MODULE_TYPE
 
@@ -223,7 +224,7 @@ def _to_json(
     guards: list[str],
     where: str,
 ) -> GraphJson:
-    with _refused(where), _serialisable_values(module):
+    with _refused(where), _serialisable_values(module), quiet_torch():
         serialised = GraphModuleSerializer(signature, list(calls)).serialize(module)
         found = {"graph_module": serialised, "range_constraints": serialize_range_constraints(dict(ranges))}
         plain = _dataclass_to_dict(found)  # type: ignore[no-untyped-call]

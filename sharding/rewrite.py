@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.autograd_trace.operators import is_overload, is_seeded
 from trainload.capture.errors import PlanError
+from trainload.capture.operators import is_overload, is_seeded
 from trainload.sharding.plan import Bucket, Plan
 
 GROUP = "trainload.data"

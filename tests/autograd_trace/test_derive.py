@@ -250,10 +250,19 @@ def test_a_random_operator_in_control_flow_is_refused() -> None:
         derive(program, "train", CPU)
 
 
-def test_an_evaluation_that_draws_is_refused() -> None:
-    program = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5))))
-    with pytest.raises(CaptureError, match="not for training"):
-        derive(program, "eval", CPU)
+def test_an_evaluation_that_draws_draws_the_same_for_a_row_in_every_batch() -> None:
+    program = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5)), loss=lambda m, b: m(b["x"]).sum()))
+    step = derive(program, "eval", CPU)
+    x = torch.randn(4, 8)
+
+    def loss(rows: slice) -> Tensor:
+        given = {Role.SEED: torch.tensor(1), Role.STEP: torch.tensor(0), Role.ROW: torch.tensor(rows.start), Role.BATCH: x[rows]}
+        arguments = [program.state[p.name] if p.role is Role.PARAMETER else given[p.role] for p in step.inputs]
+        result: Tensor = step.module(*arguments)[0]
+        return result
+
+    assert torch.allclose(loss(slice(0, 2)) + loss(slice(2, 4)), loss(slice(0, 4)), rtol=1e-5)
+    assert loss(slice(0, 2)) != loss(slice(2, 4))
 
 
 def test_another_device_leaves_the_captured_graph_as_it_is() -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 
 _OVERLOAD: type[Any] = type(torch.ops.aten.add.Tensor)
-_HIGHER_ORDER: type[Any] = next(c for c in type(torch.ops.higher_order.cond).__mro__ if c.__name__ == "HigherOrderOperator")
+HIGHER_ORDER_OPERATOR: type[Any] = next(c for c in type(torch.ops.higher_order.cond).__mro__ if c.__name__ == "HigherOrderOperator")
 
 
 class Overload:
@@ -26,7 +26,7 @@ def is_overload(target: object) -> TypeGuard[Overload]:
 
 def is_higher_order(target: object) -> bool:
     """Whether a node's target takes graphs as arguments, as cond and scan do."""
-    return isinstance(target, _HIGHER_ORDER)
+    return isinstance(target, HIGHER_ORDER_OPERATOR)
 
 
 def is_seeded(target: object) -> bool:

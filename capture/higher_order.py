@@ -1,0 +1,131 @@
+"""Operators that take graphs, for what torch.export's own cannot say: a gradient of one's own, a gradient inside forward, vmap, checkpoint.
+
+Each is called as target(*arguments), and works on plain tensors, under AOT autograd and under torch's tracers alike, since its meaning is
+Python that calls torch. `evaluate` is the same with another way to run the graphs, for interpreters.
+
+    trainload_backward(body, outputs, inputs, *tensors) -> tuple
+        tensors: `outputs` values, then `inputs` values, then whatever body needs. Returns the outputs, whose gradient with respect to
+        the inputs is body(*gradients of the outputs, *the rest). No gradient flows otherwise, but through body if it is differentiated.
+    trainload_checkpoint(body, *operands) -> tuple
+        body(*operands); what it computes is to be computed again in backward instead of being kept.
+    trainload_func_grad(body, inputs, *operands) -> tuple
+        The gradients of body's first result with respect to the first `inputs` operands, then all of body's results.
+    trainload_vmap(body, in_dims, out_dims, randomness, *operands) -> tuple
+        body mapped over dim in_dims[i] of operand i (-1: not mapped), results stacked at out_dims[i] (-1: taken as it is).
+    trainload_autograd_grad(outputs, inputs, create_graph, *tensors) -> tuple
+        tensors: `outputs` values, `inputs` values, a gradient for each output. Returns the gradient of each input; zeros where none flows.
+    trainload_require_grad(tensor) -> (tensor,)
+        The tensor itself if a gradient flows through it; otherwise the same values as a variable to differentiate by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from trainload.capture.operators import HIGHER_ORDER_OPERATOR
+
+Call = Callable[[Any, Sequence[Any]], tuple[Any, ...]]
+"""Runs a graph (a GraphModule) on operands."""
+
+
+def _call(body: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(body(*operands))
+
+
+class _Operator(HIGHER_ORDER_OPERATOR):  # type: ignore[misc]  # found by a public name, at run time
+    """A higher-order operator that means what Python function `evaluate` makes of it."""
+
+    def __init__(self, name: str, meaning: Callable[..., tuple[Any, ...]]) -> None:
+        super().__init__(name)
+        self.meaning = meaning
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        return evaluate(self, args)
+
+
+def is_ours(target: object) -> bool:
+    """Whether a node's target is one of this module's operators."""
+    return isinstance(target, _Operator)
+
+
+def evaluate(target: Any, args: Sequence[Any], call: Call = _call) -> tuple[Any, ...]:
+    """What target(*args) returns, where `call` runs the graphs among the arguments."""
+    result: tuple[Any, ...] = target.meaning(call, *args)
+    return result
+
+
+def _backward(call: Call, body: Any, outputs: int, inputs: int, *tensors: Any) -> tuple[Any, ...]:
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *values: Tensor) -> Any:
+            needed: tuple[Any, ...] = values[outputs + inputs :]  # tensors, and sizes
+            ctx.save_for_backward(*(v for v in needed if isinstance(v, Tensor)))
+            ctx.rest = [None if isinstance(v, Tensor) else v for v in needed]
+            return tuple(v.clone() for v in values[:outputs])  # not a view: what follows may write to it in place
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            saved = iter(ctx.saved_tensors)
+            rest = [next(saved) if v is None else v for v in ctx.rest]
+            found = call(body, (*gradients, *rest))
+            return (*[None] * outputs, *found, *[None] * len(rest))
+
+    return tuple(Given.apply(*tensors))  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _checkpoint(call: Call, body: Any, *operands: Any) -> tuple[Any, ...]:
+    return call(body, operands)
+
+
+def _func_grad(call: Call, body: Any, inputs: int, *operands: Any) -> tuple[Any, ...]:
+    def value(*variables: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        results = call(body, (*variables, *operands[inputs:]))
+        return results[0], results
+
+    gradients, results = torch.func.grad(value, tuple(range(inputs)), has_aux=True)(*operands[:inputs])
+    return (*gradients, *results)
+
+
+def _vmap(call: Call, body: Any, in_dims: Sequence[int], out_dims: Sequence[int], randomness: str, *operands: Any) -> tuple[Any, ...]:
+    mapped = torch.func.vmap(
+        lambda *values: call(body, values),
+        tuple(None if d < 0 else d for d in in_dims),
+        tuple(None if d < 0 else d for d in out_dims),  # type: ignore[misc]  # torch takes None, for a result that is not mapped
+        randomness,
+    )
+    return tuple(mapped(*operands))
+
+
+def _autograd_grad(_: Call, outputs: int, inputs: int, create_graph: bool, *tensors: Tensor) -> tuple[Any, ...]:
+    with torch.enable_grad():
+        return torch.autograd.grad(
+            tensors[:outputs],
+            tensors[outputs : outputs + inputs],
+            tensors[outputs + inputs :],
+            create_graph=create_graph,
+            retain_graph=True,
+            materialize_grads=True,
+        )
+
+
+def _require_grad(_: Call, tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor if tensor.requires_grad else tensor.detach().requires_grad_(),)
+
+
+BACKWARD: Any = _Operator("trainload_backward", _backward)
+CHECKPOINT: Any = _Operator("trainload_checkpoint", _checkpoint)
+FUNC_GRAD: Any = _Operator("trainload_func_grad", _func_grad)
+VMAP: Any = _Operator("trainload_vmap", _vmap)
+AUTOGRAD_GRAD: Any = _Operator("trainload_autograd_grad", _autograd_grad)
+REQUIRE_GRAD: Any = _Operator("trainload_require_grad", _require_grad)
+
+
+def differentiates(module: GraphModule) -> bool:
+    """Whether a graph takes gradients by torch.autograd.grad."""
+    parts = (part for part in module.modules() if isinstance(part, GraphModule))
+    return any(node.target is AUTOGRAD_GRAD for part in parts for node in part.graph.nodes)

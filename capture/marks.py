@@ -1,0 +1,94 @@
+"""Operators that stand in a graph while it is traced, to mark what torch.export would drop. `regions.py` takes them out again.
+
+begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad
+grad_mode(enabled)                        the grad mode from here on
+tangent(x, number) -> Tensor              stands for a gradient that arrives at x in backward
+connect(outputs, inputs, gradients, number) -> Tensor[]
+                                          the outputs, whose gradient with respect to the inputs region `number` computed
+hook(x, gradient, number) -> ()           from now on region `number` changes the gradient of x
+variable(x, number) -> Tensor             x as the variable of func_grad region `number`
+func_grad(variables, results, number) -> Tensor[]
+                                          the gradients of the region's first result, then its results
+autograd_grad(outputs, inputs, gradients, create_graph) -> Tensor[]
+require_grad(x) -> ()                     from now on x is a variable to differentiate by
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "trainload_mark"
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _like(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _connect(outputs: list[Tensor], *_: object) -> list[Tensor]:
+    return [torch.empty_like(output) for output in outputs]
+
+
+def _func_grad(variables: list[Tensor], results: list[Tensor], _: int) -> list[Tensor]:
+    return [torch.empty_like(value) for value in (*variables, *results)]
+
+
+def _autograd_grad(outputs: list[Tensor], inputs: list[Tensor], *_: object) -> list[Tensor]:
+    return [torch.empty_like(value) for value in inputs]
+
+
+for _schema, _meaning in (
+    ("begin(str kind, str text, int number) -> ()", _nothing),
+    ("end(int number) -> ()", _nothing),
+    ("grad_mode(bool enabled) -> ()", _nothing),
+    ("tangent(Tensor x, int number) -> Tensor", _like),
+    ("connect(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, int number) -> Tensor[]", _connect),
+    ("hook(Tensor x, Tensor gradient, int number) -> ()", _nothing),
+    ("variable(Tensor x, int number) -> Tensor", _like),
+    ("func_grad(Tensor[] variables, Tensor[] results, int number) -> Tensor[]", _func_grad),
+    ("autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, bool create_graph) -> Tensor[]", _autograd_grad),
+    ("require_grad(Tensor x) -> ()", _nothing),
+):
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.split("(")[0], _meaning, "CompositeExplicitAutograd")
+
+
+def _mapped_like(info: Any, in_dims: tuple[int | None, ...], x: Tensor, number: int) -> tuple[Tensor, int | None]:
+    return torch.empty_like(x), in_dims[0]
+
+
+def _mapped_connect(
+    info: Any, in_dims: tuple[Any, ...], outputs: list[Tensor], inputs: list[Tensor], gradients: list[Tensor], number: int
+) -> tuple[list[Tensor], list[int | None]]:
+    return _connect(outputs), in_dims[0]
+
+
+def _mapped_func_grad(
+    info: Any, in_dims: tuple[Any, ...], variables: list[Tensor], results: list[Tensor], number: int
+) -> tuple[list[Tensor], list[int | None]]:
+    return _func_grad(variables, results, number), [*in_dims[0], *in_dims[1]]
+
+
+for _name, _rule in (("tangent", _mapped_like), ("variable", _mapped_like), ("connect", _mapped_connect), ("func_grad", _mapped_func_grad)):
+    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _rule)
+
+BEGIN = torch.ops.trainload_mark.begin.default
+END = torch.ops.trainload_mark.end.default
+GRAD_MODE = torch.ops.trainload_mark.grad_mode.default
+TANGENT = torch.ops.trainload_mark.tangent.default
+CONNECT = torch.ops.trainload_mark.connect.default
+HOOK = torch.ops.trainload_mark.hook.default
+VARIABLE = torch.ops.trainload_mark.variable.default
+FUNC_GRAD = torch.ops.trainload_mark.func_grad.default
+AUTOGRAD_GRAD = torch.ops.trainload_mark.autograd_grad.default
+REQUIRE_GRAD = torch.ops.trainload_mark.require_grad.default
+
+for _effect in (BEGIN, END, GRAD_MODE, HOOK, REQUIRE_GRAD):
+    torch.fx.node.has_side_effect(_effect)  # what has no result is not dead

@@ -1,0 +1,379 @@
+"""Turns the marks that were set while tracing into regions: operators that hold what happens inside as a graph of their own.
+
+torch.export makes such regions too, for grad mode and autocast, but loses some: it takes one that begins with anything but the change of
+mode for none. So its regions are dissolved here, and all are made from the marks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from trainload.capture import higher_order, marks
+from trainload.capture.errors import CaptureError
+
+_HOP = torch.ops.higher_order
+_DISSOLVED = (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
+_VMAP_ENTER, _VMAP_LEAVE, _VMAP_IN, _VMAP_OUT = (
+    "_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim",
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Region:
+    """A part of a graph. `kind`: "grad_mode", or as marks.BEGIN says; `text` and `number` likewise; `enabled` for a grad mode."""
+
+    kind: str
+    text: str = ""
+    number: int = -1
+    enabled: bool = True
+    items: list[Node | _Region] = field(default_factory=list)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes in it, those of regions within too."""
+        for item in self.items:
+            if isinstance(item, _Region):
+                yield from item.nodes()
+            else:
+                yield item
+
+
+def make_regions(exported: ExportedProgram, grad_enabled: bool) -> None:
+    """Replaces an exported program's marks by regions, in place.
+
+    Args:
+        exported: as torch.export returned it.
+        grad_enabled: the grad mode that it was traced in.
+
+    Raises:
+        CaptureError: a region is used in a way that has no meaning in a graph.
+    """
+    root = exported.graph_module
+    _make(root, grad_enabled)
+    output = next(n for n in root.graph.nodes if n.op == "output")
+    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+        if isinstance(value, Node):
+            spec.arg.name = value.name
+
+
+def _make(module: GraphModule, grad_enabled: bool) -> None:
+    marked = _has_marks(module)
+    if marked:
+        _dissolve(module)
+        _forget_unused(module)
+    for child in module.children():
+        if isinstance(child, GraphModule):
+            _make(child, grad_enabled)
+    if not marked:
+        return
+    _place_hooks(module.graph)
+    _place_variables(module.graph)
+    module.graph = _Builder(module, _parse(module.graph, grad_enabled)).graph
+    _forget_unused(module)
+    module.recompile()
+
+
+def _forget_unused(module: GraphModule) -> None:
+    """Removes the bodies that a graph has no more use for."""
+    used = {str(node.target).split(".")[0] for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in module.named_children() if name not in used]:
+        delattr(module, name)
+
+
+def _has_marks(module: GraphModule) -> bool:
+    """Whether there are marks in a graph, or in torch's regions in it."""
+    bodies = (_body_of(module, node)[0] for node in module.graph.nodes if node.target in _DISSOLVED)
+    return any(_is_mark(node) for node in module.graph.nodes) or any(_has_marks(body) for body in bodies)
+
+
+def _body_of(module: GraphModule, call: Node) -> tuple[GraphModule, int]:
+    """The body of a call of one of torch's regions, and its place among the arguments."""
+    place, attribute = next((i, a) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr")
+    body = module.get_submodule(str(attribute.target))
+    assert isinstance(body, GraphModule)
+    return body, place
+
+
+def _is_mark(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") == marks.NAMESPACE or _name(node) == _VMAP_ENTER
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _dissolve(module: GraphModule) -> None:
+    """Puts the bodies of torch's regions where they are called."""
+    while (call := next((n for n in module.graph.nodes if n.target in _DISSOLVED), None)) is not None:
+        body, place = _body_of(module, call)
+        attribute = call.args[place]
+        with module.graph.inserting_before(call):
+            results = _inlined(body, module, call.args[place + 1 :])
+        for user in list(call.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(call)
+        if not attribute.users:
+            module.graph.erase_node(attribute)
+
+
+def _inlined(body: GraphModule, module: GraphModule, operands: Sequence[Any]) -> Sequence[Any]:
+    """Copies a body's nodes into a module's graph, at its place of insertion; what the body returns."""
+    given = iter(operands)
+    mapping: dict[Node, Any] = {}
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            mapping[node] = next(given)
+        elif node.op != "output":
+            mapping[node] = _copied(node, module.graph, mapping.__getitem__, body, module)
+    output = next(n for n in body.graph.nodes if n.op == "output")
+    results: Sequence[Any] = torch.fx.map_arg(output.args[0], mapping.__getitem__)
+    return results
+
+
+def _copied(node: Node, graph: Graph, mapped: Callable[[Node], Node], source: GraphModule, target: GraphModule) -> Node:
+    """A copy of a node in another graph; an attribute moves along."""
+    copy = graph.node_copy(node, mapped)
+    if node.op == "get_attr":
+        value = getattr(source, str(node.target))
+        name = str(node.target)
+        while hasattr(target, name) and getattr(target, name) is not value:
+            name += "_"
+        setattr(target, name, value)
+        copy.target = name
+    return copy
+
+
+def _place_hooks(graph: Graph) -> None:
+    """Has a hooked value pass through its hook right where it is made, so that all of its uses do."""
+    for hook in [n for n in graph.nodes if n.target is marks.HOOK]:
+        value, gradient, number = hook.args
+        region = _between(graph, number)
+        place = _last_placeholder(graph) if value.op == "placeholder" else value
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        tangents = [n for n in graph.nodes if n.target is marks.TANGENT and n.args[1] == number]
+        moved = [*tangents, *region]
+        late = [n for m in region for n in m.all_input_nodes if n not in moved and order[n] > order[place] and n.op != "get_attr"]
+        if late:
+            raise CaptureError(
+                "a tensor hook uses a value that is computed after the tensor that it is registered on",
+                where=_place(hook),
+                cure="Use an autograd function whose backward does what the hook does.",
+            )
+        for node in moved:
+            place.append(node)
+            place = node
+        with graph.inserting_after(place):
+            connected = graph.call_function(marks.CONNECT, ([value], [value], [gradient], number))
+        connected.meta["val"] = [value.meta["val"]]
+        with graph.inserting_after(connected):
+            passed = graph.call_function(operator.getitem, (connected, 0))
+        passed.meta = dict(value.meta)
+        value.replace_all_uses_with(passed, lambda user, own=(*moved, connected): user not in own)
+        graph.erase_node(hook)
+
+
+def _place_variables(graph: Graph) -> None:
+    """Has what comes after `require_grad(x)` use a variable in x's place."""
+    for mark in [n for n in graph.nodes if n.target is marks.REQUIRE_GRAD]:
+        (value,) = mark.args
+        with graph.inserting_after(mark):
+            made = graph.call_function(higher_order.REQUIRE_GRAD, (value,))
+        made.meta["val"] = (value.meta["val"],)
+        with graph.inserting_after(made):
+            variable = graph.call_function(operator.getitem, (made, 0))
+        variable.meta = dict(value.meta)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        value.replace_all_uses_with(variable, lambda user, last=order[variable], order=order: order[user] > last)
+        graph.erase_node(mark)
+
+
+def _between(graph: Graph, number: int) -> list[Node]:
+    """The nodes from a region's begin to its end, both included."""
+    inside = False
+    found = []
+    for node in graph.nodes:
+        inside = inside or (node.target is marks.BEGIN and node.args[2] == number)
+        if inside:
+            found.append(node)
+        if node.target is marks.END and node.args[0] == number:
+            return found
+    raise AssertionError(f"region {number} is not closed")
+
+
+def _last_placeholder(graph: Graph) -> Node:
+    last: Node = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    return last
+
+
+def _place(node: Node) -> str:
+    trace = str(node.meta.get("stack_trace") or "")
+    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    return frames[-1] if frames else f"node {node}"
+
+
+def _parse(graph: Graph, grad_enabled: bool) -> _Region:
+    """The tree of a graph's regions."""
+    root = _Region("root")
+    stack = [root]
+    modes = [grad_enabled]  # the grad mode that each region on the stack lies in
+    now = grad_enabled
+
+    def close_mode() -> None:
+        if stack[-1].kind == "grad_mode":
+            stack.pop()
+            modes.pop()
+
+    def open_mode() -> None:
+        if now != modes[-1]:
+            region = _Region("grad_mode", enabled=now)
+            stack[-1].items.append(region)
+            stack.append(region)
+            modes.append(now)
+
+    for node in graph.nodes:
+        if node.target is marks.GRAD_MODE:
+            close_mode()
+            now = node.args[0]
+            open_mode()
+        elif node.target is marks.BEGIN or _name(node) == _VMAP_ENTER:
+            kind, text, number = node.args if node.target is marks.BEGIN else ("vmap", node.args[1], -1)
+            region = _Region(kind, text, number)
+            stack[-1].items.append(region)
+            stack.append(region)
+            modes.append(now)
+        elif node.target is marks.END or _name(node) == _VMAP_LEAVE:
+            close_mode()
+            stack.pop()
+            modes.pop()
+            if stack[-1].kind != "grad_mode" or stack[-1].enabled != now:
+                close_mode()
+                open_mode()
+        elif node.op in ("placeholder", "output"):
+            if node.op == "output":
+                close_mode()
+            root.items.append(node)
+        elif _name(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "lazy_load_decompositions"):
+            continue
+        else:
+            stack[-1].items.append(node)
+    assert stack == [root], "a region is not closed"
+    return root
+
+
+class _Builder:
+    """Builds the graph that has regions as operators."""
+
+    def __init__(self, module: GraphModule, root: _Region) -> None:
+        self.module = module
+        self.number = 0
+        self.deferred: dict[int, _Region] = {}
+        """Regions that are not run where they stand: by number."""
+        self.graph = Graph()
+        self._fill(self.graph, module, root, {})
+
+    def _fill(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
+        """Adds a region's items to the graph of `owner`; `mapping`: old node -> new."""
+        for item in region.items:
+            if isinstance(item, _Region):
+                if item.kind in ("backward", "func_grad"):
+                    self.deferred[item.number] = item
+                elif item.items:
+                    self._region(graph, owner, item, mapping)
+                continue
+            args: Any = item.args  # as marks.py says of each operator
+            if item.target is marks.TANGENT:
+                continue
+            if item.target is marks.CONNECT:
+                outputs, inputs, gradients, number = args
+                tangents = {n.args[0]: n for n in item.graph.nodes if n.target is marks.TANGENT and n.args[1] == number}
+                body, operands = self._body(self.deferred.pop(number), [tangents[o] for o in outputs], gradients)
+                made = self._call(
+                    graph, owner, higher_order.BACKWARD, (body, len(outputs), len(inputs)), [*outputs, *inputs, *operands], mapping
+                )
+            elif item.target is marks.FUNC_GRAD:
+                variables, results, number = args
+                body, operands = self._body(self.deferred.pop(number), variables, results)
+                sources = [v.args[0] for v in variables]
+                made = self._call(graph, owner, higher_order.FUNC_GRAD, (body, len(variables)), [*sources, *operands], mapping)
+            elif item.target is marks.AUTOGRAD_GRAD:
+                outputs, inputs, gradients, create_graph = args
+                options = (len(outputs), len(inputs), create_graph)
+                made = self._call(graph, owner, higher_order.AUTOGRAD_GRAD, options, [*outputs, *inputs, *gradients], mapping)
+            else:
+                mapping[item] = _copied(item, graph, mapping.__getitem__, self.module, owner)
+                continue
+            made.meta = {**item.meta, "val": tuple(item.meta["val"])}
+            mapping[item] = made
+
+    def _region(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
+        """A region that is run where it stands."""
+        inside = set(region.nodes())
+        results = [n for n in region.nodes() if any(user not in inside for user in n.users)]
+        arguments: tuple[Any, ...]
+        if region.kind == "vmap":
+            # The edges of the body stand for torch's calls that add and remove the mapped dim.
+            entries = [n for n in region.nodes() if _name(n) == _VMAP_IN]
+            region.items = [i for i in region.items if isinstance(i, _Region) or _name(i) not in (_VMAP_IN, _VMAP_OUT)]
+            body, operands = self._body(region, entries, [_argument(n, 0) if _name(n) == _VMAP_OUT else n for n in results])
+            in_dims = tuple(_argument(n, 1) for n in entries) + (-1,) * len(operands)
+            out_dims = tuple(_argument(n, 3) if _name(n) == _VMAP_OUT else -1 for n in results)
+            operands = [_argument(n, 0) for n in entries] + operands
+            target, arguments = higher_order.VMAP, (body, in_dims, out_dims, region.text)
+        else:
+            body, operands = self._body(region, [], results)
+            if region.kind == "grad_mode":
+                target, arguments = _HOP.wrap_with_set_grad_enabled, (region.enabled, body)
+            elif region.kind == "autocast":
+                device, dtype, enabled = region.text.split(" ")
+                target, arguments = _HOP.wrap_with_autocast, (device, getattr(torch, dtype), enabled == "True", False, body)
+            else:
+                target, arguments = higher_order.CHECKPOINT, (body,)
+        call = self._call(graph, owner, target, arguments, operands, mapping)
+        call.meta = {"val": tuple(r.meta["val"] for r in results)}
+        stacks = [r.meta["nn_module_stack"] for r in results if "nn_module_stack" in r.meta]
+        if stacks:
+            call.meta["nn_module_stack"] = stacks[0]
+        for place, result in enumerate(results):
+            mapping[result] = graph.call_function(operator.getitem, (call, place))
+            mapping[result].meta = dict(result.meta)
+
+    def _body(self, region: _Region, entries: Sequence[Node], results: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
+        """A region as a graph of its own; its inputs are `entries`, then the outer values that it uses, which are returned."""
+        region.items = [i for i in region.items if isinstance(i, _Region) or i not in entries]
+        inside = set(region.nodes())
+        used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]
+        operands = list(dict.fromkeys(n for n in used if n not in inside and n not in entries))
+        body = GraphModule(torch.nn.Module(), Graph())
+        inner: dict[Node, Node] = {}
+        for source in (*entries, *operands):
+            inner[source] = body.graph.placeholder(source.name)
+            inner[source].meta = {"val": source.meta["val"]}
+        self._fill(body.graph, body, region, inner)
+        body.graph.output(tuple(inner[r] for r in results))
+        body.recompile()
+        return body, operands
+
+    def _call(
+        self, graph: Graph, owner: GraphModule, target: Any, arguments: Sequence[Any], operands: Sequence[Node], mapping: dict[Node, Node]
+    ) -> Node:
+        """A call of a region's operator; a body among the arguments becomes an attribute of `owner`."""
+        given: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, GraphModule):
+                name = f"region_{self.number}"
+                self.number += 1
+                setattr(owner, name, argument)
+                argument = graph.get_attr(name)
+            given.append(argument)
+        return graph.call_function(target, (*given, *(mapping[o] for o in operands)))
+
+
+def _argument(node: Node, place: int) -> Any:
+    return node.args[place]

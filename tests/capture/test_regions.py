@@ -1,0 +1,165 @@
+"""What torch.export drops or refuses is in the graph: capture replays each model and compares loss and gradients with eager."""
+
+# mypy: allow-untyped-calls
+# torch's apply and register_hook have no types.
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.jobs import Model, job
+from tests.capture.regions import MODELS, Scaled, linear
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.errors import CaptureError
+from trainload.capture.trace import capture
+from trainload.packaging.write import write_package
+
+expected_warnings = pytest.mark.filterwarnings("ignore:2 parameters get no gradient", "ignore:None of the inputs have requires_grad")
+
+
+@expected_warnings
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_says(name: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    description = job(MODELS[name]())
+    program = capture(description)
+    recipe, updates = capture_optimizer(description, program)
+    read = write_package(tmp_path / "p", program, updates, recipe).program()
+    check_step(read, derive(read, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+    derive(read, "eval", torch.device("cpu"))
+
+
+def targets(model: nn.Module) -> set[str]:
+    """Names of the operators of a model's training graph, those in bodies too."""
+    graph = capture(job(model)).graphs["train"].exported.graph_module
+    parts = (p for p in graph.modules() if isinstance(p, torch.fx.GraphModule))
+    return {str(n.target) for p in parts for n in p.graph.nodes if n.op == "call_function"}
+
+
+@expected_warnings
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [
+        ("function_under_a_bound_name", "trainload_backward"),
+        ("tensor_hook", "trainload_backward"),
+        ("checkpoint_with_dropout", "trainload_checkpoint"),
+        ("reentrant_checkpoint", "trainload_checkpoint"),
+        ("gradient_penalty", "trainload_autograd_grad"),
+        ("func_grad", "trainload_func_grad"),
+        ("func_vmap", "trainload_vmap"),
+        ("no_grad_around_cond", "wrap_with_set_grad_enabled"),
+        ("no_grad_around_autocast", "wrap_with_autocast"),
+    ],
+)
+def test_a_construct_is_an_operator_of_the_graph(name: str, operator: str) -> None:
+    assert operator in targets(MODELS[name]())
+
+
+@expected_warnings
+@pytest.mark.parametrize("name", MODELS)
+def test_no_mark_is_left_in_a_graph(name: str) -> None:
+    assert not [target for target in targets(MODELS[name]()) if "trainload_mark" in target]
+
+
+def test_hooks_and_patched_functions_are_as_before_after_a_capture() -> None:
+    model = MODELS["full_backward_hook"]()
+    held = dict(model.get_submodule("part")._backward_hooks)
+    before = (
+        torch.func.grad,
+        torch.compile,
+        torch.autocast.__enter__,
+        torch.inference_mode.__enter__,
+        vars(torch.autograd.Function).keys(),
+    )
+    capture(job(model))
+    assert dict(model.get_submodule("part")._backward_hooks) == held
+    assert before == (
+        torch.func.grad, torch.compile, torch.autocast.__enter__, torch.inference_mode.__enter__, vars(torch.autograd.Function).keys(),
+    )  # fmt: skip
+
+
+def test_a_parameter_hook_acts_once() -> None:
+    model = Model()
+    calls: list[int] = []
+
+    def counted(gradient: Tensor) -> Tensor:
+        calls.append(1)
+        return gradient * 2
+
+    model.first.weight.register_hook(counted)
+    capture(job(model))
+    assert len(calls) == 3  # while tracing, and in the two eager replays; the graph's replays do not call it
+
+
+def test_a_reentrant_checkpoint_of_the_batch_itself_passes_no_gradient() -> None:
+    class Outermost(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(checkpoint(self.inside, x, use_reentrant=True))
+            return result
+
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"), pytest.warns(UserWarning, match="2 parameters get no"):
+        program = capture(job(Outermost()))
+    assert {p.name for p in program.parameters if p.trainable} == {"last.weight", "last.bias"}
+
+
+class WritesToItsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def remembering(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        result: Tensor = m.part(x)
+    return result
+
+
+def late(_: Any, x: Tensor) -> Tensor:
+    y = x.tanh()
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * y.detach())
+    return y
+
+
+def output_gradients() -> nn.Module:
+    model = Model(lambda m, x: m.part(x), **linear())
+    model.get_submodule("part").register_full_backward_hook(lambda _, into, out: (into[0] * out[0].mean(),))  # type: ignore[index]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (lambda: Model(lambda _, x: WritesToItsInput.apply(x.clone())), "writes to its inputs"),
+        (lambda: Model(remembering, **linear()), "tensors that are saved for backward"),
+        (lambda: Model(late), "computed after the tensor"),
+        (output_gradients, "reads the gradients of the module's outputs"),
+        (lambda: Model(lambda m, x: torch.func.jacrev(m.part)(x).sum((2, 3)), **linear()), "torch.func.jacrev"),
+    ],
+)
+def test_what_has_no_sound_form_is_refused(model: Any, problem: str) -> None:
+    with pytest.raises(CaptureError, match=re.escape(problem)):
+        capture(job(model()))
+
+
+def test_the_gradient_of_a_function_is_its_own() -> None:
+    x = torch.randn(3, requires_grad=True)
+    torch.autograd.backward(Scaled.apply(x).sum())
+    assert x.grad is not None
+    assert torch.allclose(x.grad, 3 * torch.sigmoid(x.detach()))
