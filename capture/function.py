@@ -1,4 +1,7 @@
-"""A job's loss and its predict function as modules that torch.export takes: a batch in, one flat tuple of tensors out."""
+"""A job's loss and its predict function as modules that torch.export takes: a flat batch in, one flat tuple of tensors out.
+
+The user's functions are given the batch nested as `Job.batch` is, with its constants.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainload.capture.errors import JobError
+from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Job, Loss
 from trainload.capture.program import OutputRole, OutputSpec
 
@@ -20,18 +24,25 @@ class Signature:
 
 
 class StepFunction(nn.Module):
-    """A job's loss as a module: {name: tensor} -> flat tuple of the outputs that `signature` describes after a call."""
+    """A job's loss as a module: {leaf name: tensor} -> flat tuple of the outputs that `signature` describes after a call.
+
+    Attributes:
+        inputs: the names of its leaves, sorted.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.model = job.model
+        self.inputs = tuple(leaves_of(job.batch))
+        self._batch = (job.batch,)  # in a tuple, so that torch.export does not look for its tensors here
         self._loss = (job.loss,)  # in a tuple, so that a loss that is a module is not registered as one
         self.signature = Signature()
         _refuse_state(job.loss, "Job.loss")
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        (function,) = self._loss
-        result = self.model(**batch) if function is None else function(self.model, batch)
+        (function,), (example,) = self._loss, self._batch
+        nested = rebuild(example, batch)
+        result = self.model(**nested) if function is None else function(self.model, nested)
         loss = result if isinstance(result, Loss) else Loss(result)
         value: Any = loss.value  # what a user's function returns may be anything
         if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
@@ -60,19 +71,32 @@ class StepFunction(nn.Module):
 
 
 class PredictFunction(nn.Module):
-    """A job's predict as a module: {name: tensor} -> flat tuple of tensors, named by `signature` after a call."""
+    """A job's predict as a module: {leaf name: tensor} -> flat tuple of tensors, named by `signature` after a call.
+
+    Attributes:
+        inputs: the names of the leaves that it takes, sorted: those of `Job.predict_inputs`.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.model = job.model
         assert job.predict is not None
         self._predict = (job.predict,)
+        names = set(job.batch if job.predict_inputs is None else job.predict_inputs)
+        unknown = sorted(names - set(job.batch))
+        if unknown:
+            raise JobError(
+                "names inputs that the batch lacks", where="Job.predict_inputs", expected=f"some of {sorted(job.batch)}", got=str(unknown)
+            )
+        read = {name: value for name, value in job.batch.items() if name in names}
+        self.inputs = tuple(leaves_of(read))
+        self._batch = (read,)
         self.signature = Signature()
         _refuse_state(job.predict, "Job.predict")
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        (function,) = self._predict
-        result = function(self.model, batch)
+        (function,), (example,) = self._predict, self._batch
+        result = function(self.model, rebuild(example, batch))
         named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {"prediction": result}
         for name, value in named.items():
             if not isinstance(value, Tensor):
@@ -85,6 +109,19 @@ class PredictFunction(nn.Module):
         names = sorted(named)
         self.signature.outputs = tuple(OutputSpec(name, OutputRole.PREDICTION) for name in names)
         return tuple(named[name] for name in names)
+
+
+def functions_of(job: Job) -> dict[str, StepFunction | PredictFunction]:
+    """What is captured of a job, by the graph's name; "train" and "eval" are one function in two modes.
+
+    Raises:
+        JobError: `Job.batch` or `Job.predict_inputs` does not hold together, or a function has state of its own.
+    """
+    step = StepFunction(job)
+    found: dict[str, StepFunction | PredictFunction] = {"train": step, "eval": step}
+    if job.predict is not None:
+        found["predict"] = PredictFunction(job)
+    return found
 
 
 def _described(value: object) -> str:

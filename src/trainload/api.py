@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Required, TypedDict, Unpack
 
@@ -14,6 +14,7 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
+from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.trace import capture
 from trainload.launch.build import build_key, derived_key, device_of
@@ -56,9 +57,10 @@ def freeze(job: Job, path: str | Path) -> Package:
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
     program = capture(job)
-    recipe, updates = capture_optimizer(job, program)
+    leaves = leaves_of(job.batch)
+    recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
-    check_step(program, steps["train"], {name: tensor.detach().cpu() for name, tensor in job.batch.items()})
+    check_step(program, steps["train"], {name: leaf.detach().cpu() for name, leaf in leaves.items()})
     package = write_package(path, program, updates, recipe, assets={name: Path(source) for name, source in job.assets.items()})
     try:
         write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
