@@ -113,10 +113,10 @@ def _inputs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple[Inp
     for (name, tensor), value in zip(batch.items(), values, strict=True):
         shape: list[SizeLike] = []
         for dim, size in enumerate(value.shape):
-            if isinstance(size, int):
-                shape.append(size)
+            text = str(size)
+            if text.isdigit():  # a SymInt too, where torch made a constant of a dim that was left to it
+                shape.append(int(text))
             else:
-                text = str(size)
                 shape.append(symbols.setdefault(text, "batch" if dim == 0 else f"{name}_{dim}"))
         specs.append(InputSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
     return tuple(specs)
