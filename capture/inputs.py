@@ -106,6 +106,16 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, torch.Size):
         return dict(zip(value._fields, value, strict=True))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | torch.nn.Module):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        beside = sorted(set(getattr(value, "__dict__", ())) - set(parts))
+        if beside:
+            raise JobError(
+                f"a {type(value).__name__} holds more than its fields, which the graphs would fix to what the example has",
+                where="Job.batch",
+                expected=f"the fields {', '.join(parts)} alone",
+                got=", ".join(beside),
+                cure="Make it a field, or a property.",
+            )
+        return parts
     return None

@@ -216,23 +216,26 @@ class _Writer:
         name, dim = place
         spec = self._shapes[name].get(dim, Dim.STATIC)
         if not self._fixed(place):
-            return " ".join(dict.fromkeys(self._widen(place, spec, causes)))
+            return " ".join(dict.fromkeys(filter(None, self._widen(place, spec, causes))))
         size = self._batch[name].shape[dim]
         if size < 2:
             return "Give an example of length 2 or more: torch takes lengths 0 and 1 for constants."
-        then = f"write {self._proposal(place)}."
+        write = f"Write {self._proposal(place)}"
         if not self._could.fixed(place):
-            return f"W{then[1:]}" if dim > 0 else f"Leave out what Job.dynamic says of dim 0: {spelled(spec)}."
-        return _change(causes, size) + (f", then {then}" if spec is Dim.STATIC and dim > 0 else ".")
+            return f"{write}." if dim > 0 else f"Leave out what Job.dynamic says of dim 0: {spelled(spec)}."
+        return _sentence(_change(causes, size), *([write] if spec is Dim.STATIC and dim > 0 else []))
 
     def _widen(self, place: Place, spec: Any, causes: tuple[Cause, ...]) -> Iterator[str]:
         """What to write for a dim that is dynamic, but does not take all sizes."""
         least, most = self._outcome.limits(place)
         low, high = limits_of(spec)
+        smallest, greatest = self._could.limits(place)  # of the model itself, whatever is declared
         if most is not None:
-            yield f"Raise the max of {spelled(spec)}." if most == high else f"{_change(causes, most)}."
+            steps = [_change(causes, greatest)] if greatest is not None and greatest <= most else []
+            yield _sentence(*steps, *([f"Raise the max of {spelled(spec)}"] if most == high else []))
         if least > 2:
-            yield f"Lower the min of {spelled(spec)}." if least == low else f"{_change(causes, least)}."
+            steps = [_change(causes, smallest)] if smallest >= least else []
+            yield _sentence(*steps, *([f"Lower the min of {spelled(spec)}"] if least == low else []))
         for cause in causes:
             if " == " in cause.condition:
                 one = "Declare them as one Dim, or c" if re.fullmatch(r"\S+ == [^\d\s]\S*", cause.condition) and self._refused else "C"
@@ -257,6 +260,11 @@ class _Writer:
             said.setdefault(other, []).append(f"{number}: {text}")
         entries = [f"{other!r}: {{{', '.join(dims)}}}" for other, dims in said.items()]
         return f"dynamic={{{', '.join(entries)}}}"
+
+
+def _sentence(*steps: str) -> str:
+    """Steps, one after the other."""
+    return ", then ".join([steps[0], *(f"{step[0].lower()}{step[1:]}" for step in steps[1:])]) + "." if steps else ""
 
 
 def _change(causes: tuple[Cause, ...], number: int) -> str:

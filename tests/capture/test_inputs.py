@@ -37,6 +37,19 @@ class Frozen:
         MADE.append("by its constructor")
 
 
+@dataclass
+class Counted:
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        self.count = len(self.value)
+
+
+@dataclass
+class Mapped(dict[str, Tensor]):
+    value: Tensor
+
+
 class Pair(NamedTuple):
     one: Tensor
     two: Tensor
@@ -120,6 +133,8 @@ def test_a_batch_is_what_its_leaves_and_constants_make_it(tree: dict[str, Any]) 
         ({"a": [np.zeros(4)]}, "Job.batch: a.0", r"cannot hold \(expected a tensor.* got numpy.ndarray\)\. Make it a tensor"),
         ({"a": {"b": {ROWS}}}, "Job.batch: a.b", "cannot hold .* got builtins.set"),
         ({"a": Mask}, "Job.batch: a", "cannot hold .* got builtins.type"),
+        ({"a": Counted(ROWS)}, "Job.batch", r"more than its fields.* \(expected the fields value alone, got count\)"),
+        ({"a": Mapped(ROWS)}, "Job.batch: a", "cannot hold .* got .*Mapped"),
         ({"a": 1j, "x": ROWS}, "Job.batch: a", "cannot hold .* got builtins.complex"),
         ({"a" * 200: {"b" * 60: ROWS}}, "Job.batch", r"too long \(expected 256 characters"),
     ],
