@@ -140,8 +140,9 @@ def apply_fixes(fixes: tuple[Fix, ...], shapes: Shapes, graph: str) -> tuple[Sha
         changed[name] = {}
         for dim, spec in dims.items():
             place = f"{name}[{dim}]"
-            fix = by_name.get(place) or (None if is_hint(spec) else by_name.get(_root(spec).__name__))
-            new = spec if fix is None else _fixed(spec, fix, by_name, roots)
+            about = place if is_hint(spec) else _root(spec).__name__
+            fix = by_name.get(about)
+            new = spec if fix is None else _line(_after(about, by_name, roots), *affine(spec))
             changed[name][dim] = new
             if fix is not None and spelled(new) != spelled(spec):
                 found.setdefault((fix.text, spelled(spec), spelled(new)), []).append(place)
@@ -153,32 +154,25 @@ def _root(spec: Any) -> Any:
     return getattr(spec, "root", spec)
 
 
-def _fixed(spec: Any, fix: Fix, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> Any:
-    """What a dim becomes whose root (or which itself) has a fix."""
+def _after(name: str, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> Any:
+    """What stands for the dim `name` once the fixes are applied: itself, narrowed; one that depends on another; or Dim.STATIC."""
+    fix, old = by_name.get(name), roots.get(name)
+    if fix is None:
+        return old if old is not None else Dim(name)
     if fix.number is not None:
         return Dim.STATIC
-    root = _new_root(fix, by_name, roots)
-    if root is Dim.STATIC:
-        return root
-    factor, offset = affine(spec)
-    return _line(_line(root, fix.factor, fix.offset) if fix.root is not None else root, factor, offset)
-
-
-def _new_root(fix: Fix, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> Any:
-    """The dim that a fix refers to: its own narrowed one, or the one that it makes its dim depend on."""
     if fix.root is not None:
-        other = by_name.get(fix.root)
-        if other is None:
-            return roots.get(fix.root) or Dim(fix.root)
-        return Dim.STATIC if other.number is not None else _new_root(replace(other, root=None), by_name, roots)
-    old = roots.get(fix.name)
+        others = {other: entry for other, entry in by_name.items() if other != name}  # a = b, b = a ends here
+        return _line(_after(fix.root, others, roots), fix.factor, fix.offset)
     low, high = limits_of(old) if old is not None else (None, None)
     least = max(fix.least or 0, low or 0)
     most = min((limit for limit in (fix.most, high) if limit is not None), default=None)
-    return Dim.STATIC if least == most else Dim(fix.name, min=least, max=most)
+    return Dim.STATIC if least == most else Dim(name, min=least, max=most)
 
 
 def _line(dim: Any, factor: int, offset: int) -> Any:
+    if dim is Dim.STATIC:
+        return dim
     dim = dim if factor == 1 else factor * dim
     return dim if offset == 0 else dim + offset
 

@@ -86,6 +86,8 @@ A, B = Dim("a", min=4, max=64), Dim("b")
         ((A, B), ["b = 2*a"], "Dim('a', min=4, max=64)", "2*a"),
         ((A, B), ["a = Dim('a', max=16)", "b = 2*a"], "Dim('a', min=4, max=16)", "2*a"),
         ((A, B), ["_a = Dim('_a', min=2, max=32)", "a = 2*_a"], "2*_a", "Dim('b')"),
+        ((A, B), ["_a = Dim('_a', min=2, max=9)", "a = 2*_a", "b = a"], "2*_a", "2*_a"),
+        ((A, B), ["a = 6", "b = a"], "Dim.STATIC", "Dim.STATIC"),
         ((A, 2 * A), ["a = Dim('a', max=16)"], "Dim('a', min=4, max=16)", "2*a"),
         ((A, 2 * A), ["a = 6"], "Dim.STATIC", "Dim.STATIC"),
         ((A, 2 * A), ["_a = Dim('_a')", "a = 3*_a"], "3*_a", "6*_a"),
@@ -154,3 +156,13 @@ def test_suggestions_that_do_not_help_leave_torchs_refusal() -> None:
 def test_a_batch_dim_that_must_be_even_is_not_mended() -> None:
     with pytest.raises(CaptureError, match=r"depend on the number of rows.*got the batch dim 2\*_batch"):
         with_suggested_fixes(asked(asserting))
+
+
+def test_a_batch_dim_may_be_narrowed() -> None:
+    def few(m: Any, b: Batch) -> Any:
+        assert b["x"].shape[0] <= 16
+        return m.linear(b["x"])
+
+    changed, fixes = with_suggested_fixes(asked(few))
+    assert [fix.after for fix in fixes] == ["Dim('batch', min=1, max=16)"]
+    assert capture(changed).graphs["train"].inputs[0].shape == ("batch", 6, 8)
