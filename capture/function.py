@@ -1,4 +1,7 @@
-"""A job's loss and its predict function as modules that torch.export takes: a batch in, one flat tuple of tensors out."""
+"""A job's loss and its predict function as modules that torch.export takes: a flat batch in, one flat tuple of tensors out.
+
+The user's functions are given the batch nested as `Job.batch` is, with its constants.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainload.capture.errors import JobError
+from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Job, Loss
 from trainload.capture.program import OutputRole, OutputSpec
 
@@ -21,37 +25,53 @@ class Signature:
         self.outputs: tuple[OutputSpec, ...] = ()
 
 
-class Traced(nn.Module):
-    """A function of a job's model as a module.
+Around = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+"""What a function is traced in, given the leaves of its batch."""
 
-    `watched`: what its forward runs in; a trace sets it. `differentiates`: it takes gradients itself, so that evaluation needs them too.
+
+def nothing_around(_: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """No context."""
+    return nullcontext()
+
+
+class Traced(nn.Module):
+    """A function of a job's model as a module: {leaf name: tensor} -> flat tuple of tensors.
+
+    Attributes:
+        inputs: the names of its leaves, sorted.
+        signature: what it returned last.
+        watched: what its forward runs in, given the leaves; a trace sets it.
+        differentiates: whether it takes gradients itself, so that evaluation needs them too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         super().__init__()
         self.model = model
-        self.watched: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.differentiates = False
+        self.inputs = tuple(leaves_of(batch))
+        self._batch = (batch,)  # in a tuple, so that torch.export does not look for its tensors here
         self.signature = Signature()
+        self.watched: Around = nothing_around
+        self.differentiates = False
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        with self.watched(), torch.enable_grad() if self.differentiates else nullcontext():
-            return self.run(batch)
+        (example,) = self._batch
+        with self.watched(batch), torch.enable_grad() if self.differentiates else nullcontext():
+            return self.run(rebuild(example, batch))
 
-    def run(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """What is traced: {name: tensor} -> flat tuple of tensors."""
+    def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        """What is traced; `batch` is nested as the example is."""
         raise NotImplementedError
 
 
 class StepFunction(Traced):
-    """A job's loss as a module: {name: tensor} -> flat tuple of the outputs that `signature` describes after a call."""
+    """A job's loss as a module; `signature` describes its outputs after a call."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job.model)
+        super().__init__(job.model, job.batch)
         self._loss = (job.loss,)  # in a tuple, so that a loss that is a module is not registered as one
         _refuse_state(job.loss, "Job.loss")
 
-    def run(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._loss
         result = self.model(**batch) if function is None else function(self.model, batch)
         loss = result if isinstance(result, Loss) else Loss(result)
@@ -82,15 +102,21 @@ class StepFunction(Traced):
 
 
 class PredictFunction(Traced):
-    """A job's predict as a module: {name: tensor} -> flat tuple of tensors, named by `signature` after a call."""
+    """A job's predict as a module; its inputs are those of `Job.predict_inputs`, and `signature` names its outputs after a call."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job.model)
+        names = set(job.batch if job.predict_inputs is None else job.predict_inputs)
+        unknown = sorted(names - set(job.batch))
+        if unknown:
+            raise JobError(
+                "names inputs that the batch lacks", where="Job.predict_inputs", expected=f"some of {sorted(job.batch)}", got=str(unknown)
+            )
+        super().__init__(job.model, {name: value for name, value in job.batch.items() if name in names})
         assert job.predict is not None
         self._predict = (job.predict,)
         _refuse_state(job.predict, "Job.predict")
 
-    def run(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._predict
         result = function(self.model, batch)
         named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {"prediction": result}
@@ -105,6 +131,19 @@ class PredictFunction(Traced):
         names = sorted(named)
         self.signature.outputs = tuple(OutputSpec(name, OutputRole.PREDICTION) for name in names)
         return tuple(named[name] for name in names)
+
+
+def functions_of(job: Job) -> dict[str, StepFunction | PredictFunction]:
+    """What is captured of a job, by the graph's name; "train" and "eval" are one function in two modes.
+
+    Raises:
+        JobError: `Job.batch` or `Job.predict_inputs` does not hold together, or a function has state of its own.
+    """
+    step = StepFunction(job)
+    found: dict[str, StepFunction | PredictFunction] = {"train": step, "eval": step}
+    if job.predict is not None:
+        found["predict"] = PredictFunction(job)
+    return found
 
 
 def _described(value: object) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Loss:
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], "torch.Tensor | Loss"]
-PredictFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], "torch.Tensor | Mapping[str, torch.Tensor]"]
+LossFunction = Callable[[torch.nn.Module, dict[str, Any]], "torch.Tensor | Loss"]
+PredictFunction = Callable[[torch.nn.Module, dict[str, Any]], "torch.Tensor | Mapping[str, torch.Tensor]"]
 OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
 ScheduleFunction = Callable[[int], float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -40,15 +40,18 @@ class Job:
 
     Attributes:
         model: the module, with its weights, on any device.
-        batch: an example batch, input name -> tensor. Its leading dim is the batch dim, of 2 rows or more.
-        loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`. None: `model(**batch)` returns it.
+        batch: an example batch, input name -> tensor; or a dict, list, tuple, named tuple or dataclass of tensors, which are then
+            inputs with dotted names ("mask.left", "pair.0"). Every tensor's leading dim is the batch dim, of 2 rows or more.
+            None, numbers and strings in it are constants of the graphs.
+        loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above. None: `model(**batch)` returns it.
         optimizer: `optimizer(model)` -> a `torch.optim.Optimizer` over the model's parameters.
         schedule: `schedule(step)` -> factor on each group's learning rate, for step 0, 1, ...; or a
             `torch.optim.lr_scheduler` factory that is given the optimizer. None: constant.
         predict: `predict(model, batch)` -> the tensors that a trained model is for. None: no predict graph.
-        predict_inputs: the names of the batch's entries that predict reads. None: all of them.
-        dynamic: input name -> {dim: torch.export.Dim, Dim.AUTO, Dim.DYNAMIC or Dim.STATIC}. The leading dim of every
-            input is dynamic (one dim, named "batch") unless this says `{0: Dim.STATIC}`.
+        predict_inputs: the names of the batch's outermost entries that predict reads. None: all of them.
+        dynamic: (dotted) input name -> {dim: torch.export.Dim, one derived from it such as 2*dim, Dim.AUTO, Dim.DYNAMIC,
+            Dim.STATIC, the size, or None}, or one of these for each dim. Dims are fixed where nothing is said, but for the leading
+            dim of every input, which is dynamic (one dim, named "batch") unless this says `{0: Dim.STATIC}`. docs/shapes.md.
         steps: length of the run: optimizer updates.
         global_batch: rows of one optimizer update, over all workers and microbatches. None: the example's rows.
         clip_norm: greatest global L2 norm of the gradient. None: no clipping.
@@ -62,8 +65,8 @@ class Job:
     loss: LossFunction | None = None
     schedule: ScheduleFunction | SchedulerFactory | None = None
     predict: PredictFunction | None = None
-    predict_inputs: Iterable[str] | None = None
-    dynamic: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    predict_inputs: Collection[str] | None = None
+    dynamic: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 1000
     global_batch: int | None = None
     clip_norm: float | None = None

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.blame import capture_error
-from trainload.capture.errors import CaptureError, JobError, RequestError
-from trainload.capture.function import PredictFunction, StepFunction, Traced
+from trainload.capture.errors import CaptureError, RequestError
+from trainload.capture.function import Around, Traced, functions_of, nothing_around
 from trainload.capture.higher_order import differentiates
+from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.parity import check_parity
 from trainload.capture.program import GraphCapture, InputSpec, Program, SizeLike
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
+from trainload.capture.shapes import Shapes, declared_shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
 from trainload.capture.watch import Watch
 
@@ -36,13 +36,11 @@ def capture(job: Job) -> Program:
         CaptureError: the model cannot be captured, or what was captured differs from eager.
     """
     model = check_model(job.model)
-    batch = _checked_batch(job)
-    step = StepFunction(job)
-    functions: dict[str, Traced] = {"train": step, "eval": step}
-    batches = {"train": batch, "eval": batch}
-    if job.predict is not None:
-        functions["predict"] = PredictFunction(job)
-        batches["predict"] = _predict_batch(job, batch)
+    batch = {name: leaf.detach().contiguous() for name, leaf in leaves_of(job.batch).items()}
+    shapes = declared_shapes(job.dynamic, batch)
+    warn_of_special_lengths(shapes, batch)
+    functions = functions_of(job)
+    batches = {name: {leaf: batch[leaf] for leaf in function.inputs} for name, function in functions.items()}
     graphs: dict[str, GraphCapture] = {}
     constants: dict[str, Tensor] = {}
     without_gradient: set[str] = set()
@@ -50,7 +48,7 @@ def capture(job: Job) -> Program:
         for name, function in functions.items():
             model.train(name == "train")
             with state_kept(model):
-                exported = _export(name, function, batches[name], job.dynamic)
+                exported = export_graph(name, function, batches[name], shapes)
             _strip_prefix(exported)
             captured = GraphCapture(name, exported, _inputs(exported, batches[name]), function.signature.outputs)
             graphs[name] = captured
@@ -73,74 +71,26 @@ def capture(job: Job) -> Program:
     return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants)
 
 
-def _checked_batch(job: Job) -> dict[str, Tensor]:
-    if not job.batch:
-        raise JobError("the example batch is empty", where="Job.batch", cure="Give one real batch, input name -> tensor.")
-    entries: Mapping[Any, Any] = job.batch  # unchecked so far
-    for name, value in entries.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise JobError("not a usable input name", where="Job.batch", expected="an identifier", got=repr(name))
-        if not isinstance(value, Tensor):
-            raise JobError("not a tensor", where=f"Job.batch[{name!r}]", expected="a tensor", got=type(value).__name__)
-        if value.ndim == 0:
-            raise JobError(
-                "an input without a batch dim",
-                where=f"Job.batch[{name!r}]",
-                expected="one dim or more",
-                got="0 dims",
-                cure="Give it a leading batch dim, or make it a constant of the model.",
-            )
-    rows = {name: value.shape[0] for name, value in job.batch.items()}
-    if len(set(rows.values())) != 1:
-        raise JobError("inputs differ in their number of rows", where="Job.batch", expected="one leading size", got=str(rows))
-    unknown = sorted(set(job.dynamic) - set(job.batch))
-    if unknown:
-        raise JobError("names inputs that the batch lacks", where="Job.dynamic", expected=f"some of {sorted(job.batch)}", got=str(unknown))
-    size = next(iter(rows.values()))
-    if size < 2 and not _static_batch(job.dynamic):
-        raise JobError(
-            "the example batch is too small for a dynamic batch dim, since torch treats sizes 0 and 1 as special",
-            where="Job.batch",
-            expected="2 rows or more",
-            got=f"{size}",
-            cure="Give more rows, or fix the size with dynamic={name: {0: Dim.STATIC}}.",
-        )
-    return {name: job.batch[name].detach().contiguous() for name in sorted(job.batch)}
+def export_graph(
+    name: str,
+    function: Traced,
+    batch: dict[str, Tensor],
+    shapes: Shapes,
+    around: Around = nothing_around,
+) -> ExportedProgram:
+    """The training IR of one graph.
 
+    Args:
+        name: "train" is traced with gradients, others without.
+        function: what is traced, in the right mode.
+        batch: its leaves.
+        shapes: their declared sizes.
+        around: a context, given the traced leaves, in which the function runs.
 
-def _batch_dim(dynamic: Mapping[str, Mapping[int, Any]]) -> Any:
-    """The one Dim of all inputs' leading dims: what the job says for any of them."""
-    said = [dims[0] for dims in dynamic.values() if 0 in dims]
-    if any(dim in (Dim.STATIC, None) or isinstance(dim, int) for dim in said):
-        return Dim.STATIC
-    if len({str(dim) for dim in said}) > 1:
-        raise JobError(
-            "declares the batch dim in several ways",
-            where="Job.dynamic",
-            expected="one Dim for dim 0",
-            got=", ".join(map(str, said)),
-            cure="Every input has the same rows: declare dim 0 once.",
-        )
-    return said[0] if said else Dim("batch", min=1)
-
-
-def _static_batch(dynamic: Mapping[str, Mapping[int, Any]]) -> bool:
-    return _batch_dim(dynamic) is Dim.STATIC
-
-
-def _predict_batch(job: Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = sorted(batch if job.predict_inputs is None else job.predict_inputs)
-    unknown = sorted(set(names) - set(batch))
-    if unknown:
-        raise JobError(
-            "names inputs that the batch lacks", where="Job.predict_inputs", expected=f"some of {sorted(batch)}", got=str(unknown)
-        )
-    return {name: batch[name] for name in names}
-
-
-def _export(name: str, function: Traced, batch: dict[str, Tensor], dynamic: Mapping[str, Mapping[int, Any]]) -> ExportedProgram:
-    rows = _batch_dim(dynamic)
-    shapes = {n: {**dynamic.get(n, {}), 0: rows} for n in batch}
+    Raises:
+        JobError: the function does not return what a job's must.
+        CaptureError: torch.export cannot follow it, or refuses the declared sizes.
+    """
     try:
         with quiet_torch(), warnings.catch_warnings():
             ignore_torchs_warnings()
@@ -148,8 +98,8 @@ def _export(name: str, function: Traced, batch: dict[str, Tensor], dynamic: Mapp
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
             training = name == "train"
             hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
-            with torch.set_grad_enabled(training), _watched(function, hooks if training else {}):
-                exported = torch.export.export(function, (batch,), dynamic_shapes=(shapes,), strict=False)
+            with torch.set_grad_enabled(training), _watched(function, hooks if training else {}, around):
+                exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
             make_regions(exported, training)
             return exported
     except RequestError:
@@ -159,14 +109,24 @@ def _export(name: str, function: Traced, batch: dict[str, Tensor], dynamic: Mapp
 
 
 @contextmanager
-def _watched(function: Traced, hooks: dict[str, list[Callable[[Tensor], Tensor | None]]]) -> Iterator[None]:
+def _watched(
+    function: Traced,
+    hooks: dict[str, list[Callable[[Tensor], Tensor | None]]],
+    around: Around,
+) -> Iterator[None]:
     """Inside, the function's forward is watched by a trace."""
     watch = Watch()
-    function.watched = partial(watch.tracing, function.model, hooks)
+
+    @contextmanager
+    def watched(batch: Mapping[str, Tensor]) -> Iterator[None]:
+        with around(batch), watch.tracing(function.model, hooks):
+            yield
+
+    function.watched = watched
     try:
         yield
     finally:
-        function.watched = nullcontext
+        function.watched = nothing_around
 
 
 def _strip_prefix(exported: ExportedProgram) -> None:
@@ -194,10 +154,10 @@ def _inputs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple[Inp
     for (name, tensor), value in zip(batch.items(), values, strict=True):
         shape: list[SizeLike] = []
         for dim, size in enumerate(value.shape):
-            if isinstance(size, int):
-                shape.append(size)
+            text = str(size)
+            if text.isdigit():  # a SymInt too, where torch made a constant of a dim that was left to it
+                shape.append(int(text))
             else:
-                text = str(size)
                 shape.append(symbols.setdefault(text, "batch" if dim == 0 else f"{name}_{dim}"))
         specs.append(InputSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
     return tuple(specs)

@@ -83,7 +83,8 @@ def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
         exported.graph_module,
         exported.graph_signature,
         [entry for entry in exported.module_call_graph if entry.fqn == ""],
-        exported.range_constraints,
+        # A derived dim (2*s0) has a range too, which follows from its root's.
+        {symbol: span for symbol, span in exported.range_constraints.items() if symbol.is_Symbol},
         list(exported._guards_code),
         where,
     )

@@ -36,6 +36,7 @@ from trainload.capture.versions import demand_supported_torch as _demand_support
 
 if TYPE_CHECKING:
     from trainload.api import dry_run as dry_run
+    from trainload.api import explain_shapes as explain_shapes
     from trainload.api import freeze as freeze
     from trainload.api import launch as launch
     from trainload.api import open as open
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from trainload.api import resume as resume
     from trainload.capture.job import Job as Job
     from trainload.capture.job import Loss as Loss
+    from trainload.capture.shape_report import ShapeReport as ShapeReport
     from trainload.packaging.read import Package as Package
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
@@ -65,6 +67,7 @@ __all__ = [
     "PlanError",
     "RequestError",
     "RunInterrupted",
+    "ShapeReport",
     "StorageError",
     "TrainingError",
     "TrainloadError",
@@ -73,6 +76,7 @@ __all__ = [
     "WorkError",
     "__version__",
     "dry_run",
+    "explain_shapes",
     "freeze",
     "launch",
     "open",
@@ -86,7 +90,9 @@ _HOMES = {
     "Loss": "trainload.capture.job",
     "Package": "trainload.packaging.read",
     "Plan": "trainload.sharding.plan",
+    "ShapeReport": "trainload.capture.shape_report",
     "dry_run": "trainload.api",
+    "explain_shapes": "trainload.api",
     "freeze": "trainload.api",
     "open": "trainload.api",
     "plan": "trainload.api",

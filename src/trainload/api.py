@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Required, TypedDict, Unpack
 
@@ -14,7 +14,11 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
+from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
+from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
+from trainload.capture.shape_report import explain_shapes
+from trainload.capture.shapes import declared_shapes, spelled
 from trainload.capture.trace import capture
 from trainload.launch.build import build_key, derived_key, device_of
 from trainload.launch.dataset import check_schema
@@ -32,10 +36,12 @@ from trainload.sharding.plan import Cluster, Plan, Strategy
 
 Backend = Literal["ray", "local", "torchrun"]
 
-__all__ = ["DryRunReport", "dry_run", "freeze", "launch", "open", "plan", "resume"]
+__all__ = ["DryRunReport", "dry_run", "explain_shapes", "freeze", "launch", "open", "plan", "resume"]
 
 
-def freeze(job: Job, path: str | Path) -> Package:
+def freeze(
+    job: Job, path: str | Path, *, apply_suggested_fixes: bool = False, on_fix: Callable[[AppliedFix], None] | None = None
+) -> Package:
     """Captures a job, proves the graphs equal to eager, and writes the package.
 
     The joint forward and backward graph for the CPU is derived and proven too, and kept beside the program; other devices derive theirs
@@ -44,6 +50,9 @@ def freeze(job: Job, path: str | Path) -> Package:
     Args:
         job: model, loss, optimizer, schedule and an example batch.
         path: the package to write, a folder that does not exist.
+        apply_suggested_fixes: where torch refuses the sizes that `Job.dynamic` declares, declare what it suggests instead. What was
+            changed is recorded in debug/batch.json.
+        on_fix: told each change.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -55,17 +64,33 @@ def freeze(job: Job, path: str | Path) -> Package:
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
-    program = capture(job)
-    recipe, updates = capture_optimizer(job, program)
+    declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
+    for fix in fixes:
+        if on_fix is not None:
+            on_fix(fix)
+    program = capture(declared)
+    leaves = leaves_of(job.batch)
+    recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
-    check_step(program, steps["train"], {name: tensor.detach().cpu() for name, tensor in job.batch.items()})
-    package = write_package(path, program, updates, recipe, assets={name: Path(source) for name, source in job.assets.items()})
+    check_step(program, steps["train"], {name: leaf.detach().cpu() for name, leaf in leaves.items()})
+    assets = {name: Path(source) for name, source in job.assets.items()}
+    package = write_package(path, program, updates, recipe, assets=assets, debug={"batch": _batch_record(declared, fixes)})
     try:
         write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
     except StorageError:
         shutil.rmtree(path)
         raise
     return package
+
+
+def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
+    """debug/batch.json."""
+    shapes = declared_shapes(job.dynamic, leaves_of(job.batch))
+    return {
+        "constants": {name: value if value is None else str(value) for name, value in constants_of(job.batch).items()},
+        "dynamic": {name: {str(dim): spelled(spec) for dim, spec in dims.items()} for name, dims in shapes.items()},
+        "fixes": [{**asdict(fix), "dims": list(fix.dims)} for fix in fixes],
+    }
 
 
 def open(path: str | Path) -> Package:

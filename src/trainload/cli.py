@@ -75,12 +75,16 @@ def commands() -> None:
 @commands.command(short_help="Write a job's package.")
 @click.argument("spec")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
+@click.option("--explain-shapes", is_flag=True, help="First print what each dim may be, and why.")
+@click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
 @json_option
-def freeze(spec: str, output: Path, as_json: bool) -> None:
+def freeze(spec: str, output: Path, explain_shapes: bool, apply_suggested_fixes: bool, as_json: bool) -> None:
     """Write the package of the job that SPEC names.
 
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
     captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written.
+
+    The table of --explain-shapes is printed even where torch then refuses the sizes.
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
@@ -92,12 +96,20 @@ def freeze(spec: str, output: Path, as_json: bool) -> None:
         job = load_job(spec)
         from trainload import api
 
-        package = api.freeze(job, output)
+        shapes = api.explain_shapes(job) if explain_shapes else None
+    if shapes is not None and not as_json:
+        view.print_shapes(_out(), shapes)
+    fixes: list[Any] = []
+    with redirect_stdout(sys.stderr):
+        package = api.freeze(job, output, apply_suggested_fixes=apply_suggested_fixes, on_fix=fixes.append)
     seconds = time.perf_counter() - began
     if as_json:
-        _print_json({"package": output, "digest": package.digest, "seconds": seconds})
+        explained = {} if shapes is None else {"shapes": shapes}
+        applied = {"fixes": fixes} if apply_suggested_fixes else {}
+        _print_json({"package": output, "digest": package.digest, "seconds": seconds, **explained, **applied})
     else:
-        _out().print(view.table([("package", str(output)), ("digest", package.digest), ("seconds", seconds)]))
+        rows: list[tuple[str, Any]] = [("package", str(output)), ("digest", package.digest), ("seconds", seconds)]
+        _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
 
 
 @commands.command(short_help="Say what a package holds.")

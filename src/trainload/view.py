@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from trainload.capture.shape_report import ShapeReport
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two plain lines about steps."""
@@ -184,6 +188,30 @@ def record_table(record: Any, title: str | None = None) -> Table:
     """A table of a record's fields, without those that are None or empty."""
     fields = as_json(record)
     return table(((name, value) for name, value in fields.items() if value not in (None, [], {}, "")), title)
+
+
+def print_shapes(console: Console, report: ShapeReport) -> None:
+    """Prints what each dim of a job's inputs may be, what has it so, and what to write for more; then what torch refuses, if it does."""
+    made = Table(box=None, pad_edge=False, title="sizes of the training graph", title_justify="left")
+    for title in ("dim", "example", "may be", "declared", "because of", "for more"):
+        made.add_column(title, overflow="fold")
+    for dim in report.dims:
+        most = "" if dim.most is None else dim.most
+        span = str(dim.least) if dim.symbol is None else f"{dim.symbol}: {dim.least}..{most}"
+        causes = "\n".join(f"{_near(cause.place)} {cause.condition}\n  {cause.line}" for cause in dim.causes)
+        relax = dim.relax
+        for cause in dim.causes:
+            relax = relax.replace(cause.place, _near(cause.place))
+        made.add_row(*map(Text, (f"{dim.input}[{dim.dim}]", str(dim.example), span, dim.declared, causes, relax)))
+    console.print(made)
+    for title, lines in (("refused", report.refused), ("torch suggests (--apply-suggested-fixes)", report.fixes)):
+        for line in lines:
+            console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _near(place: str) -> str:
+    """A path under the current folder without it."""
+    return place.removeprefix(f"{Path.cwd()}/")
 
 
 def _short(name: str, value: Any) -> str:

@@ -1,0 +1,121 @@
+"""The example batch, nested as the user's code takes it, as leaf tensors with dotted names; and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.capture.errors import JobError
+
+Constant = int | float | str | bool | None
+"""What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""
+
+LONGEST_NAME = 256
+"""Characters of an input's name, dots included."""
+
+
+def leaves_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a batch by dotted name ("mask.left", "pair.0"), in sorted order of names.
+
+    Args:
+        batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of these, to any depth.
+
+    Raises:
+        JobError: a name cannot be one of an input, an entry is of another type, or there is no tensor.
+    """
+    if not batch:
+        raise JobError("the example batch is empty", where="Job.batch", cure="Give one real batch, input name -> tensor.")
+    found: dict[str, Tensor] = {}
+    for name, value in _entries("", batch):
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif not (value is None or isinstance(value, int | float | str)):
+            raise JobError(
+                "an entry of a type that a batch cannot hold",
+                where=f"Job.batch: {name}",
+                expected="a tensor, None, a number, a string, or a dict, list, tuple, named tuple or dataclass of these",
+                got=f"{type(value).__module__}.{type(value).__qualname__}",
+                cure="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model.",
+            )
+    if not found:
+        raise JobError("the example batch holds no tensor", where="Job.batch", cure="Give one real batch, input name -> tensor.")
+    return dict(sorted(found.items()))
+
+
+def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
+    """What a batch holds beside tensors, by dotted name, sorted."""
+    return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor)))
+
+
+def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A batch nested as `batch` is, with its constants, and `leaves` in the places of its tensors.
+
+    Dataclasses are copied field by field: neither `__init__` nor `__post_init__` runs.
+    """
+    return {name: _rebuilt(value, name, leaves) for name, value in batch.items()}
+
+
+def _rebuilt(value: Any, name: str, leaves: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return leaves[name]
+    parts = _parts(value)
+    if parts is None:
+        return value
+    made = {key: _rebuilt(part, f"{name}.{key}", leaves) for key, part in parts.items()}
+    if dataclasses.is_dataclass(value):
+        twin = copy.copy(value)
+        for key, part in made.items():
+            object.__setattr__(twin, key, part)
+        return twin
+    if isinstance(value, dict):
+        return type(value)(made)
+    return type(value)._make(made.values()) if hasattr(value, "_make") else type(value)(made.values())
+
+
+def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, tensor or whatever else is no container), depth first."""
+    for key, value in parts.items():
+        name = f"{prefix}{key}"
+        if not (isinstance(key, int) and prefix) and not (isinstance(key, str) and key.isidentifier() and key.isascii()):
+            place = f"Job.batch: {prefix.rstrip('.')}" if prefix else "Job.batch"
+            raise JobError("not a usable input name", where=place, expected="an identifier of ASCII letters", got=repr(key))
+        if len(name) > LONGEST_NAME:
+            raise JobError("an input's name is too long", where="Job.batch", expected=f"{LONGEST_NAME} characters", got=f"{name[:40]}...")
+        inside = _parts(value)
+        if inside is None:
+            yield name, value
+        else:
+            yield from _entries(f"{name}.", inside)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """The entries of a container that can be rebuilt from them, by the key that names them; None for anything else."""
+    if type(value) in (dict, OrderedDict):
+        if any(isinstance(key, int) for key in value):
+            raise JobError(
+                "a dict with numbers for keys", where="Job.batch", expected="keys that are identifiers", got=repr(list(value)[:4])
+            )
+        return dict(value)
+    if type(value) in (tuple, list):
+        return dict(enumerate(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, torch.Size):
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | torch.nn.Module):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        beside = sorted(set(getattr(value, "__dict__", ())) - set(parts))
+        if beside:
+            raise JobError(
+                f"a {type(value).__name__} holds more than its fields, which the graphs would fix to what the example has",
+                where="Job.batch",
+                expected=f"the fields {', '.join(parts)} alone",
+                got=", ".join(beside),
+                cure="Make it a field, or a property.",
+            )
+        return parts
+    return None

@@ -1,0 +1,244 @@
+"""What a job says of its inputs' sizes: checked, completed by the batch dim, and in torch.export's words."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.export import Dim
+
+from trainload.capture.errors import JobError
+
+Shapes = dict[str, dict[int, Any]]
+"""Input name -> {dim: torch.export.Dim, or one of its hints}. A dim that is not named is fixed. This is torch.export's `dynamic_shapes`."""
+
+_HINT: type = type(Dim.AUTO)
+_WORDS = "a torch.export.Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC, the size itself, or None"
+
+
+def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> Shapes:
+    """Checks what `Job.dynamic` says against the example batch, and completes it by the batch dim.
+
+    Args:
+        dynamic: as `Job.dynamic`.
+        leaves: input name -> tensor of the example batch.
+
+    Returns:
+        For every input what is said of its dims; dim 0 is always there, and the same for all. Sizes and None have become Dim.STATIC.
+
+    Raises:
+        JobError: it names what the batch lacks, contradicts itself or the example, or makes rows depend on each other.
+    """
+    unknown = sorted(set(dynamic) - set(leaves))
+    if unknown:
+        raise JobError(
+            "names inputs that the batch lacks",
+            where="Job.dynamic",
+            expected=f"some of {sorted(leaves)}",
+            got=", ".join(map(repr, unknown)),
+        )
+    _check_rows(leaves)
+    shapes = {name: _entry(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}
+    rows = _batch_dim(shapes)
+    count = next(iter(leaves.values())).shape[0]
+    if count < 2 and rows is not Dim.STATIC:
+        raise JobError(
+            "the example batch is too small for a dynamic batch dim, since torch treats sizes 0 and 1 as special",
+            where="Job.batch",
+            expected="2 rows or more",
+            got=f"{count}",
+            cure="Give more rows, or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+        )
+    for dims in shapes.values():
+        dims[0] = rows
+    _check_named(shapes, leaves)
+    return shapes
+
+
+def warn_of_special_lengths(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
+    """Warns of dims that are declared dynamic and have length 0 or 1 in the example, since torch takes these for constants."""
+    for name, dims in shapes.items():
+        for dim, spec in sorted(dims.items()):
+            length = leaves[name].shape[dim]
+            if dim > 0 and spec is not Dim.STATIC and length < 2:
+                warnings.warn(
+                    f"Job.batch: {name} has length {length} in dim {dim}, which is declared as {spelled(spec)}; torch takes lengths 0 and "
+                    f"1 for constants, so the graph would fit this length alone. Give an example of length 2 or more.",
+                    stacklevel=3,
+                )
+
+
+def is_hint(spec: Any) -> bool:
+    """Whether it is Dim.AUTO, Dim.DYNAMIC or Dim.STATIC, with or without a range."""
+    return isinstance(spec, _HINT)
+
+
+def spelled(spec: Any) -> str:
+    """What a person writes for it: "Dim('seq', max=64)", "2*half", "Dim.AUTO"."""
+    if is_hint(spec):
+        limits = [f"{word}={limit}" for word, limit in (("min", spec.min), ("max", spec.max)) if limit is not None]
+        return f"Dim.{spec.type.name}" + (f"({', '.join(limits)})" if limits else "")
+    if hasattr(spec, "root"):
+        return str(spec.__name__)
+    least, most = limits_of(spec)
+    return f"Dim({spec.__name__!r}" + (f", min={least}" if least else "") + (f", max={most}" if most is not None else "") + ")"
+
+
+def limits_of(spec: Any) -> tuple[int | None, int | None]:
+    """The least and greatest size that it allows. None: no limit."""
+    if is_hint(spec):
+        return spec.min, spec.max
+    return int(spec.min), int(spec.max) if str(spec.max).isdigit() else None
+
+
+def affine(spec: Any) -> tuple[int, int]:
+    """(factor, offset) of a derived dim: factor * root + offset. (1, 0) for a dim that is its own root."""
+    if not hasattr(spec, "root"):
+        return 1, 0
+    offset = int(spec.fn(0))
+    return int(spec.fn(1)) - offset, offset
+
+
+def _check_rows(leaves: Mapping[str, Tensor]) -> None:
+    for name, leaf in leaves.items():
+        if leaf.ndim == 0:
+            raise JobError(
+                "an input without a batch dim",
+                where=f"Job.batch: {name}",
+                expected="one dim or more",
+                got="0 dims",
+                cure="Give it a leading batch dim, make it a plain number, or make it a constant of the model.",
+            )
+    rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
+    if len(set(rows.values())) != 1:
+        raise JobError("inputs differ in their number of rows", where="Job.batch", expected="one leading size", got=str(rows))
+
+
+def _entry(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
+    if said is None:
+        return {}
+    where = f"Job.dynamic[{name!r}]"
+    if isinstance(said, Mapping):
+        given = list(said.items())
+    elif isinstance(said, Sequence) and not isinstance(said, str):
+        if len(said) != leaf.ndim:
+            raise JobError(
+                "says another number of dims than the example has", where=where, expected=f"{leaf.ndim} entries", got=str(len(said))
+            )
+        given = list(enumerate(said))
+    else:
+        raise JobError("does not say it by dim", where=where, expected="{dim: ...}, or one entry for each dim", got=repr(said))
+    dims: dict[int, Any] = {}
+    for dim, spec in given:
+        if type(dim) is not int or not -leaf.ndim <= dim < leaf.ndim:
+            raise JobError("no such dim", where=where, expected=f"0 to {leaf.ndim - 1}", got=repr(dim))
+        place = dim % leaf.ndim
+        if place in dims:
+            raise JobError("says it of one dim twice", where=f"{where}[{dim}]", got=f"{place} and {dim}")
+        dims[place] = _checked(spec, leaf.shape[place], f"{where}[{dim}]")
+    return dims
+
+
+def _checked(spec: Any, size: int, where: str) -> Any:
+    if spec is None:
+        return Dim.STATIC
+    if type(spec) is int:
+        if spec != size:
+            raise JobError(
+                "fixes another size than the example has", where=where, expected=str(size), got=str(spec), cure="Let both be the same."
+            )
+        return Dim.STATIC
+    if not isinstance(spec, Dim) and not is_hint(spec):
+        cure = f"Write Dim({spec!r})." if isinstance(spec, str) and spec.isidentifier() else ""
+        raise JobError("this declares no dim", where=where, expected=_WORDS, got=repr(spec), cure=cure)
+    if hasattr(spec, "root"):
+        factor, offset = affine(spec)
+        if factor * int(spec.root.min) + offset < 0:
+            raise JobError(
+                f"{spelled(spec)} is negative for the least {spec.root.__name__}",
+                where=where,
+                expected="0 or more",
+                got=f"{spec.root.__name__} from {int(spec.root.min)}",
+                cure=f"Give the root a least size: Dim({spec.root.__name__!r}, min={-(offset // factor)}).",
+            )
+    least, most = limits_of(spec)
+    if (least is not None and size < least) or (most is not None and size > most):
+        raise JobError(
+            "the example's size is outside of the declared range",
+            where=where,
+            expected=f"{least or 0} to {'any size' if most is None else most}",
+            got=str(size),
+            cure="Widen the range, or give another example.",
+        )
+    return Dim.STATIC if is_hint(spec) and spec.type.name == "STATIC" else spec
+
+
+def _batch_dim(shapes: Shapes) -> Any:
+    """The one declaration of all inputs' leading dims: what the job says for any of them."""
+    said = {f"Job.dynamic[{name!r}][0]": dims[0] for name, dims in shapes.items() if 0 in dims}
+    if any(spec is Dim.STATIC for spec in said.values()):
+        return Dim.STATIC
+    if len({spelled(spec) for spec in said.values()}) > 1:
+        raise JobError(
+            "declares the batch dim in several ways",
+            where="Job.dynamic",
+            expected="one Dim for dim 0",
+            got=", ".join(map(spelled, said.values())),
+            cure="Every input has the same rows: declare dim 0 once.",
+        )
+    if not said:
+        return Dim("batch", min=1)
+    where, spec = next(iter(said.items()))
+    if hasattr(spec, "root"):
+        raise JobError(
+            "the batch dim is derived from another one",
+            where=where,
+            expected="a dim that takes any number of rows",
+            got=spelled(spec),
+            cure="Rows are dealt out in any number. Give each row a dim more: (rows, 2, ...) in place of (2*rows, ...).",
+        )
+    return spec
+
+
+def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
+    """A name has one range, and one size in the example; the batch dim's name is no other dim's."""
+    ranges: dict[str, tuple[str, Any]] = {}
+    sizes: dict[str, tuple[str, int]] = {}
+    rows = next(iter(shapes.values()))[0]
+    for name, dims in shapes.items():
+        for dim, spec in sorted(dims.items()):
+            if is_hint(spec):
+                continue
+            where = f"Job.dynamic[{name!r}][{dim}]"
+            root: Any = getattr(spec, "root", spec)
+            if dim > 0 and not is_hint(rows) and root.__name__ == rows.__name__:
+                raise JobError(
+                    f"the batch dim {rows.__name__!r} is another dim as well",
+                    where=where,
+                    expected="a name of its own",
+                    got=spelled(spec),
+                    cure="Rows are dealt out in any number, so no row can have a length that depends on it.",
+                )
+            other, known = ranges.setdefault(root.__name__, (where, root))
+            if spelled(known) != spelled(root):
+                raise JobError(
+                    f"the dim {root.__name__!r} has two ranges", where=where, expected=f"{spelled(known)}, as in {other}", got=spelled(root)
+                )
+            factor, offset = affine(spec)
+            size = leaves[name].shape[dim]
+            length, rest = divmod(size - offset, factor)
+            if rest:
+                raise JobError(
+                    "the example's size is none that the derived dim can have", where=where, expected=spelled(spec), got=f"{size}"
+                )
+            other, known_length = sizes.setdefault(root.__name__, (where, length))
+            if known_length != length:
+                raise JobError(
+                    f"the dim {root.__name__!r} has two sizes in the example",
+                    where=where,
+                    expected=f"{known_length}, as in {other}",
+                    got=f"{length}",
+                    cure="Give the dims names of their own, or an example that fits.",
+                )
