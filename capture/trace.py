@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error
+from trainload.capture.blame import capture_error, explained
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.function import PredictFunction, StepFunction
 from trainload.capture.job import Job
@@ -51,7 +52,10 @@ def capture(job: Job) -> Program:
             graphs[name] = captured
             constants |= _constants(name, exported)
             with state_kept(model):
-                without_gradient |= check_parity(captured, function, batches[name], constants)
+                try:
+                    without_gradient |= check_parity(captured, function, batches[name], constants)
+                except CaptureError as error:
+                    raise explained(error, function, batches[name]) from error
     if without_gradient:
         warnings.warn(
             f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: {', '.join(sorted(without_gradient))}",
@@ -134,20 +138,23 @@ def _predict_batch(job: Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _export(name: str, function: nn.Module, batch: dict[str, Tensor], dynamic: Mapping[str, Mapping[int, Any]]) -> ExportedProgram:
     rows = _batch_dim(dynamic)
     shapes = {n: {**dynamic.get(n, {}), 0: rows} for n in batch}
-    try:
+
+    def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
         with quiet_torch(), warnings.catch_warnings():
             # torch deprecates names of its own here; the user can do nothing about it.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             # Assigned tensors are put back by torch.export; one that carries a value to the next call fails the parity replay.
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
-            context = torch.enable_grad() if name == "train" else torch.no_grad()
-            with context:
+            with torch.set_grad_enabled(name == "train"), inside:
                 return torch.export.export(function, (batch,), dynamic_shapes=(shapes,), strict=False)
+
+    try:
+        return attempt(nullcontext())
     except JobError:
         raise
-    except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
-        raise capture_error(name, error) from error
+    except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
+        raise capture_error(name, error, attempt, function, batch) from error
 
 
 def _strip_prefix(exported: ExportedProgram) -> None:

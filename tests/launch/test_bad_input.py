@@ -79,9 +79,12 @@ def test_a_spec_that_returns_no_job(here: Path, capsys: Capture) -> None:
 
 def test_a_model_that_cannot_be_captured_is_blamed_by_file_and_line(here: Path, capsys: Capture) -> None:
     (here / "branching_spec.py").write_text(BRANCHING)
-    line = refused(["freeze", "branching_spec.py:job", "-o", "out.tl"], here, capsys)
+    assert cli.run(["freeze", "branching_spec.py:job", "-o", "out.tl"]) == 2
+    line, *page = capsys.readouterr().err.splitlines()
     cause = next(number for number, text in enumerate(BRANCHING.splitlines(), 1) if "x.sum() > 0" in text)
     assert f"branching_spec.py:{cause}" in line
+    assert "       ^^^^^^^^^^^" in page
+    assert contents(here) == ["branching_spec.py"]
 
 
 def test_an_output_that_exists(here: Path, capsys: Capture) -> None:
