@@ -22,14 +22,18 @@ from trainload.capture.causes import (
     BREAK,
     CONSTRAINT,
     DATA,
+    DEVICES,
     DIFFERENCE,
     EAGER,
     GLOBAL,
+    INPUT,
     MODULE,
     NO_AUTOGRAD,
     NO_FAKE_KERNEL,
+    NO_GRADIENT,
     NUMBER,
     OTHER_SIZE,
+    PARAMETER_WRITE,
     SPECIALISED,
     VALUES,
     Cause,
@@ -37,13 +41,16 @@ from trainload.capture.causes import (
 )
 from trainload.capture.errors import CaptureError
 from trainload.capture.finding import Finding, Place
-from trainload.capture.place import chain, place_here, place_of_error
+from trainload.capture.job import Job
+from trainload.capture.place import chain, place_here, place_of_error, place_of_function
 from trainload.capture.program import GraphCapture
 from trainload.capture.watch import Answers, Deed, Watched, watch
 
 Attempt = Callable[[AbstractContextManager[object]], object]
 """Captures once more, within a context."""
 
+_QUOTED = 100
+"""So many characters of what was raised stand in a sentence of ours."""
 _ATTEMPTS = 8
 _SECONDS = 30.0
 """The search for further causes takes at most so many captures, and begins none after so many seconds."""
@@ -108,11 +115,25 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
         findings = [replace(error.findings[0], place=place)]
         where = _where(place) or error.where
     else:
-        findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in (MODULE, GLOBAL, DATA, BACKWARD)]
-        findings = findings or [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.cure)]
+        # A branch that a capture went past was caught by the model's own `except`.
+        for suspects in ((PARAMETER_WRITE,), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,)):
+            findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
+            if findings:
+                break
+        else:
+            findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.cure)]
         where = error.where
     found = list(_unique(findings))
     return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, cure=error.cure, findings=found)
+
+
+def no_gradient(job: Job) -> CaptureError:
+    """The page for a loss that reaches no parameter; it names the function that computes it."""
+    function = job.loss if job.loss is not None else job.model.forward
+    place = place_of_function(function)
+    code = "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the parameters and here"
+    finding = Finding(NO_GRADIENT.anchor, NO_GRADIENT.sentence, NO_GRADIENT.advice, code, place)
+    return CaptureError(NO_GRADIENT.sentence, where=_where(place) or "Job.loss", cure=NO_GRADIENT.advice, findings=[finding])
 
 
 # From exceptions and deeds to findings
@@ -129,11 +150,11 @@ def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
     elif cause is not None:
         yield _finding(cause, place, text, watched.input)
     elif watched.error is not None and type(watched.error) is type(error):
-        raised = f"{type(watched.error).__name__}: {_first_line(str(watched.error))}"
+        raised = f"{type(watched.error).__name__}: {_first_line(str(watched.error))[:_QUOTED]}"
         yield Finding(EAGER.anchor, f"{EAGER.sentence}: {raised}", EAGER.advice, "", place_of_error(watched.error))
     else:
-        raised = f"{type(error).__name__}: {_first_line(str(error))}"
-        yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised}", BREAK.advice, rewrite.values(rewrite.spot_of(place)), place)
+        raised = f"{type(error).__name__}: {_first_line(str(error))[:_QUOTED]}"
+        yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised}", BREAK.advice, rewrite.custom_operator(), place)
 
 
 def _data(watched: Watched) -> list[Finding]:
@@ -152,20 +173,25 @@ def _branch_or_number(place: Place | None, text: str) -> Cause:
 
 def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -> Finding:
     spot = rewrite.spot_of(place)
-    code = {
+    rewrites: dict[str, Callable[[], str]] = {
         BRANCH.anchor: lambda: rewrite.branch(spot),
         NUMBER.anchor: lambda: rewrite.number(spot),
         VALUES.anchor: lambda: rewrite.values(spot),
-        BREAK.anchor: lambda: rewrite.values(spot),
+        BREAK.anchor: rewrite.custom_operator,
         DATA.anchor: lambda: rewrite.data(spot),
         SPECIALISED.anchor: lambda: rewrite.size(spot, text, name),
         CONSTRAINT.anchor: lambda: rewrite.size(spot, text, name),
         OTHER_SIZE.anchor: lambda: rewrite.size(spot, "", name),
         NO_FAKE_KERNEL.anchor: lambda: rewrite.fake_kernel(text),
+        DEVICES.anchor: lambda: "torch.ones(size, device=x.device)",
+        INPUT.anchor: lambda: 'Job(batch={"x": torch.tensor(values)}, ...)',
+        BACKWARD.anchor: rewrite.custom_operator,
         NO_AUTOGRAD.anchor: lambda: rewrite.derivative(text),
         GLOBAL.anchor: lambda: rewrite.outside(spot),
         MODULE.anchor: lambda: rewrite.attribute(spot),
-    }.get(cause.anchor, str)()
+        PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
+    }
+    code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
     return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
 
 

@@ -56,7 +56,7 @@ VALUES = Cause(
 BREAK = Cause(
     "unsupported-construct",
     "a construct that torch.export does not follow",
-    "Express it with plain operators, or keep it out of forward.",
+    "Express it with plain operators, keep it out of forward, or hide it in a custom operator.",
     ("Unsupported", "TorchRuntimeError"),
     r"context manager|torch\.jit|[Gg]raph break",
 )
@@ -84,7 +84,7 @@ CONSTRAINT = Cause(
 NO_FAKE_KERNEL = Cause(
     "no-fake-kernel",
     "an operator has no fake kernel, which says the shape of its result",
-    "Register one with torch.library.register_fake.",
+    "Register one with torch.library.register_fake; around an operator of torch's, write a custom one.",
     ("UnsupportedOperatorException", "DynamicOutputShapeException"),
     r"no fake impl|does not have a fake impl|NotImplementedError.*[Mm]eta|attempted to run this operator with Meta tensors",
 )
@@ -100,7 +100,7 @@ DEVICES = Cause(
     "tensors are on different devices",
     "Move the model and the batch to one device, and make tensors in forward with device=x.device.",
     (),
-    r"to be on the same device|found at least two devices|found two different devices",
+    r"to be on the same device|is not on the expected device|found at least two devices|found two different devices",
 )
 INPUT = Cause(
     "unsupported-input",

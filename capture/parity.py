@@ -64,8 +64,9 @@ def _sizes(captured: GraphCapture, batch: Mapping[str, Tensor]) -> list[int]:
     rows = next(iter(batch.values())).shape[0]
     if isinstance(captured.inputs[0].shape[0], int):
         return [rows, rows]
-    most = min((int(r.upper) for r in captured.exported.range_constraints.values() if r.upper.is_Integer), default=rows + 1)
-    return [rows + 1 if rows < most else rows - 1, rows]
+    ranges = captured.exported.range_constraints.values()
+    most = min((int(r.upper) for r in ranges if r.upper.is_Integer and r.lower <= rows <= r.upper), default=rows + 1)
+    return [rows + 1 if rows < most else max(rows - 1, 2), rows]
 
 
 def _compare(

@@ -67,6 +67,16 @@ def place_here() -> Place | None:
     return place_of_frame(inspect.currentframe())
 
 
+def place_of_function(function: object) -> Place | None:
+    """Where a function begins; None for what has no source."""
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return (
+        Place(_shown(code.co_filename), code.co_firstlineno, code.co_name, linecache.getline(code.co_filename, code.co_firstlineno).strip())
+        if isinstance(code, CodeType)
+        else None
+    )
+
+
 def place_in(code: CodeType, instruction: int) -> Place:
     """The expression of the instruction at this offset of the bytecode."""
     line, last, column, end = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))

@@ -117,7 +117,9 @@ def _kept(test: ast.expr, spot: Spot) -> str:
     lines = []
     for statement in ast.walk(function) if function is not None else ():
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in names and _condition(value) != _text(value):
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if (
+                name in names and statement.lineno < spot.statement.lineno and re.search(r"\.item\(\)|\b(int|float)\(", _text(value))
+            ):
                 lines.append(f"{name} = {_condition(value)}  # a 0-dim tensor\n")
     return "".join(lines)
 
@@ -143,8 +145,7 @@ def _of_if(owner: ast.If, spot: Spot) -> str:
     names = ", ".join(written) or "x"
     body = [line for s in owner.body for line in ast.unparse(s).splitlines()]
     lines = [f"def when_true({names}):", *(f"    {line}" for line in (body if len(body) <= 3 else ["...  # the lines under the if"]))]
-    if not any(isinstance(s, ast.Return) for s in owner.body):
-        lines.append(f"    return {names}")
+    lines.append(f"    return {names}")
     otherwise = f"lambda {names}: {_tuple([f'{n}.clone()' for n in written or ['x']])}" if not owner.orelse else "when_false"
     return "\n".join([*lines, f"{names} = torch.cond({condition}, when_true, {otherwise}, ({names},))"])
 
@@ -333,12 +334,29 @@ def outside(spot: Spot | None) -> str:
             after = after.replace(f"float({old})", new).replace(old, new)
         if after != text:
             return after
+        if "seed(" in text:
+            return "Job(..., seed=0)  # the run draws from it; leave this line out"
         if isinstance(spot.statement, ast.Expr):
             return f"{_GUARD}\n    {text}"
         if isinstance(spot.node, ast.Call):
             inner = _text(spot.node)
             return f"self.setting = {inner}  # in __init__, once\n{text.replace(inner, 'self.setting')}"
     return 'batch["seen"]  # pass it in the batch, or keep it in a buffer of the model'
+
+
+def parameter_write(spot: Spot | None) -> str:
+    """A constraint on a parameter as a parametrization."""
+    owner, name = "self", "weight"
+    if spot is not None:
+        for node in ast.walk(spot.node):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner, name = node.value.id, node.attr
+    return (
+        "class Constrained(nn.Module):\n"
+        "    def forward(self, weight):\n"
+        "        return weight.clamp(-1, 1)  # what the write does\n"
+        f'torch.nn.utils.parametrize.register_parametrization({owner}, "{name}", Constrained())  # in __init__'
+    )
 
 
 # Operators
@@ -355,18 +373,21 @@ def operator_name(text: str) -> str:
 def fake_kernel(text: str) -> str:
     """A fake kernel for the operator that torch named; torch's own operators get a custom one around them."""
     name = operator_name(text)
-    if not name.startswith("aten::"):
-        return (
-            f'@torch.library.register_fake("{name}")\ndef _(x):\n    return torch.empty_like(x)  # with the shape and dtype of the result'
-        )
+    if name.startswith("aten::"):
+        return custom_operator(name.partition("::")[2].lstrip("_"))
+    return f'@torch.library.register_fake("{name}")\ndef _(x):\n    return torch.empty_like(x)  # with the shape and dtype of the result'
+
+
+def custom_operator(name: str = "part") -> str:
+    """What stands there as an operator of the user's own, which a capture does not look into."""
     return (
-        f'@torch.library.custom_op("my_library::{name.partition("::")[2].lstrip("_")}", mutates_args=())\n'
-        "def my_operator(x: torch.Tensor) -> torch.Tensor:\n"
+        f'@torch.library.custom_op("my_library::{name}", mutates_args=())\n'
+        f"def {name}(x: torch.Tensor) -> torch.Tensor:\n"
         "    return ...  # what stands here now\n"
-        "@my_operator.register_fake\n"
+        f"@{name}.register_fake\n"
         "def _(x):\n"
         "    return torch.empty_like(x)  # with the shape and dtype of the result\n"
-        "my_operator.register_autograd(lambda ctx, gradient: ...)  # its derivative"
+        f"{name}.register_autograd(lambda ctx, gradient: ...)  # its derivative"
     )
 
 
@@ -388,14 +409,19 @@ def derivative(text: str) -> str:
 def size(spot: Spot | None, text: str, name: str) -> str:
     """A size that follows the input, and the declaration of the sizes that the model takes as it is. `name`: of an input with that size."""
     fixed = re.search(r"^\s*\w+ = (\d+)\s*$", text, re.MULTILINE)
-    declared = re.search(r"^\s*batch = (Dim\([^*]*\d\))\s*$", text, re.MULTILINE)
+    declared = re.search(r"^\s*batch = (Dim\([^*\n]*\d\))\s*$", text, re.MULTILINE)
     lines = []
     if spot is not None and ".tolist()" in _text(spot.node):
         return number(None)
+    match spot.node if spot is not None else None:
+        case ast.Call(func=ast.Name(id="len"), args=[value]) as call if spot is not None:
+            lines.append(_replaced(spot.statement, call, f"{_text(value)}.shape[0]"))
+        case ast.Call(func=ast.Name(id="int"), args=[value]) as call if spot is not None:
+            lines.append(_replaced(spot.statement, call, _text(value)))
     if spot is not None and fixed is not None and isinstance(spot.node, ast.Call) and not hasattr(spot.statement, "body"):
-        call = _text(spot.node)
+        text_of_call = _text(spot.node)
         tensor = _text(spot.node.func.value) if isinstance(spot.node.func, ast.Attribute) else "x"
-        if re.search(rf"\b{fixed[1]}\b", call) and tensor.isidentifier():
+        if re.search(rf"\b{fixed[1]}\b", text_of_call) and tensor.isidentifier():
             lines.append(re.sub(rf"\b{fixed[1]}\b", f"{tensor}.shape[0]", ast.unparse(spot.statement), count=1))
     if declared is not None:
         lines.append(f'Job(..., dynamic={{"{name}": {{0: {declared[1]}}}}})  # these sizes and no others')

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error, explained
+from trainload.capture.blame import capture_error, explained, no_gradient
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.function import PredictFunction, StepFunction
 from trainload.capture.job import Job
@@ -58,14 +58,14 @@ def capture(job: Job) -> Program:
                     raise explained(error, function, batches[name]) from error
     if without_gradient:
         warnings.warn(
-            f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: {', '.join(sorted(without_gradient))}",
+            f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
+            f"{', '.join(sorted(without_gradient))}. "
+            "See docs/capture.md#parameter-without-a-gradient.",
             stacklevel=2,
         )
     parameters = parameter_specs(model, without_gradient)
     if not any(p.trainable for p in parameters):
-        raise CaptureError(
-            "no gradient reaches any parameter", where="Job.loss", cure="Check for .detach(), torch.no_grad() or frozen parameters."
-        )
+        raise no_gradient(job)
     buffers = buffer_specs(model)
     return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants)
 
@@ -78,7 +78,13 @@ def _checked_batch(job: Job) -> dict[str, Tensor]:
         if not isinstance(name, str) or not name.isidentifier():
             raise JobError("not a usable input name", where="Job.batch", expected="an identifier", got=repr(name))
         if not isinstance(value, Tensor):
-            raise JobError("not a tensor", where=f"Job.batch[{name!r}]", expected="a tensor", got=type(value).__name__)
+            raise JobError(
+                "not a tensor",
+                where=f"Job.batch[{name!r}]",
+                expected="a tensor",
+                got=type(value).__name__,
+                cure="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
+            )
         if value.ndim == 0:
             raise JobError(
                 "an input without a batch dim",

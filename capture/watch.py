@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trainload.capture.causes import BACKWARD, BRANCH, DATA, GLOBAL, MODULE, NUMBER, VALUES, Cause
+from trainload.capture.causes import BACKWARD, BRANCH, DATA, GLOBAL, MODULE, NUMBER, PARAMETER_WRITE, VALUES, Cause
 from trainload.capture.finding import Place
 from trainload.capture.place import is_users, place_here, place_in, place_of_frame
 from trainload.capture.rewrite import operator_name
@@ -99,8 +99,12 @@ class _Conversions(TorchFunctionMode):
         self._watched = watched
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        written = args[0] if args and isinstance(args[0], nn.Parameter) else None
+        version = written._version if written is not None else 0
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if written is not None and written._version != version:
+            self._watched.add(Deed(PARAMETER_WRITE, place_here(), name))
         if name in ("__get__", "__set__") and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
             self._watched.add(Deed(DATA, place_here(), ".data"))
         elif name in _CONVERSIONS:

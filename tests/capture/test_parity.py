@@ -88,6 +88,24 @@ def test_a_buffer_that_is_assigned_anew_is_refused() -> None:
         capture(job(Model(assign, seen=torch.zeros(()))))
 
 
+def test_a_buffer_that_forward_registers_is_refused() -> None:
+    def register(module: Any, x: Tensor) -> Tensor:
+        module.register_buffer("fresh", torch.zeros(8))
+        shifted: Tensor = x + module.fresh
+        return shifted
+
+    with pytest.raises(CaptureError, match="buffer fresh: forward registers a buffer"):
+        capture(job(Model(register)))
+
+
+def test_the_replay_keeps_to_the_sizes_that_were_declared() -> None:
+    def small_only(_: Any, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 4 else x
+
+    program = capture(job(Model(small_only), dynamic={"x": {0: Dim("batch", max=4)}}))
+    assert program.graphs["train"].inputs[0].shape == ("batch", 8)
+
+
 def test_a_gradient_into_a_buffer_is_refused() -> None:
     def track(module: Any, x: Tensor) -> Tensor:
         module.mean.mul_(0.9).add_(x.mean())

@@ -87,6 +87,14 @@ def test_a_model_that_cannot_be_captured_is_blamed_by_file_and_line(here: Path, 
     assert contents(here) == ["branching_spec.py"]
 
 
+def test_a_model_that_cannot_be_captured_is_explained_in_json(here: Path, capsys: Capture) -> None:
+    (here / "json_spec.py").write_text(BRANCHING)
+    assert cli.run(["freeze", "json_spec.py:job", "-o", "out.tl", "--json"]) == 2
+    (finding,) = json.loads(capsys.readouterr().out)["error"]["findings"]
+    assert (finding["cause"], finding["expression"]) == ("data-dependent-branch", "x.sum() > 0")
+    assert finding["rewrite"] == "x = torch.where(x.sum() > 0, -x, x)"
+
+
 def test_an_output_that_exists(here: Path, capsys: Capture) -> None:
     (here / "out.tl").mkdir()
     assert "out.tl: it exists already" in refused(["freeze", "any.py:job", "-o", "out.tl"], here, capsys)
