@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from trainload.capture.causes import (
     EAGER,
     GLOBAL,
     INPUT,
+    INPUT_WRITE,
     MODULE,
     NO_AUTOGRAD,
     NO_FAKE_KERNEL,
@@ -67,8 +67,7 @@ def capture_error(graph: str, error: Exception, attempt: Attempt, function: nn.M
         batch: what it is given.
     """
     with torch.set_grad_enabled(graph == "train"):
-        watched = watch(partial(function, batch), function.get_submodule("model"))
-    watched.input = next(iter(batch))
+        watched = watch(function, batch)
     findings = list(_unique(_findings(error, watched)))
     # The search runs the model's own code, which may raise anything: the first cause is told all the same.
     with contextlib.suppress(Exception):
@@ -109,14 +108,14 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
     """
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
         return error
-    watched = watch(partial(function, batch), function.get_submodule("model"))
+    watched = watch(function, batch)
     if error.findings:
         place = next((p for name, p in watched.operators.items() if f'"{name}"' in error.findings[0].rewrite), None)
         findings = [replace(error.findings[0], place=place)]
         where = _where(place) or error.where
     else:
         # A branch that a capture went past was caught by the model's own `except`.
-        for suspects in ((PARAMETER_WRITE,), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,)):
+        for suspects in ((PARAMETER_WRITE, INPUT_WRITE), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,)):
             findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
             if findings:
                 break
@@ -189,6 +188,7 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
         NO_AUTOGRAD.anchor: lambda: rewrite.derivative(text),
         GLOBAL.anchor: lambda: rewrite.outside(spot),
         MODULE.anchor: lambda: rewrite.attribute(spot),
+        INPUT_WRITE.anchor: lambda: rewrite.input_write(spot),
         PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
     }
     code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""

@@ -124,6 +124,11 @@ PARAMETER_WRITE = Cause(
     "forward writes to a parameter",
     "Keep what changes in a buffer; constrain a parameter with torch.nn.utils.parametrize.",
 )
+INPUT_WRITE = Cause(
+    "input-changed-in-forward",
+    "forward writes to an input",
+    "Use the operator without the underscore, or write to a clone.",
+)
 BACKWARD = Cause(
     "own-backward",
     "a backward of its own is dropped by the capture",
@@ -166,7 +171,7 @@ RAISED: tuple[Cause, ...] = (
 )
 """Those that show in what torch raises; the first that explains an exception is its cause."""
 
-CAUSES: tuple[Cause, ...] = (*RAISED, MODULE, GLOBAL, PARAMETER_WRITE, BACKWARD, NO_GRADIENT, OTHER_SIZE, EAGER, DIFFERENCE)
+CAUSES: tuple[Cause, ...] = (*RAISED, MODULE, GLOBAL, PARAMETER_WRITE, INPUT_WRITE, BACKWARD, NO_GRADIENT, OTHER_SIZE, EAGER, DIFFERENCE)
 """All of them; each has a section in docs/capture.md."""
 
 

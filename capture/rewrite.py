@@ -344,6 +344,17 @@ def outside(spot: Spot | None) -> str:
     return 'batch["seen"]  # pass it in the batch, or keep it in a buffer of the model'
 
 
+def input_write(spot: Spot | None) -> str:
+    """A write to an input as an operator without the underscore."""
+    match spot.node if spot is not None else None:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as call if spot is not None and method.endswith("_"):
+            kept = ast.unparse(ast.Call(ast.Attribute(ast.Name(name), method.rstrip("_")), call.args, call.keywords))
+            return f"{name} = {kept}" if isinstance(spot.statement, ast.Expr) else _replaced(spot.statement, call, kept)
+        case ast.Subscript(value=ast.Name(id=name)) if spot is not None:
+            return f"{name} = {name}.clone()\n{ast.unparse(spot.statement)}"
+    return "x = x.clone()  # before it is written to"
+
+
 def parameter_write(spot: Spot | None) -> str:
     """A constraint on a parameter as a parametrization."""
     owner, name = "self", "weight"

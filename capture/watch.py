@@ -13,17 +13,17 @@ import os
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainload.capture.causes import BACKWARD, BRANCH, DATA, GLOBAL, MODULE, NUMBER, PARAMETER_WRITE, VALUES, Cause
+from trainload.capture.causes import BACKWARD, BRANCH, DATA, GLOBAL, INPUT_WRITE, MODULE, NUMBER, PARAMETER_WRITE, VALUES, Cause
 from trainload.capture.finding import Place
 from trainload.capture.place import is_users, place_here, place_in, place_of_frame
 from trainload.capture.rewrite import operator_name
@@ -94,17 +94,21 @@ class Watched:
 class _Conversions(TorchFunctionMode):
     """Writes down every use of a tensor as something of Python's."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, inputs: list[Tensor]) -> None:
         super().__init__()
         self._watched = watched
+        self._inputs = inputs
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        written = args[0] if args and isinstance(args[0], nn.Parameter) else None
-        version = written._version if written is not None else 0
+        parameter = args[0] if args and isinstance(args[0], nn.Parameter) else None
+        version = parameter._version if parameter is not None else 0
+        versions = [tensor._version for tensor in self._inputs]
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if written is not None and written._version != version:
+        if parameter is not None and parameter._version != version:
             self._watched.add(Deed(PARAMETER_WRITE, place_here(), name))
+        if [tensor._version for tensor in self._inputs] != versions:
+            self._watched.add(Deed(INPUT_WRITE, place_here(), name))
         if name in ("__get__", "__set__") and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
             self._watched.add(Deed(DATA, place_here(), ".data"))
         elif name in _CONVERSIONS:
@@ -175,13 +179,15 @@ class _Calls:
                     self._watched.add(Deed(GLOBAL, place, known))
 
 
-def watch(function: Callable[[], object], model: nn.Module) -> Watched:
-    """Runs `function`, which calls `model`, twice with the same input; what it prints is lost.
+def watch(function: nn.Module, batch: dict[str, Tensor]) -> Watched:
+    """Runs `function`, whose `model` is the user's, twice on copies of the batch; what it prints is lost.
 
     Returns:
         What no graph can hold, and the exception if there was one: the model's own code may raise anything.
     """
-    watched = Watched()
+    model = function.get_submodule("model")
+    watched = Watched(input=next(iter(batch)))
+    copied = {name: value.clone() for name, value in batch.items()}
     held = {
         id(value): f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -192,14 +198,14 @@ def watch(function: Callable[[], object], model: nn.Module) -> Watched:
     profile = sys.getprofile()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
-            with _Conversions(watched):
+            with _Conversions(watched, list(copied.values())):
                 sys.setprofile(calls)
                 try:
-                    function()
+                    function(copied)
                 finally:
                     sys.setprofile(profile)
             before = numbers_of(model)
-            function()
+            function({name: value.clone() for name, value in batch.items()})
         except Exception as error:  # noqa: BLE001  # handed on in the result
             watched.error = error
             return watched

@@ -322,6 +322,12 @@ def a_branch_on_a_remainder(_: Any, x: Tensor) -> Any:
     return x * 2 if x.shape[0] % 2 == 0 else x
 
 
+@refused("violated-constraint", "Dim.STATIC")
+def a_rounded_size(_: Any, x: Tensor) -> Any:
+    # -> x[: round(x.shape[0] / 2)]
+    return x + x[: round(x.shape[0] / 2)].sum(0)
+
+
 @refused("other-batch-size", "Dim.STATIC")
 def a_size_that_is_checked(_: Any, x: Tensor) -> Any:
     if not torch.compiler.is_exporting() and x.shape[0] != 4:
@@ -434,7 +440,7 @@ def an_attribute_that_is_assigned(m: Any, x: Tensor) -> Any:
     return cached
 
 
-def a_write_to_an_input(_: Any, x: Tensor) -> Any:
+def a_write_in_place(_: Any, x: Tensor) -> Any:
     return x.mul(2).add_(1)
 
 
@@ -447,5 +453,5 @@ CAPTURED = (
     a_slice_by_a_number,
     a_selection,
     an_attribute_that_is_assigned,
-    a_write_to_an_input,
+    a_write_in_place,
 )
