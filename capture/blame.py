@@ -66,11 +66,13 @@ def capture_error(graph: str, error: Exception, attempt: Attempt, function: nn.M
         function: what was to be captured. Its model's buffers change.
         batch: what it is given.
     """
-    with torch.set_grad_enabled(graph == "train"):
-        watched = watch(function, batch)
-    findings = list(_unique(_findings(error, watched)))
-    # The search runs the model's own code, which may raise anything: the first cause is told all the same.
+    watched = Watched()
+    findings = list(_findings(error, watched))
+    # What follows runs the model's own code, which may raise anything: the first cause is told all the same.
     with contextlib.suppress(Exception):
+        with torch.set_grad_enabled(graph == "train"):
+            watched = watch(function, batch)
+        findings = list(_unique(_findings(error, watched)))
         findings = list(_unique(_all(error, attempt, watched)))
     first = findings[0]
     problem = f"the {graph} graph cannot be captured: {first.sentence}"
@@ -108,7 +110,9 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
     """
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
         return error
-    watched = watch(function, batch)
+    watched = Watched()
+    with contextlib.suppress(Exception):  # as above
+        watched = watch(function, batch)
     if error.findings:
         place = next((p for name, p in watched.operators.items() if f'"{name}"' in error.findings[0].rewrite), None)
         findings = [replace(error.findings[0], place=place)]
@@ -148,7 +152,7 @@ def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
         yield from _data(watched) or [_finding(DATA, place, text)]
     elif cause is not None:
         yield _finding(cause, place, text, watched.input)
-    elif watched.error is not None and type(watched.error) is type(error):
+    elif watched.error is not None:
         raised = f"{type(watched.error).__name__}: {_first_line(str(watched.error))[:_QUOTED]}"
         yield Finding(EAGER.anchor, f"{EAGER.sentence}: {raised}", EAGER.advice, "", place_of_error(watched.error))
     else:
@@ -191,7 +195,9 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
         INPUT_WRITE.anchor: lambda: rewrite.input_write(spot),
         PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
     }
-    code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
+    code = ""
+    with contextlib.suppress(Exception):  # any source may stand there; a place without a rewrite is better than none
+        code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
     return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
 
 
@@ -203,7 +209,7 @@ def _of_deed(deed: Deed) -> Finding:
     found = _finding(deed.cause, deed.place, "")
     if deed.cause is GLOBAL:
         sentence = f"forward uses {deed.detail}, which is no part of the model and which a graph would freeze"
-        return Finding(found.cause, sentence, found.advice, found.rewrite, found.place)
+        return replace(found, sentence=sentence)
     return found
 
 

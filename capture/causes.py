@@ -36,7 +36,7 @@ BRANCH = Cause(
     "Python branches on a value that is only known when the batch is there",
     "A graph has no Python: write both outcomes with torch.where or torch.cond, and checks for eager mode only.",
     ("DataDependentOutputException",),
-    r"Could not guard on data-dependent expression|data-dependent|torch\.cond",
+    r"Could not guard on data-dependent expression|data-dependent",
 )
 NUMBER = Cause(
     "data-dependent-shape",
@@ -50,8 +50,8 @@ VALUES = Cause(
     "something outside of torch asks for a tensor's values",
     "Use torch's own operators, keep it to eager mode, or compute it beforehand and pass it in the batch.",
     (),
-    r"\.numpy\(\) is not supported|Cannot access data pointer|passed to FakeTensor\.__format__|Can't pickle|cannot pickle|numpy|"
-    r"NotImplementedError.*[Ss]torage|UnpicklingError",
+    r"\.numpy\(\) is not supported|to numpy|__array__|Cannot access data pointer|passed to FakeTensor\.__format__|"
+    r"Can't pickle|cannot pickle|NotImplementedError.*[Ss]torage|UnpicklingError",
 )
 BREAK = Cause(
     "unsupported-construct",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import os
@@ -24,6 +25,7 @@ _LIBRARIES = (
 )
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Whether a source file is the user's or of a library of models: not Python's, torch's, numpy's or trainload's."""
     if file.startswith(("<", *_LIBRARIES)):

@@ -26,7 +26,7 @@ _GUARD = "if not torch.compiler.is_exporting():  # in eager mode only"
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """An expression in its syntax tree: itself, what it stands in (innermost first), and the module-level names around."""
+    """An expression in its syntax tree: itself, and what it stands in, innermost first."""
 
     node: ast.expr
     parents: tuple[ast.AST, ...]
@@ -58,15 +58,20 @@ def spot_of(place: Place | None) -> Spot | None:
     except SyntaxError:
         return None
     for node, parents in _walk(tree, ()):
-        if isinstance(node, ast.Assert | ast.If | ast.While) and _span(node) == place.span:
-            return Spot(node.test, (node, *parents))
-        if isinstance(node, ast.expr) and _span(node) == place.span:
-            return Spot(node, parents)
+        if isinstance(node, ast.expr | ast.Assert | ast.If | ast.While) and _span(node) == place.span:
+            while True:
+                match node:
+                    case ast.Assert(test=inner) | ast.If(test=inner) | ast.IfExp(test=inner) | ast.While(test=inner):
+                        node, parents = inner, (node, *parents)
+                    case ast.UnaryOp(op=ast.Not(), operand=inner):
+                        node, parents = inner, (node, *parents)
+                    case ast.expr():
+                        return Spot(node, parents)
     return None
 
 
 def sharpened(place: Place | None) -> Place | None:
-    """A place that bytecode gives as a whole assertion, as the condition in it."""
+    """A place that bytecode gives as a whole branch (Python 3.11 does, where the condition is a call), as the condition in it."""
     spot = spot_of(place)
     return place_at(place.file, place.function, _span(spot.node)) if place is not None and spot is not None else place
 

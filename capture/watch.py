@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -196,7 +197,8 @@ def watch(function: nn.Module, batch: dict[str, Tensor]) -> Watched:
     }
     calls = _Calls(watched, held)
     profile = sys.getprofile()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             with _Conversions(watched, list(copied.values())):
                 sys.setprofile(calls)

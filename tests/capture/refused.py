@@ -70,6 +70,20 @@ def a_while(_: Any, x: Tensor) -> Any:
     return x
 
 
+@refused("data-dependent-branch", "return torch.where(torch.isnan(x).any(), -x, x)")
+def a_condition_that_is_a_call(_: Any, x: Tensor) -> Any:
+    # -> torch.isnan(x).any()
+    return -x if torch.isnan(x).any() else x
+
+
+@refused("data-dependent-branch", "x = torch.where(torch.logical_not(x.any()), x + 1, x)")
+def a_negation(_: Any, x: Tensor) -> Any:
+    # -> x.any()
+    if not x.any():
+        x = x + 1
+    return x
+
+
 @refused("data-dependent-branch", "if not torch.compiler.is_exporting():")
 def an_assertion(_: Any, x: Tensor) -> Any:
     # -> (x.abs() < 100).all()

@@ -225,12 +225,13 @@ def test_at_most_five_are_shown_and_the_others_counted() -> None:
     assert len(text.splitlines()) <= LINES
 
 
-def test_a_search_that_fails_does_not_hide_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["_all", "watch", "rewrite.branch"])
+def test_a_part_of_the_search_that_fails_does_not_hide_the_first_cause(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("trainload.capture.blame._all", fails)
-    assert [f.cause for f in raised_by(many).findings] == ["data-dependent-branch"]
+    monkeypatch.setattr(f"trainload.capture.blame.{part}", fails)
+    assert [f.cause for f in raised_by(refused.an_if).findings] == ["data-dependent-branch"]
 
 
 def test_the_search_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
