@@ -21,6 +21,7 @@ _MASK = (
     "mask = (x > 0).to(x.dtype)                            # in place of x[x > 0], x.nonzero() and their sizes\n"
     "mean = (x * mask).sum() / mask.sum().clamp(min=1)     # of those that count; 0 where none does"
 )
+_ROUNDS = "in range(10):  # as many rounds as it can take"
 _GUARD = "if not torch.compiler.is_exporting():  # in eager mode only"
 
 
@@ -111,8 +112,8 @@ def _of_branch(owner: ast.If | ast.IfExp | ast.While | ast.Assert, spot: Spot) -
             return _replaced(spot.statement, owner, f"torch.where({_condition(owner.test)}, {_text(owner.body)}, {_text(owner.orelse)})")
         case ast.While(body=[ast.Assign(targets=[ast.Name(id=name)], value=value)]):
             where = f"{name} = torch.where({_condition(owner.test)}, {_text(value)}, {name})"
-            return f"for _ in range(100):  # as many rounds as it can take\n    {where}"
-    return f"for _ in range(100):  # as many rounds as it can take\n    x = torch.where({_condition(owner.test)}, after_a_round, x)"
+            return f"for _ {_ROUNDS}\n    {where}"
+    return f"for _ {_ROUNDS}\n    x = torch.where({_condition(owner.test)}, after_a_round, x)"
 
 
 def _kept(test: ast.expr, spot: Spot) -> str:
@@ -223,9 +224,6 @@ def _replaced(statement: ast.stmt, old: ast.expr, new: str) -> str:
 
 
 # Numbers and sizes
-
-
-_ROUNDS = "in range(100):  # as many rounds as it can take"
 
 
 def number(spot: Spot | None) -> str:
