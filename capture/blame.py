@@ -1,96 +1,321 @@
-"""Turns what torch.export raises into one line that names the user's file, the cause and the cure."""
+"""Turns what torch.export and a model's own code raise into a page that names the user's line, the cause and the rewrite."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import re
-import sysconfig
-import traceback
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
-from trainload.capture.errors import CaptureError
-
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).resolve().parent)
-_FACE = "trainload/capture"
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-
-_CAUSES: tuple[tuple[str, str, str], ...] = (
-    (
-        r"Could not guard on data-dependent expression|data-dependent|GuardOnDataDependent|_local_scalar_dense|aten::item|\.item\(\)",
-        "Python branches or computes on a value that is only known when the batch is there",
-        "Write the branch with torch.cond or torch.where, and the number with tensor operators.",
-    ),
-    (
-        r"Constraints violated|marked .* as dynamic but|not all values of .* satisfy|specialized it to be a constant",
-        "a dim that was declared dynamic can only have certain sizes in this model",
-        "Make the model accept any size, or declare the dim as it is: dynamic={name: {dim: Dim.STATIC}}.",
-    ),
-    (
-        r"does not have a fake impl|no fake impl|UnsupportedOperatorException|NotImplementedError.*[Mm]eta",
-        "an operator has no fake kernel",
-        "Register one with torch.library.register_fake.",
-    ),
-    (r"Unsupported input type|pytree|not.*registered", "an input is of a type that cannot be captured", "Pass tensors only."),
-    (
-        r"Expected .*tensors? to be on the same device|found at least two devices",
-        "tensors are on different devices",
-        "Move the model and the batch to one device.",
-    ),
+from trainload.capture import rewrite
+from trainload.capture.causes import (
+    BACKWARD,
+    BRANCH,
+    BREAK,
+    CONSTRAINT,
+    DATA,
+    DEVICES,
+    DIFFERENCE,
+    EAGER,
+    GLOBAL,
+    INPUT,
+    INPUT_WRITE,
+    MODULE,
+    NO_AUTOGRAD,
+    NO_FAKE_KERNEL,
+    NO_GRADIENT,
+    NUMBER,
+    OTHER_SIZE,
+    PARAMETER_WRITE,
+    SPECIALISED,
+    VALUES,
+    Cause,
+    cause_of,
 )
+from trainload.capture.errors import CaptureError
+from trainload.capture.finding import Finding, Place
+from trainload.capture.job import Job
+from trainload.capture.place import chain, place_here, place_of_error, place_of_function
+from trainload.capture.program import GraphCapture
+from trainload.capture.rerun import Answers, Deed, Watched, watch
+
+Attempt = Callable[[AbstractContextManager[object]], object]
+"""Captures once more, within a context."""
+
+_QUOTED = 100
+"""So many characters of what was raised stand in a sentence of ours."""
+_ATTEMPTS = 8
+_SECONDS = 30.0
+"""The search for further causes takes at most so many captures, and begins none after so many seconds."""
 
 
-def capture_error(graph: str, error: Exception) -> CaptureError:
-    """One line for an exception of torch.export or of the model's own code.
+def capture_error(graph: str, error: Exception, attempt: Attempt, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError:
+    """The page for an exception of torch.export or of the model's own code: its cause, and whatever else stands in the way.
 
     Args:
         graph: which graph was being captured.
         error: what was raised.
+        attempt: captures again.
+        function: what was to be captured. Its model's buffers change.
+        batch: what it is given.
     """
-    text = str(error)
-    for pattern, cause, cure in _CAUSES:
-        if re.search(pattern, text) or re.search(pattern, type(error).__name__):
-            return CaptureError(
-                f"the {graph} graph cannot be captured: {cause}",
-                where=_place(error),
-                got=_first_line(text) or type(error).__name__,
-                expected="something that torch.export can follow",
-                cure=cure,
-            )
+    watched = Watched()
+    findings = list(_findings(error, watched))
+    # What follows runs the model's own code, which may raise anything: the first cause is told all the same.
+    with contextlib.suppress(Exception):
+        with torch.set_grad_enabled(graph == "train"):
+            watched = watch(function, batch)
+        findings = list(_unique(_findings(error, watched)))
+        findings = list(_unique(_all(error, attempt, watched)))
+    first = findings[0]
+    problem = f"the {graph} graph cannot be captured: {first.sentence}"
     return CaptureError(
-        f"the {graph} graph cannot be captured: {type(error).__name__}: {_first_line(text)}",
-        where=_place(error),
-        cure="The same line must run in eager mode on Job.batch; see the error below it for the whole story.",
+        problem,
+        where=_where(first.place),
+        got=_gist(str(error)) or type(error).__name__,
+        cure=first.advice,
+        findings=findings,
     )
 
 
-def replay_error(graph: str, rows: int, by: str, error: Exception) -> CaptureError:
-    """One line for an exception of a replay: eager (`by` "the model") or captured (`by` "the captured graph")."""
+def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -> CaptureError:
+    """The page for an exception of a replay: eager (`by` "the model") or captured (`by` "the captured graph")."""
+    cause = cause_of(chain(error))
+    place = place_of_error(error) if by == "the model" else None
+    if cause is not NO_AUTOGRAD:
+        cause = OTHER_SIZE
+    text = _first_line(str(error))
     return CaptureError(
-        f"{by} fails on {rows} rows of the example batch in the {graph} graph: {type(error).__name__}: {_first_line(str(error))}",
-        where=_place(error) if by == "the model" else f"graph {graph}",
-        cure="The model must take batches of any size, this one too; or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+        f"{by} fails on {rows} rows of the example batch in the {captured.name} graph: {type(error).__name__}: {text}",
+        where=_where(place) or f"graph {captured.name}",
+        cure=cause.advice,
+        findings=[_finding(cause, place, str(error), captured.inputs[0].name)],
     )
+
+
+def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError:
+    """An error of the comparison with eager, with the lines of the user's source that may be behind it.
+
+    Args:
+        error: the difference.
+        function: what was captured, in the mode of that graph. Its model's buffers change.
+        batch: what it is given.
+    """
+    if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
+        return error
+    watched = Watched()
+    with contextlib.suppress(Exception):  # as above
+        watched = watch(function, batch)
+    if error.findings:
+        place = next((p for name, p in watched.operators.items() if f'"{name}"' in error.findings[0].rewrite), None)
+        findings = [replace(error.findings[0], place=place)]
+        where = _where(place) or error.where
+    else:
+        # A branch that a capture went past was caught by the model's own `except`.
+        for suspects in ((PARAMETER_WRITE, INPUT_WRITE), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,)):
+            findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
+            if findings:
+                break
+        else:
+            findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.cure)]
+        where = error.where
+    found = list(_unique(findings))
+    return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, cure=error.cure, findings=found)
+
+
+def own_backward(problem: str, advice: str) -> CaptureError:
+    """The page for something in the model's backward that has no place in a graph. To be called below the user's line."""
+    place = place_here()
+    finding = Finding(BACKWARD.anchor, problem, advice, rewrite.custom_operator(), place)
+    return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
+
+
+def no_gradient(job: Job) -> CaptureError:
+    """The page for a loss that reaches no parameter; it names the function that computes it."""
+    function = job.loss if job.loss is not None else job.model.forward
+    place = place_of_function(function)
+    code = "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the parameters and here"
+    finding = Finding(NO_GRADIENT.anchor, NO_GRADIENT.sentence, NO_GRADIENT.advice, code, place)
+    return CaptureError(NO_GRADIENT.sentence, where=_where(place) or "Job.loss", cure=NO_GRADIENT.advice, findings=[finding])
+
+
+# From exceptions and deeds to findings
+
+
+def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
+    """What one exception means: a cause, in as many places as there are."""
+    text = "\n".join(str(each) for each in chain(error))
+    cause, place = cause_of(chain(error)), rewrite.sharpened(place_of_error(error))
+    if cause in (BRANCH, NUMBER):
+        cause = _branch_or_number(place, text)
+    if cause is DATA:
+        yield from _data(watched) or [_finding(DATA, place, text)]
+    elif cause is not None:
+        yield _finding(cause, place, text, watched.input)
+    elif watched.error is not None:
+        raised = f"{type(watched.error).__name__}: {_first_line(str(watched.error))[:_QUOTED]}"
+        yield Finding(EAGER.anchor, f"{EAGER.sentence}: {raised}", EAGER.advice, "", place_of_error(watched.error))
+    else:
+        raised = f"{type(error).__name__}: {_first_line(str(error))[:_QUOTED]}"
+        yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised}", BREAK.advice, rewrite.custom_operator(), place)
+
+
+def _data(watched: Watched) -> list[Finding]:
+    deeds = [deed for deed in watched.deeds if deed.cause is DATA and deed.place is not None and ".data" in deed.place.expression]
+    return [_of_deed(deed) for deed in sorted(deeds, key=lambda deed: deed.place.span if deed.place is not None else ())]
+
+
+def _branch_or_number(place: Place | None, text: str) -> Cause:
+    spot = rewrite.spot_of(place)
+    if spot is not None and spot.test_of is not None:
+        return BRANCH
+    if place is not None and re.match(r"(int|float|range|len|round)\(", place.expression):
+        return NUMBER
+    return NUMBER if re.search(r"specialized integer|zuf?\d+ \(unhinted: zuf?\d+\)|\.item\(\)", text) else BRANCH
+
+
+def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -> Finding:
+    spot = rewrite.spot_of(place)
+    rewrites: dict[str, Callable[[], str]] = {
+        BRANCH.anchor: lambda: rewrite.branch(spot),
+        NUMBER.anchor: lambda: rewrite.number(spot),
+        VALUES.anchor: lambda: rewrite.values(spot),
+        BREAK.anchor: rewrite.custom_operator,
+        DATA.anchor: lambda: rewrite.data(spot),
+        SPECIALISED.anchor: lambda: rewrite.size(spot, text, name),
+        CONSTRAINT.anchor: lambda: rewrite.size(spot, text, name),
+        OTHER_SIZE.anchor: lambda: rewrite.size(spot, "", name),
+        NO_FAKE_KERNEL.anchor: lambda: rewrite.fake_kernel(text),
+        DEVICES.anchor: lambda: "torch.ones(size, device=x.device)",
+        INPUT.anchor: lambda: 'Job(batch={"x": torch.tensor(values)}, ...)',
+        BACKWARD.anchor: rewrite.custom_operator,
+        NO_AUTOGRAD.anchor: lambda: rewrite.derivative(text),
+        GLOBAL.anchor: lambda: rewrite.outside(spot),
+        MODULE.anchor: lambda: rewrite.attribute(spot),
+        INPUT_WRITE.anchor: lambda: rewrite.input_write(spot),
+        PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
+    }
+    code = ""
+    with contextlib.suppress(Exception):  # any source may stand there; a place without a rewrite is better than none
+        code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
+    return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
+
+
+def _of_deed(deed: Deed) -> Finding:
+    if deed.cause is MODULE:
+        spot = rewrite.spot_of(deed.place)
+        code = rewrite.attribute(spot) if deed.sure else rewrite.outside(spot)
+        return Finding(MODULE.anchor, f"forward changes {deed.detail}, which a graph would freeze", MODULE.advice, code, deed.place)
+    found = _finding(deed.cause, deed.place, "")
+    if deed.cause is GLOBAL:
+        sentence = f"forward uses {deed.detail}, which is no part of the model and which a graph would freeze"
+        return replace(found, sentence=sentence)
+    return found
+
+
+def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """One for each cause and line."""
+    seen: set[tuple[str, str]] = set()
+    for finding in findings:
+        if (finding.cause, str(finding.place)) not in seen:
+            seen.add((finding.cause, str(finding.place)))
+            yield finding
+
+
+# Further causes
+
+
+def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
+    """Everything that stands in the way: captures again, giving eager's numbers where one is known, until nothing new comes up."""
+    findings: list[Finding] = []
+    passed: set[Place] = set()
+    began = time.monotonic()
+    current: Exception | None = error
+    for _ in range(_ATTEMPTS):
+        if current is None:
+            break
+        cause = cause_of(chain(current))
+        if cause in (SPECIALISED, CONSTRAINT):
+            findings += _of_sizes(cause, current, attempt, Answers(watched, passed), watched.input)
+            break
+        findings += _findings(current, watched)
+        ahead = _passable(place_of_error(current), watched) - passed if cause in (BRANCH, NUMBER) else set()
+        if not ahead or time.monotonic() - began > _SECONDS:
+            break
+        passed |= ahead
+        current = _raised(attempt, Answers(watched, passed))
+    return findings + _data(watched) + [_of_deed(deed) for deed in watched.deeds if deed.sure]
+
+
+def _passable(place: Place | None, watched: Watched) -> set[Place]:
+    """The conversions that a failure at `place` comes from: those at this very place, else all that give numbers."""
+    places = {at for at, _ in watched.answers}
+    return {place} if place in places else {at for at, name in watched.answers if name not in ("__bool__", "numpy")}
+
+
+def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Exception | None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            attempt(inside)
+        except Exception as error:  # noqa: BLE001  # handed on
+            return error
+    return None
+
+
+def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers, name: str) -> list[Finding]:
+    """A violated constraint has no place: torch raises it at the end. Captures again and listens to where sizes are compared."""
+    guards = _Guards()
+    _raised(attempt, guards.heard(answers))
+    text = "\n".join(str(each) for each in chain(error))
+    return [_finding(cause, place, text, name) for place in guards.places] or [_finding(cause, None, text, name)]
+
+
+class _Guards(logging.Handler):
+    """Where in the user's source torch decided something about a dynamic size, from its log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.places: list[Place] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called in the middle of the user's code, which is therefore on the stack."""
+        if "[guard added]" in str(record.msg) and isinstance(record.args, tuple) and record.args[:1] == ("eval",):
+            place = place_here()
+            if place is not None and place not in self.places:
+                self.places.append(place)
+
+    @contextlib.contextmanager
+    def heard(self, answers: Answers) -> Iterator[None]:
+        """Listens while `answers` are given."""
+        logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+        before = logger.level, logger.handlers, logger.propagate, logger.disabled
+        logger.handlers = [self]  # torch's own would print
+        logger.setLevel(logging.INFO)
+        logger.propagate, logger.disabled = False, False
+        try:
+            with answers:
+                yield
+        finally:
+            logger.setLevel(before[0])
+            logger.handlers, logger.propagate, logger.disabled = before[1:]
+
+
+def _where(place: Place | None) -> str:
+    return "" if place is None else str(place)
+
+
+def _gist(text: str) -> str:
+    """What torch said, in a line: of violated constraints the first one, not their number."""
+    constraint = re.search(r"^  - (.*)$", text, re.MULTILINE)
+    return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else _first_line(text)
 
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]
-
-
-def _place(error: BaseException) -> str:
-    """The innermost frame of the user's code: file:line and its source."""
-    seen: BaseException | None = error
-    while seen is not None:
-        for frame in reversed(traceback.extract_tb(seen.__traceback__)):
-            if _is_users(frame.filename):
-                return f"{frame.filename}:{frame.lineno} `{frame.line}`"
-        seen = seen.__cause__ or seen.__context__
-    named = [m for m in re.findall(r'File "([^"]+)", line (\d+)', str(error)) if _is_users(m[0])]
-    return f"{named[-1][0]}:{named[-1][1]}" if named else ""
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith((_TORCH, _HERE, "<")) or _FACE in filename:
-        return False
-    return "site-packages" in Path(filename).parts or not filename.startswith(_STANDARD_LIBRARY)

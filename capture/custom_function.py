@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainload.capture import marks
-from trainload.capture.errors import CaptureError
+from trainload.capture.blame import own_backward
 
 if TYPE_CHECKING:
     from trainload.capture.watch import Watch
@@ -55,12 +55,8 @@ def call_function(watch: Watch, cls: Any, args: tuple[Any, ...]) -> Any:
         else:
             result = cls.forward(context, *args)
     if context.dirty:
-        raise CaptureError(
-            f"the autograd function {cls.__name__} writes to its inputs",
-            where=cls.__qualname__,
-            expected="a function without mark_dirty",
-            got=f"{len(context.dirty)} inputs that it writes to",
-            cure="Return a new tensor: work on input.clone().",
+        raise own_backward(
+            f"the autograd function {cls.__name__} writes to its inputs (mark_dirty)", "Return a new tensor: work on input.clone()."
         )
     if not any(needs):
         return result
@@ -77,11 +73,9 @@ def call_function(watch: Watch, cls: Any, args: tuple[Any, ...]) -> Any:
     marks.END(number)
     gradients = list(found) if isinstance(found, tuple) else [found]
     if len(gradients) < len(args) or any(g is not None for g in gradients[len(args) :]):
-        raise CaptureError(
-            f"the backward of the autograd function {cls.__name__} returns another number of gradients",
-            where=cls.__qualname__,
-            expected=f"{len(args)}, one for each argument of forward",
-            got=str(len(gradients)),
+        raise own_backward(
+            f"the backward of the autograd function {cls.__name__} returns {len(gradients)} gradients for {len(args)} arguments",
+            "Return one for each argument of forward, None where there is none.",
         )
     pairs = [(a, g) for a, g, needed in zip(args, gradients, needs, strict=False) if needed and g is not None]
     connected = marks.CONNECT([values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number)

@@ -23,7 +23,10 @@ pickling, since they travel from workers to the driver.
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, Self
+
+from trainload.capture.finding import Finding, page
 
 
 class TrainloadError(Exception):
@@ -52,15 +55,19 @@ class TrainloadError(Exception):
         return f"{text}. {self.cure}" if self.cure else text
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.problem, self.where, self.expected, self.got, self.cure)
+        return _rebuild, (type(self), self.problem, self._details())
+
+    def _details(self) -> dict[str, Any]:
+        """The constructor's keywords."""
+        return {"where": self.where, "expected": self.expected, "got": self.got, "cure": self.cure}
 
     @classmethod
-    def _of(cls, problem: str, where: str, expected: str, got: str, cure: str) -> Self:
-        return cls(problem, where=where, expected=expected, got=got, cure=cure)
+    def _of(cls, problem: str, details: dict[str, Any]) -> Self:
+        return cls(problem, **details)
 
 
-def _rebuild(kind: type[TrainloadError], problem: str, where: str, expected: str, got: str, cure: str) -> TrainloadError:
-    return kind._of(problem, where, expected, got, cure)
+def _rebuild(kind: type[TrainloadError], problem: str, details: dict[str, Any]) -> TrainloadError:
+    return kind._of(problem, details)
 
 
 class RequestError(TrainloadError, ValueError):
@@ -72,7 +79,28 @@ class JobError(RequestError):
 
 
 class CaptureError(RequestError):
-    """The model cannot be captured soundly."""
+    """The model cannot be captured soundly.
+
+    Args:
+        problem, where, expected, got, cure: as for every error.
+        findings: its causes in the user's source, the first one first. With them the message is a page: see `capture/finding.py`.
+    """
+
+    def __init__(
+        self, problem: str, *, where: str = "", expected: str = "", got: str = "", cure: str = "", findings: Sequence[Finding] = ()
+    ) -> None:
+        super().__init__(problem, where=where, expected=expected, got=got, cure=cure)
+        self.findings = tuple(findings)
+
+    def __str__(self) -> str:
+        if not self.findings:
+            return super().__str__()
+        headline = f"{self.where}: {self.problem}" if self.where else self.problem
+        details = f"Expected {self.expected}; got {self.got}" if self.expected else f"torch says: {self.got}" if self.got else ""
+        return page(headline.rstrip(".") + ".", self.findings, details)
+
+    def _details(self) -> dict[str, Any]:
+        return {**super()._details(), "findings": self.findings}
 
 
 class PackageError(RequestError):

@@ -41,10 +41,15 @@ def leaves_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
                 where=f"Job.batch: {name}",
                 expected="a tensor, None, a number, a string, or a dict, list, tuple, named tuple or dataclass of these",
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
-                cure="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model.",
+                cure="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
+                "See docs/capture.md#unsupported-input.",
             )
     if not found:
-        raise JobError("the example batch holds no tensor", where="Job.batch", cure="Give one real batch, input name -> tensor.")
+        raise JobError(
+            "the example batch holds no tensor",
+            where="Job.batch",
+            cure="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
+        )
     return dict(sorted(found.items()))
 
 

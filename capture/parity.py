@@ -66,7 +66,9 @@ def _sizes(captured: GraphCapture, batch: Mapping[str, Tensor]) -> list[int]:
     rows = next(iter(batch.values())).shape[0]
     if isinstance(captured.inputs[0].shape[0], int):
         return [rows, rows]
-    return [rows + 1, rows]
+    ranges = captured.exported.range_constraints.values()
+    most = min((int(r.upper) for r in ranges if r.upper.is_Integer and r.lower <= rows <= r.upper), default=rows + 1)
+    return [rows + 1 if rows < most else max(rows - 1, 2), rows]
 
 
 def _compare(
@@ -88,7 +90,7 @@ def _compare(
         except RequestError:
             raise
         except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
-            raise replay_error(captured.name, rows, "the model", error) from error
+            raise replay_error(captured, rows, "the model", error) from error
     _refuse_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
     counted = {n for n, value in numbers_of(model).items() if value != numbers.get(n) and value != rows}
     eager_outputs = [v.detach().clone() for v in expected]
@@ -111,7 +113,7 @@ def _compare(
             got = captured.exported.graph_module(*arguments)
             graph_gradients = _gradients(got, captured, own) if training else {}
         except Exception as error:  # torch's kernels may raise anything
-            raise replay_error(captured.name, rows, "the captured graph", error) from error
+            raise replay_error(captured, rows, "the captured graph", error) from error
     _refuse_writes(captured, {n for n, v in constants.items() if v._version != constant_versions[n]}, "a tensor that is no buffer")
 
     tolerance = tolerance_of(captured)

@@ -102,18 +102,22 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers (the objects and their values), gradients and the random generators."""
+    """Puts back buffers (the objects and their values), gradients and the random generators; what was registered meanwhile is removed."""
     held = [
         (module, name, value, value.detach().clone())
         for module in model.modules()
         for name, value in module._buffers.items()  # the registry itself: a buffer that forward assigned anew is another object
         if value is not None
     ]
+    registered = [(registry, set(registry)) for module in model.modules() for registry in (module._buffers, module._parameters)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with torch.random.fork_rng():
         try:
             yield
         finally:
+            for registry, names in registered:
+                for name in set(registry) - names:
+                    del registry[name]
             with torch.no_grad():
                 for module, name, value, before in held:
                     if value.requires_grad:

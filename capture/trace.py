@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error
+from trainload.capture.blame import capture_error, explained, no_gradient
 from trainload.capture.errors import CaptureError, RequestError
 from trainload.capture.function import Around, Traced, functions_of, nothing_around
 from trainload.capture.higher_order import differentiates
@@ -56,17 +56,20 @@ def capture(job: Job) -> Program:
                 each.differentiates = each.differentiates or differentiates(exported.graph_module)
             constants |= _constants(name, exported)
             with state_kept(model):
-                without_gradient |= check_parity(captured, function, batches[name], constants)
+                try:
+                    without_gradient |= check_parity(captured, function, batches[name], constants)
+                except CaptureError as error:
+                    raise explained(error, function, batches[name]) from error
     if without_gradient:
         warnings.warn(
-            f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: {', '.join(sorted(without_gradient))}",
+            f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
+            f"{', '.join(sorted(without_gradient))}. "
+            "See docs/capture.md#parameter-without-a-gradient.",
             stacklevel=2,
         )
     parameters = parameter_specs(model, without_gradient)
     if not any(p.trainable for p in parameters):
-        raise CaptureError(
-            "no gradient reaches any parameter", where="Job.loss", cure="Check for .detach(), torch.no_grad() or frozen parameters."
-        )
+        raise no_gradient(job)
     buffers = buffer_specs(model)
     return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants)
 
@@ -91,21 +94,25 @@ def export_graph(
         JobError: the function does not return what a job's must.
         CaptureError: torch.export cannot follow it, or refuses the declared sizes.
     """
-    try:
+
+    def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
         with quiet_torch(), warnings.catch_warnings():
             ignore_torchs_warnings()
             # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
             training = name == "train"
             hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
-            with torch.set_grad_enabled(training), _watched(function, hooks if training else {}, around):
+            with torch.set_grad_enabled(training), inside, _watched(function, hooks if training else {}, around):
                 exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
             make_regions(exported, training)
             return exported
+
+    try:
+        return attempt(nullcontext())
     except RequestError:
         raise
-    except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
-        raise capture_error(name, error) from error
+    except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
+        raise capture_error(name, error, attempt, function, batch) from error
 
 
 @contextmanager

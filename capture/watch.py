@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from trainload.capture import marks
+from trainload.capture.blame import own_backward
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 
@@ -138,11 +139,9 @@ class Watch:
                 context.trainload_region = self.region("checkpoint")
                 return None  # nothing is saved while tracing
             if not isinstance(context, torch.autograd.graph.save_on_cpu):
-                raise CaptureError(
-                    "forward changes the tensors that are saved for backward, which a graph cannot say",
-                    expected="no torch.autograd.graph.saved_tensors_hooks",
-                    got=type(context).__name__,
-                    cure="Leave the context manager out; which tensors are kept is decided by the plan.",
+                raise own_backward(
+                    f"forward changes the tensors that are saved for backward ({type(context).__name__}), which a graph cannot say",
+                    "Leave the context manager out; which tensors are kept is decided by the plan.",
                 )
             return original(context)
 
@@ -199,11 +198,9 @@ class Watch:
                 continue
             taken.append((module, before, after))
             if after and not module._is_full_backward_hook:
-                raise CaptureError(
-                    "a module has a backward hook of the old kind, which torch itself calls unreliable",
-                    where=f"module {name}",
-                    expected="register_full_backward_hook, or a tensor hook",
-                    got="register_backward_hook",
+                raise own_backward(
+                    f"module {name} has a backward hook of the old kind, which torch itself calls unreliable",
+                    "Use register_full_backward_hook, or a tensor hook.",
                 )
             module._backward_pre_hooks.clear()
             module._backward_hooks.clear()
@@ -309,7 +306,7 @@ class _Functions(TorchFunctionMode):
         elif func == Tensor.requires_grad.__set__ and args[1] and not args[0].requires_grad:  # type: ignore[attr-defined]  # a descriptor
             marks.REQUIRE_GRAD(args[0])
         elif name in _REFUSED:
-            raise CaptureError(f"forward calls {name}, which a graph cannot say", cure=_REFUSED[name])
+            raise own_backward(f"forward calls {name}, which a graph cannot say", _REFUSED[name])
         return func(*args, **kwargs)
 
 
@@ -323,9 +320,7 @@ class _Handle:
     """What register_hook returns while tracing: the hook is in the graph already."""
 
     def remove(self) -> None:
-        raise CaptureError(
-            "forward removes a hook that it registered, which a graph cannot say", cure="Register the hook only where it is to act."
-        )
+        raise own_backward("forward removes a hook that it registered, which a graph cannot say", "Register it only where it is to act.")
 
 
 class _Unavailable:
@@ -335,10 +330,10 @@ class _Unavailable:
         self._name = name
 
     def _refuse(self, *_: object) -> Any:
-        raise CaptureError(
-            "a full backward hook reads the gradients of the module's outputs, which a graph of its inputs' gradients cannot have",
-            where=f"module {self._name}",
-            cure="Use register_full_backward_pre_hook to change the outputs' gradients, or an autograd function around the module.",
+        raise own_backward(
+            f"a full backward hook of module {self._name} reads the gradients of the module's outputs, which are not at hand "
+            "where those of its inputs are captured",
+            "Use register_full_backward_pre_hook to change the outputs' gradients, or an autograd function around the module.",
         )
 
     __getitem__ = __iter__ = __len__ = _refuse
@@ -357,7 +352,7 @@ def _autograd_grad(
 ) -> tuple[Tensor, ...]:
     """torch.autograd.grad as one operator; an input that is not used has zeros as its gradient, not None."""
     if is_grads_batched:
-        raise CaptureError("forward calls torch.autograd.grad with is_grads_batched, which is not captured", cure="Use torch.func.vmap.")
+        raise own_backward("forward calls torch.autograd.grad with is_grads_batched, which is not captured", "Use torch.func.vmap.")
     ends = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     starts = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     given: list[Tensor | None] = [None] * len(ends)
@@ -422,9 +417,9 @@ def _jvp(function: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: 
 
 def _refused_transform(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise CaptureError(
+        raise own_backward(
             f"forward calls torch.func.{name}, which is not captured",
-            cure="Write it with torch.func.grad, vjp or jvp, and torch.func.vmap over grad.",
+            "Write it with torch.func.grad, vjp or jvp, and torch.func.vmap over grad.",
         )
 
     return refuse

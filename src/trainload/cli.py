@@ -22,7 +22,7 @@ from rich.console import Console
 
 import trainload
 from trainload import view
-from trainload.capture.errors import PackageError, PlanError, RequestError, RunInterrupted, StorageError, TrainloadError
+from trainload.capture.errors import CaptureError, PackageError, PlanError, RequestError, RunInterrupted, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
 
 if TYPE_CHECKING:
@@ -402,12 +402,12 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(view.dump_json(value) + "\n")
 
 
-def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: str) -> int:
-    """Say what went wrong, once: one line on stderr, or with --json an object on stdout. Returns `status`."""
+def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:
+    """Say what went wrong, once: on stderr one line, a page if it has findings; or with --json an object on stdout. Returns `status`."""
     if "--json" in arguments:
         _print_json({"error": {"kind": kind, "message": message, "exit": status, **{k: v for k, v in details.items() if v}}})
     else:
-        sys.stderr.write(f"trainload: {' '.join(message.split())}\n")
+        sys.stderr.write(f"trainload: {message if details.get('findings') else ' '.join(message.split())}\n")
     return status
 
 
@@ -417,7 +417,9 @@ def run(arguments: Sequence[str]) -> int:
         status = commands.main(list(arguments), prog_name="trainload", standalone_mode=False)
     except TrainloadError as error:
         status = WRONG if isinstance(error, RequestError) else FAILED
-        details = {"where": error.where, "expected": error.expected, "got": error.got, "cure": error.cure}
+        details: dict[str, object] = {"where": error.where, "expected": error.expected, "got": error.got, "cure": error.cure}
+        if isinstance(error, CaptureError):
+            details["findings"] = [finding.as_json() for finding in error.findings]
         return _report(arguments, type(error).__name__, str(error), status, problem=error.problem, **details)
     except click.exceptions.NoArgsIsHelpError as error:
         sys.stderr.write(error.format_message() + "\n")

@@ -135,7 +135,7 @@ def test_an_example_of_a_length_that_torch_takes_for_a_constant_is_warned_of(len
 
 
 def test_a_named_dim_of_length_1_is_warned_of_before_torch_refuses_it() -> None:
-    with pytest.warns(UserWarning, match=r"declared as Dim\('seq'\)"), pytest.raises(CaptureError, match="certain sizes"):
+    with pytest.warns(UserWarning, match=r"declared as Dim\('seq'\)"), pytest.raises(CaptureError, match="one size only"):
         capture(job(Model(), batch={"x": torch.randn(4, 1, 8)}, dynamic={"x": {1: Dim("seq")}}))
 
 

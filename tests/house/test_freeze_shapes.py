@@ -86,7 +86,7 @@ def test_the_table_is_printed_where_torch_refuses_the_sizes(here: Path, capsys: 
     printed = capsys.readouterr()
     assert "seq: 2..16" in printed.out
     assert "torch suggests (--apply-suggested-fixes): seq = Dim('seq', max=16)" in printed.out.splitlines()
-    assert len(printed.err.splitlines()) == 1
+    assert 1 < len(printed.err.splitlines()) <= 24
     assert not (here / "out.tl").exists()
 
 

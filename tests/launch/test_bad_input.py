@@ -79,9 +79,20 @@ def test_a_spec_that_returns_no_job(here: Path, capsys: Capture) -> None:
 
 def test_a_model_that_cannot_be_captured_is_blamed_by_file_and_line(here: Path, capsys: Capture) -> None:
     (here / "branching_spec.py").write_text(BRANCHING)
-    line = refused(["freeze", "branching_spec.py:job", "-o", "out.tl"], here, capsys)
+    assert cli.run(["freeze", "branching_spec.py:job", "-o", "out.tl"]) == 2
+    line, *page = capsys.readouterr().err.splitlines()
     cause = next(number for number, text in enumerate(BRANCHING.splitlines(), 1) if "x.sum() > 0" in text)
     assert f"branching_spec.py:{cause}" in line
+    assert "       ^^^^^^^^^^^" in page
+    assert contents(here) == ["branching_spec.py"]
+
+
+def test_a_model_that_cannot_be_captured_is_explained_in_json(here: Path, capsys: Capture) -> None:
+    (here / "json_spec.py").write_text(BRANCHING)
+    assert cli.run(["freeze", "json_spec.py:job", "-o", "out.tl", "--json"]) == 2
+    (finding,) = json.loads(capsys.readouterr().out)["error"]["findings"]
+    assert (finding["cause"], finding["expression"]) == ("data-dependent-branch", "x.sum() > 0")
+    assert finding["rewrite"] == "x = torch.where(x.sum() > 0, -x, x)"
 
 
 def test_an_output_that_exists(here: Path, capsys: Capture) -> None:

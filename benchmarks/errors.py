@@ -1,0 +1,119 @@
+"""The ten worst messages of torch.export among the project's refused models, and what trainload says of the same models.
+
+    python benchmarks/errors.py
+
+Every model of tests/capture/refused.py goes through torch.export.export (non-strict, the batch dim dynamic) and through trainload's
+capture. Counted is what a person sees of torch: traceback, message, and what it prints. The ten with the most lines are written to
+docs/errors_before_after.md, torch's message by its first three lines, trainload's whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+COUNT = 10
+OF_A_CAUSE = 2
+"""So many of the same cause, at most."""
+
+
+def before(case: Any) -> tuple[str, int]:
+    """torch.export's message, and the number of lines that a person gets: log and traceback too. ("", 0) where it raises nothing."""
+    import torch
+    from torch.export import Dim
+
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed):
+        warnings.simplefilter("ignore")
+        try:
+            torch.export.export(model_of(case), (torch.randn(4, 8),), dynamic_shapes=({0: Dim("batch", min=1)},), strict=False)
+        except Exception as error:  # noqa: BLE001  # what it raises is the result
+            return f"{type(error).__name__}: {error}", len((printed.getvalue() + traceback.format_exc()).splitlines())
+    return "", 0
+
+
+def after(case: Any) -> str:
+    """What trainload's capture says."""
+    from tests.capture.jobs import job
+
+    from trainload.capture.errors import CaptureError
+    from trainload.capture.trace import capture
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            capture(job(model_of(case)))
+        except CaptureError as error:
+            return str(error)
+    raise AssertionError(f"{case.function.__name__} was captured")
+
+
+def model_of(case: Any) -> Any:
+    import torch
+    from tests.capture.jobs import Model
+
+    torch.manual_seed(0)
+    model: Any = Model(case.function, gain=torch.nn.Parameter(torch.ones(8)), seen=torch.zeros(8))
+    model.calls, model.history = 0, []
+    return model
+
+
+def report(name: str, message: str, count: int, ours: str) -> str:
+    """A section of the page."""
+    lines = message.splitlines()
+    return "\n".join(
+        [
+            f"## {name.replace('_', ' ').capitalize()}",
+            "",
+            f"torch.export: {count} lines, {len(lines)} of them the message, which begins:",
+            "",
+            *(f"    {line[:140]}" for line in [line for line in lines if line.strip()][:3]),
+            "",
+            f"trainload: {len(ours.splitlines())} lines.",
+            "",
+            *(f"    {line}".rstrip() for line in ours.splitlines()),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "errors_before_after.md", help="the page to write")
+    options = parser.parse_args()
+    os.chdir(ROOT)  # so that places are the same wherever it is run from
+    sys.path.insert(0, str(ROOT))
+    from tests.capture.refused import REFUSED
+
+    texts = {case.function.__name__: (case, *before(case)) for case in REFUSED}
+    worst: list[str] = []
+    for name in sorted(texts, key=lambda name: -texts[name][2]):
+        if len(worst) < COUNT and sum(texts[n][0].cause == texts[name][0].cause for n in worst) < OF_A_CAUSE:
+            worst.append(name)
+    parts = []
+    for name in worst:
+        case, message, count = texts[name]
+        ours = after(case)
+        print(f"{count:5} lines before, {len(ours.splitlines()):3} after: {name}")
+        parts.append(report(name, message, count, ours))
+    import torch
+
+    head = (
+        "# Error messages, before and after\n\n"
+        f"Written by `python benchmarks/errors.py` with torch {torch.__version__}: of the {len(texts)} refused models in\n"
+        "tests/capture/refused.py the ten for which torch.export prints the most lines, traceback and log included; "
+        f"at most {OF_A_CAUSE} of a cause.\n\n"
+    )
+    options.out.write_text(head + "\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()

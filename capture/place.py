@@ -1,0 +1,105 @@
+"""Where in somebody's source something happened: from tracebacks, live frames and bytecode to lines and columns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import os
+import sysconfig
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType
+
+import numpy
+import torch
+
+from trainload.capture.finding import Place
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_LIBRARIES = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(Path(numpy.__file__).parent) + os.sep,
+    str(Path(__file__).parents[1]) + os.sep,  # trainload, as it was imported
+)
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's or of a library of models: not Python's, torch's, numpy's or trainload's."""
+    if file.startswith(("<", *_LIBRARIES)):
+        return False
+    return "site-packages" in Path(file).parts or not file.startswith(_STANDARD_LIBRARY)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that led to it, the last one first."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def place_of_error(error: BaseException) -> Place | None:
+    """The innermost expression of the user's code in an exception's traceback, or in those of the exceptions that led to it."""
+    for each in chain(error):
+        found = None
+        trace = each.__traceback__
+        while trace is not None:
+            if is_users(trace.tb_frame.f_code.co_filename):
+                found = place_in(trace.tb_frame.f_code, trace.tb_lasti)
+            trace = trace.tb_next
+        if found is not None:
+            return found
+    return None
+
+
+def place_of_frame(frame: FrameType | None) -> Place | None:
+    """The innermost expression of the user's code that is being evaluated, `frame` and outwards."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return place_in(frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    return None
+
+
+def place_here() -> Place | None:
+    """The same for the caller."""
+    return place_of_frame(inspect.currentframe())
+
+
+def place_of_function(function: object) -> Place | None:
+    """Where a function begins; None for what has no source."""
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return (
+        Place(_shown(code.co_filename), code.co_firstlineno, code.co_name, linecache.getline(code.co_filename, code.co_firstlineno).strip())
+        if isinstance(code, CodeType)
+        else None
+    )
+
+
+def place_in(code: CodeType, instruction: int) -> Place:
+    """The expression of the instruction at this offset of the bytecode."""
+    line, last, column, end = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
+    if line is None:
+        return Place(code.co_filename, code.co_firstlineno, code.co_name)
+    return place_at(code.co_filename, code.co_name, (line, column or 0, last or line, end or 0))
+
+
+def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place:
+    """The expression at these positions: line, column, last line, last column; columns count UTF-8 bytes, as Python does."""
+    linecache.checkcache(file)
+    line, column, last, end = span
+    text = linecache.getline(file, line).rstrip("\n")
+    start = len(text.encode()[:column].decode(errors="ignore"))
+    stop = len(text.encode()[:end].decode(errors="ignore")) if last == line else len(text)
+    source = text.strip()
+    indent = len(text) - len(text.lstrip())
+    return Place(_shown(file), line, function, source, max(0, start - indent), max(0, min(stop - indent, len(source))), span)
+
+
+def _shown(file: str) -> str:
+    """Relative where that is shorter to read."""
+    folder = os.getcwd() + os.sep
+    return file.removeprefix(folder)
