@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from torch.export import ExportedProgram
 
 
@@ -70,30 +71,48 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One entry of an optimizer's state. `like_parameter`: it has the parameter's shape; otherwise it is 0-dim."""
+    """One entry of an optimizer's state. `like_parameter`: it has the parameter's shape; otherwise `shape`, () in an elementwise update."""
 
     name: str
     dtype: str
     like_parameter: bool
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateGraph:
-    """An optimizer's update of one parameter group, as a function of tensors of any one length.
+    """An optimizer's update of one parameter group, as a function of one tensor.
 
     `first`: (param, grad, lr) -> (param, *state), for a parameter that was never updated.
     `following`: (param, grad, lr, *state) -> (param, *state).
-    param, grad: (n,); lr: 0-dim float32; state as `state` says, in its order.
+    param, grad: of `shape`, or (n,) for any n where it is None; lr: 0-dim float32; state as `state` says, in its order.
 
-    Laws: both are functional. `elementwise`: every element of the result depends on the same element of the inputs (and
-    on 0-dim ones) only, so that the update may run on any slice.
+    Laws: both are functional, and their constants are 0-dim. Where `shape` is None the update is elementwise: every element of the result
+    depends on the same element of the inputs (and on 0-dim ones) only, so that it may run on any slice. Otherwise it runs on whole
+    parameters, all of this shape.
     """
 
     group: str
     first: ExportedProgram
     following: ExportedProgram
     state: tuple[StateSpec, ...]
-    elementwise: bool
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether it may run on any slice."""
+        return self.shape is None
+
+
+class LeanRecord(BaseModel):
+    """A record that leaves out those of its fields that came later, where they have their defaults: what lacked them keeps its bytes."""
+
+    later: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _lean(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = whole(self)
+        return {k: v for k, v in fields.items() if k not in self.later or getattr(self, k) != type(self).model_fields[k].default}
 
 
 class GroupRecipe(BaseModel):

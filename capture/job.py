@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Loss:
 
 LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], "torch.Tensor | Loss"]
 PredictFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], "torch.Tensor | Mapping[str, torch.Tensor]"]
-OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
+OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 ScheduleFunction = Callable[[int], float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -42,7 +42,7 @@ class Job:
         model: the module, with its weights, on any device.
         batch: an example batch, input name -> tensor. Its leading dim is the batch dim, of 2 rows or more.
         loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`. None: `model(**batch)` returns it.
-        optimizer: `optimizer(model)` -> a `torch.optim.Optimizer` over the model's parameters.
+        optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters, or several, each over some of them.
         schedule: `schedule(step)` -> factor on each group's learning rate, for step 0, 1, ...; or a
             `torch.optim.lr_scheduler` factory that is given the optimizer. None: constant.
         predict: `predict(model, batch)` -> the tensors that a trained model is for. None: no predict graph.

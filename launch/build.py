@@ -32,7 +32,7 @@ from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import GROUP, Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
 
-BUILD_VERSION = 2
+BUILD_VERSION = 3
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 LOCK_SECONDS = 3600.0
 _INDEX = "index.json"
@@ -54,8 +54,8 @@ class BuiltGraph:
 class Built:
     """All that a rank calls.
 
-    train: one graph for each phase of a step. evaluate: totals over a batch. update: (divisor, rates, *params, *gradients, *states) ->
-    (norm,), writing in place; None where the plan trains nothing in place (it never is). compiled: whether they were compiled.
+    train: one graph for each phase of a step. evaluate: totals over a batch. update: what `UpdateStep.trace` gives, which writes in place.
+    compiled: whether they were compiled.
     """
 
     train: dict[Phase, BuiltGraph]

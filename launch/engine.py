@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainload.autograd_trace.graphs import Role
 from trainload.launch.build import Built, BuiltGraph
-from trainload.launch.checkpoint_state import PARAM, ShardedState, share
+from trainload.launch.checkpoint_state import PARAM, ShardedState, StateKind, share, state_kind
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan
 from trainload.sharding.rewrite import GROUP, Phase, accumulated_length, stored_length, update_length
@@ -88,29 +88,24 @@ class Engine:
         self._params = {b.name: state.flats[b.name][PARAM].to(self._device) for b in self._plan.buckets}
         self._buffers = {name: value.to(self._device) for name, value in state.buffers.items()}
         self._load_constants()
-        states: list[Tensor] = []
-        for bucket, entry, like_parameter in self._state_entries():
-            source = state.flats[bucket] if like_parameter else state.scalars[bucket]
-            states.append(source[entry].to(self._device))
-        self._states = states
+        kinds = {StateKind.FLAT: state.flats, StateKind.SCALAR: state.scalars, StateKind.STACK: state.stacks}
+        self._states = [kinds[kind][bucket][entry].to(self._device) for bucket, entry, kind in self._state_entries()]
 
     def state(self) -> ShardedState:
         """What a checkpoint keeps. The tensors are the live ones: copy before the next step."""
-        flats: dict[str, dict[str, Tensor]] = {name: {PARAM: value} for name, value in self._params.items()}
-        scalars: dict[str, dict[str, Tensor]] = {}
-        for (bucket, entry, like_parameter), value in (
-            zip(self._state_entries(), self._states, strict=True) if self._states is not None else ()
-        ):
-            (flats if like_parameter else scalars).setdefault(bucket, {})[entry] = value
-        return ShardedState(flats, scalars, self._buffers)
+        kinds: dict[StateKind, dict[str, dict[str, Tensor]]] = {kind: {} for kind in StateKind}
+        kinds[StateKind.FLAT] = {name: {PARAM: value} for name, value in self._params.items()}
+        for (bucket, entry, kind), value in zip(self._state_entries(), self._states, strict=True) if self._states is not None else ():
+            kinds[kind].setdefault(bucket, {})[entry] = value
+        return ShardedState(kinds[StateKind.FLAT], kinds[StateKind.SCALAR], self._buffers, kinds[StateKind.STACK])
 
     def _load_constants(self) -> None:
         self._constants = {name: value.to(self._device) for name, value in self._package.program().constants.items()}
 
-    def _state_entries(self) -> list[tuple[str, str, bool]]:
-        """(bucket, entry, like the parameter) in the order of the update's states."""
+    def _state_entries(self) -> list[tuple[str, str, StateKind]]:
+        """(bucket, entry, kind) in the order of the update's states."""
         by_group = {u.group: u for u in self._package.manifest.updates}
-        return [(b.name, s.name, s.like_parameter) for b in self._trained for s in by_group[str(b.group)].state]
+        return [(b.name, s.name, state_kind(b, s.like_parameter)) for b in self._trained for s in by_group[str(b.group)].state]
 
     def _stored_interval(self, bucket: Bucket) -> tuple[int, int]:
         return share(bucket.length, self._rank, self._plan.world_size) if self._plan.strategy == "zero3" else (0, bucket.length)
@@ -205,17 +200,20 @@ class Engine:
         with torch.no_grad():
             if self._states is None:
                 first = UpdateStep(self._plan, self._package.updates(), self._recipe.clip_norm, first=True)
-                norm, *new = first(divisor, rate_tensor, *params, *gradients)
+                norm, *new = first(divisor, rate_tensor, self._rank_tensor(), *params, *gradients)
                 for param, value in zip(params, new[: len(params)], strict=True):
                     param.copy_(value)
                 self._states = [value.clone() for value in new[len(params) :]]
             else:
-                (norm,) = self._built.update(divisor, rate_tensor, *params, *gradients, *self._states)
+                (norm,) = self._built.update(divisor, rate_tensor, self._rank_tensor(), *params, *gradients, *self._states)
             if self._plan.strategy == "zero1" and self._plan.world_size > 1:
                 for bucket in self._trained:
                     full = torch.ops._c10d_functional.all_gather_into_tensor(self._updated_slice(bucket), self._plan.world_size, GROUP)
                     self._params[bucket.name] = torch.ops._c10d_functional.wait_tensor(full)
         return norm
+
+    def _rank_tensor(self) -> Tensor:
+        return torch.tensor(self._rank, device=self._device)
 
     def _updated_slice(self, bucket: Bucket) -> Tensor:
         """The part of a bucket that this rank updates: a view of what it stores."""

@@ -176,6 +176,8 @@ def _bare_manifest(
     features = {"custom-ops"} if libraries else set()
     if not all(buffer.persistent for buffer in program.buffers):
         features.add("non-persistent-buffers")
+    if not all(update.elementwise for update in updates):
+        features.add("whole-updates")
     schemas: dict[str, str] = {}
     for name in sorted(operators):
         schema = running_schema(name)
@@ -199,6 +201,7 @@ def _bare_manifest(
                 following=f"graphs/update-{update.group}-following.json",
                 state=tuple(state_entry(spec) for spec in update.state),
                 elementwise=update.elementwise,
+                shape=update.shape,
             )
             for update in updates
         ),

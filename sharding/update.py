@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ _CLIP_EPSILON = 1e-6
 
 
 class _UpdateInterpreter(Interpreter):
-    """Runs an update graph on a device, without reading numbers out of 0-dim tensors: `alpha=lr.item()` becomes a product."""
+    """Runs an update graph, which was captured on a CPU, on a device."""
 
     def __init__(self, module: GraphModule, device: torch.device) -> None:
         super().__init__(module)
@@ -34,20 +34,10 @@ class _UpdateInterpreter(Interpreter):
         if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             _, body, *operands = args
             return type(self)(body, self._device).run(*operands)
-        if target is aten.item.default:
-            return args[0]
         if target is aten._assert_tensor_metadata.default:
             return None
-        if target is aten.full_like.default and isinstance(args[1], Tensor):
-            return args[1].to(args[0].dtype).expand(args[0].shape).clone()
         args = tuple(self._device if isinstance(a, torch.device) else a for a in args)
         kwargs = {k: self._device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
-        for name in ("alpha", "value"):
-            factor = kwargs.get(name)
-            if isinstance(factor, Tensor):
-                kwargs = {k: v for k, v in kwargs.items() if k != name}
-                scaled = len(args) - 1 if name == "alpha" else 1
-                args = tuple(a * factor if i == scaled else a for i, a in enumerate(args))
         return super().call_function(target, args, kwargs)
 
 
@@ -61,7 +51,7 @@ def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list
             inputs.append(next(entries))
             continue
         constant = graph.constants[str(spec.target)]
-        assert isinstance(constant, Tensor) and constant.ndim == 0, "an elementwise update has 0-dim constants only"
+        assert isinstance(constant, Tensor) and constant.ndim == 0, "updates have 0-dim constants only"
         inputs.append(torch.full((), constant.item(), dtype=constant.dtype, device=device))
     return inputs
 
@@ -83,16 +73,18 @@ def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph]) -> tuple[BucketUp
     """The trained buckets in plan order, each with its group's update.
 
     Raises:
-        PlanError: a bucket's update is missing, or mixes elements and so cannot run on a slice of several parameters.
+        PlanError: a bucket's update is missing, or the plan takes it for one of the other kind.
     """
     by_group = {u.group: (i, u) for i, u in enumerate(updates)}
     for bucket in plan.buckets:
-        if bucket.group is not None and (bucket.group not in by_group or not by_group[bucket.group][1].elementwise):
+        if bucket.group is not None and (bucket.group not in by_group or by_group[bucket.group][1].elementwise == bucket.whole):
             raise PlanError(
-                "a bucket's update cannot run on flat slices" if bucket.group in by_group else "a bucket's group has no update",
+                "a bucket's update takes whole parameters, or does not, against the plan"
+                if bucket.group in by_group
+                else "a bucket's group has no update",
                 where=f"plan.buckets: {bucket.name}, {bucket.group}",
-                expected="an elementwise update, such as AdamW's or SGD's",
                 got=f"groups {sorted(by_group)}",
+                cure="Make a plan for this package: trainload plan.",
             )
     return tuple(BucketUpdate(b, by_group[b.group][1], by_group[b.group][0]) for b in plan.buckets if b.group is not None)
 
@@ -100,12 +92,14 @@ def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph]) -> tuple[BucketUp
 class UpdateStep:
     """The update of all buckets of one rank as a function of flat tensors.
 
-    Call: (divisor, rates, *params, *gradients[, *states]) -> (norm, *params, *states)
+    Call: (divisor, rates, rank, *params, *gradients[, *states]) -> (norm, *params, *states)
 
     - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
     - rates: float32 (groups,); the learning rates of this step.
+    - rank: 0-dim int64; this rank's.
     - params, gradients: one (n,) for each trained bucket, this rank's slice. states: per bucket, in the order of its StateSpecs;
-      left out if `first`.
+      left out if `first`. One that is like the parameter is (n,), this rank's slice; others are whole on every rank: 0-dim in an
+      elementwise update, (slots, *shape) in one of whole parameters.
     - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
     """
 
@@ -116,7 +110,7 @@ class UpdateStep:
         self._groups = len(updates)
         self.parts = bucket_updates(plan, updates)
 
-    def __call__(self, divisor: Tensor, rates: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         count = len(self.parts)
         params, gradients, states = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
         norm = self._norm(gradients) / divisor
@@ -127,13 +121,48 @@ class UpdateStep:
         for part, param, gradient in zip(self.parts, params, gradients, strict=True):
             entries = () if self._first else tuple(states[: len(part.state)])
             states = states[len(entries) :]
-            graph = part.update.first if self._first else part.update.following
             scaled = (gradient * factor).to(gradient.dtype)
-            arguments = _with_constants(graph, [param, scaled, rates[part.group_index], *entries])
-            param_out, *state_out = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
+            update = self._run if part.update.elementwise else self._run_whole
+            param_out, *state_out = update(part, rates[part.group_index], rank, param, scaled, entries)
             new_params.append(param_out)
             new_states.extend(state_out)
         return (norm, *new_params, *new_states)
+
+    def _run(
+        self, part: BucketUpdate, rate: Tensor, rank: Tensor, param: Tensor, gradient: Tensor, states: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        graph = part.update.first if self._first else part.update.following
+        arguments = _with_constants(graph, [param, gradient, rate, *states])
+        results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
+        return results
+
+    def _run_whole(
+        self, part: BucketUpdate, rate: Tensor, rank: Tensor, param: Tensor, gradient: Tensor, states: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Updates the bucket's parameters one by one, whole, and keeps this rank's slice of what is sharded."""
+        bucket = part.bucket
+        sharded = update_length(self._plan, bucket) < bucket.length
+        like = [True, *(s.like_parameter for s in part.state)]
+        given = list(zip([param, gradient, *states], [True, *like], strict=False))  # the first update is given no states
+        whole = [(self._gathered(value) if is_like and sharded else value, is_like) for value, is_like in given]
+        found: list[Sequence[Tensor]] = []
+        for number, slot in enumerate(bucket.slots):
+            end = slot.offset + slot.length
+            own = [value[slot.offset : end].view(slot.shape) if is_like else value[number] for value, is_like in whole]
+            found.append(self._run(part, rate, rank, own[0], own[1], own[2:]))
+        results: list[Tensor] = []
+        for is_like, values in zip(like, zip(*found, strict=True), strict=True):
+            if not is_like:
+                results.append(torch.stack(values))
+                continue
+            flat = _joined(bucket, values)
+            results.append(flat.view(self._plan.world_size, -1).index_select(0, rank.view(1)).view(-1) if sharded else flat)
+        return results
+
+    def _gathered(self, slice_: Tensor) -> Tensor:
+        full = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_, self._plan.world_size, GROUP)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
+        return result
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         square = torch.stack([g.to(torch.float32).square().sum() for g in gradients]).sum()
@@ -149,17 +178,18 @@ class UpdateStep:
             lengths = [update_length(self._plan, p.bucket) for p in self.parts]
             dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
             inputs = [torch.empty((), device=device), torch.empty(self._groups, device=device)]
+            inputs.append(torch.empty((), dtype=torch.int64, device=device))
             inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
             inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
             for part, length in zip(self.parts, lengths, strict=True):
                 for spec in part.state:
-                    shape = (length,) if spec.like_parameter else ()
+                    shape = (length,) if spec.like_parameter else () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)
                     inputs.append(torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device))
 
         def in_place(*flat: Tensor) -> tuple[Tensor]:
             norm, *new = self(*flat)
             count = len(self.parts)
-            targets = [*flat[2 : 2 + count], *flat[2 + 2 * count :]]
+            targets = [*flat[3 : 3 + count], *flat[3 + 2 * count :]]
             for target, value in zip(targets, new, strict=True):
                 target.copy_(value)
             return (norm,)
@@ -167,14 +197,11 @@ class UpdateStep:
         return trace_flat(in_place, inputs)
 
 
-def state_specs(parts: Sequence[BucketUpdate]) -> list[tuple[str, StateSpec]]:
-    """(bucket, state) in the order of an update's states."""
-    return [(p.bucket.name, s) for p in parts for s in p.state]
-
-
-def named_states(parts: Sequence[BucketUpdate], flat: Sequence[Tensor]) -> Mapping[str, dict[str, Tensor]]:
-    """Bucket -> state name -> tensor, from an update's flat states."""
-    found: dict[str, dict[str, Tensor]] = {p.bucket.name: {} for p in parts}
-    for (bucket, spec), value in zip(state_specs(parts), flat, strict=True):
-        found[bucket][spec.name] = value
-    return found
+def _joined(bucket: Bucket, values: Sequence[Tensor]) -> Tensor:
+    """The bucket's flat tensor, of its slots' values; zero where no parameter lies."""
+    pieces: list[Tensor] = []
+    end = 0
+    for slot, value in zip(bucket.slots, values, strict=True):
+        pieces += [value.new_zeros(slot.offset - end), value.reshape(-1)]
+        end = slot.offset + slot.length
+    return torch.cat([*pieces, values[0].new_zeros(bucket.length - end)])

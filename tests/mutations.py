@@ -121,8 +121,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         4,
         "the optimizer's count of steps begins anew",
         "launch/engine.py",
-        "            states.append(source[entry].to(self._device))\n",
-        "            states.append(source[entry].to(self._device) if like_parameter else torch.zeros(()))\n",
+        "kinds[kind][bucket][entry].to(self._device) for",
+        "kinds[kind][bucket][entry].to(self._device) * (kind is not StateKind.SCALAR) for",
         "test_law_4.py::test_a_killed_run_resumes[1-single-2-zero1]",
     ),
     Mutation(
