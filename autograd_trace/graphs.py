@@ -125,17 +125,33 @@ class GroupRecipe(BaseModel):
     learning_rates: tuple[float, ...] = Field(min_length=1)
 
 
-class Recipe(BaseModel):
+class LossScale(BaseModel):
+    """How the scale of the loss moves: see `trainload.capture.job.LossScaling`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    init_scale: float = Field(gt=0)
+    growth_factor: float = Field(gt=1)
+    backoff_factor: float = Field(gt=0, lt=1)
+    growth_interval: int = Field(ge=1)
+
+
+class Recipe(LeanRecord):
     """How the graphs are driven, as data.
 
-    Laws: no parameter is in two groups; one that is in none keeps its value; `global_batch` rows make one optimizer update.
+    Laws: no parameter is in two groups; one that is in none keeps its value; `global_batch` rows make one optimizer update; the gradient is
+    clipped by its norm or by the values of its elements.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    later: ClassVar[frozenset[str]] = frozenset({"clip_value", "ema_decay", "loss_scale"})
 
     optimizer: str
     groups: tuple[GroupRecipe, ...]
     steps: int = Field(ge=1)
     global_batch: int = Field(ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
+    clip_value: float | None = Field(default=None, gt=0)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    loss_scale: LossScale | None = None
     seed: int = 0

@@ -23,6 +23,7 @@ from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, Upda
 from trainload.autograd_trace.operators import Overload, is_overload
 from trainload.autograd_trace.optimizer_groups import group_parameters
 from trainload.autograd_trace.python_numbers import as_number, numbers_stay_tensors
+from trainload.autograd_trace.recipe import make_recipe
 from trainload.autograd_trace.schedule import learning_rates
 from trainload.autograd_trace.update_check import check_separate, check_update
 from trainload.capture.errors import CaptureError, JobError
@@ -96,15 +97,7 @@ def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateG
             members = tuple(n for n in names if update.shape is None or shapes[n] == update.shape)
             recipes.append(GroupRecipe(name=update.group, parameters=members, learning_rates=tuple(rates[number])))
             updates.append(update)
-    recipe = Recipe(
-        optimizer=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
-        groups=tuple(recipes),
-        steps=job.steps,
-        global_batch=job.global_batch or next(iter(job.batch.values())).shape[0],
-        clip_norm=job.clip_norm,
-        seed=job.seed,
-    )
-    return recipe, tuple(updates)
+    return make_recipe(job, optimizers, recipes), tuple(updates)
 
 
 def _made(job: Job) -> tuple[torch.optim.Optimizer, ...]:

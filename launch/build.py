@@ -180,7 +180,7 @@ def _graphs(
     began = time.perf_counter()
     graphs = {f"train-{phase.value}": rewrite(step, plan, phase) for phase in phases(plan)}
     graphs["eval"] = rewrite(evaluate, plan)
-    update = UpdateStep(plan, updates, package.recipe.clip_norm, first=False).trace(device)
+    update = UpdateStep(plan, updates, package.recipe, first=False).trace(device)
     on_stage("shard", time.perf_counter() - began)
     return graphs, update
 

@@ -8,7 +8,7 @@ import torch
 
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoint import Checkpoint
-from trainload.launch.checkpoint_state import PARAM, ShardedState, is_sharded, share
+from trainload.launch.checkpoint_state import MEAN, PARAM, ShardedState, is_sharded, share
 from trainload.sharding.plan import Bucket, Plan
 
 
@@ -39,14 +39,16 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int) -> ShardedState:
     return ShardedState(flats, scalars, checkpoint.buffers(), stacks)
 
 
-def full_parameters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter that is not an alias, whole, one at a time: name, CPU tensor of the parameter's shape and dtype.
+def full_parameters(checkpoint: Checkpoint, *, mean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter that is not an alias, whole, one at a time: name, CPU tensor of the parameter's shape and dtype. `mean`: its running
+    mean, where there is one.
 
     Raises: CheckpointError where a shard has changed.
     """
     for bucket in checkpoint.index.buckets:
+        entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
         for slot in bucket.slots:
-            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, PARAM, 0, slot.length).reshape(slot.shape)
+            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, entry, 0, slot.length).reshape(slot.shape)
 
 
 def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -12,7 +12,9 @@ from trainload.capture.errors import CheckpointError
 from trainload.sharding.plan import Bucket, Plan, Strategy
 
 PARAM = "param"
-"""The entry of a bucket that holds its parameters; the others are the optimizer's."""
+"""The entry of a bucket that holds its parameters."""
+MEAN = "param.mean"
+"""The entry that holds the running mean of its parameters, where there is one. All others are the optimizer's, whose names have no dot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ FORMAT_VERSION = 1
 FEATURES: Mapping[str, str] = {
     "custom-ops": "graphs call operators of other libraries, named in `op_libraries`; a reader must be told that it may run them",
     "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
+    "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
+    "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
+    "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
     "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
 """What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""

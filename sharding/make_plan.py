@@ -80,8 +80,9 @@ def make_plan(
 
 
 def state_counts(package: Package) -> dict[str, int]:
-    """Optimizer group -> how many values its update keeps for each element of a parameter."""
-    return {u.group: sum(s.like_parameter for s in u.state) for u in package.manifest.updates}
+    """Optimizer group -> how many values a run keeps for each element of a parameter beside it: its state, and its running mean."""
+    mean = package.recipe.ema_decay is not None
+    return {u.group: sum(s.like_parameter for s in u.state) + mean for u in package.manifest.updates}
 
 
 def own_state_bytes(package: Package) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Builds the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's update."""
+"""Builds the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's update, the running mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Interpreter
 
 from trainload.autograd_trace.aot import fake_mode, trace_flat
-from trainload.autograd_trace.graphs import StateSpec, UpdateGraph
+from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.plan import Bucket, Plan
 from trainload.sharding.rewrite import GROUP, update_length
@@ -92,7 +92,8 @@ def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph]) -> tuple[BucketUp
 class UpdateStep:
     """The update of all buckets of one rank as a function of flat tensors.
 
-    Call: (divisor, rates, rank, *params, *gradients[, *states]) -> (norm, *params, *states)
+    Call: (divisor, rates, rank, *params, *gradients[, *states, *means][, scale, streak]) ->
+    (norm, *params, *states, *means[, scale, streak])
 
     - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
     - rates: float32 (groups,); the learning rates of this step.
@@ -100,33 +101,66 @@ class UpdateStep:
     - params, gradients: one (n,) for each trained bucket, this rank's slice. states: per bucket, in the order of its StateSpecs;
       left out if `first`. One that is like the parameter is (n,), this rank's slice; others are whole on every rank: 0-dim in an
       elementwise update, (slots, *shape) in one of whole parameters.
+    - means: where the recipe asks for them, one (n,) for each trained bucket, this rank's slice; left out if `first`.
+    - scale: where the recipe scales the loss, 0-dim float32; streak: 0-dim int64, updates in a row since it last changed. Where the norm is
+      not finite all else stays as it is; the first update is made all the same, for its caller to leave.
     - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
     """
 
-    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], clip_norm: float | None, *, first: bool) -> None:
+    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], recipe: Recipe, *, first: bool) -> None:
         self._plan = plan
-        self._clip = clip_norm
+        self._recipe = recipe
         self._first = first
         self._groups = len(updates)
         self.parts = bucket_updates(plan, updates)
 
     def __call__(self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         count = len(self.parts)
-        params, gradients, states = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
+        params, gradients, kept = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
+        scaling = [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
+        states = list(kept)
+        clip_norm, clip_value = self._recipe.clip_norm, self._recipe.clip_value
         norm = self._norm(gradients) / divisor
         factor = 1.0 / divisor
-        if self._clip is not None:
-            factor = factor * torch.clamp(self._clip / (norm + _CLIP_EPSILON), max=1.0)
+        if clip_norm is not None:
+            factor = factor * torch.clamp(clip_norm / (norm + _CLIP_EPSILON), max=1.0)
         new_params, new_states = [], []
         for part, param, gradient in zip(self.parts, params, gradients, strict=True):
             entries = () if self._first else tuple(states[: len(part.state)])
             states = states[len(entries) :]
             scaled = (gradient * factor).to(gradient.dtype)
+            if clip_value is not None:
+                scaled = scaled.clamp(-clip_value, clip_value)
             update = self._run if part.update.elementwise else self._run_whole
             param_out, *state_out = update(part, rates[part.group_index], rank, param, scaled, entries)
             new_params.append(param_out)
             new_states.extend(state_out)
-        return (norm, *new_params, *new_states)
+        means = self._means(new_params, states)
+        if self._recipe.loss_scale is None:
+            return (norm, *new_params, *new_states, *means)
+        finite = torch.isfinite(norm)  # the same on all ranks
+        made = [*new_params, *new_states, *means]
+        if not self._first:
+            made = [torch.where(finite, new, old) for new, old in zip(made, [*params, *kept], strict=True)]
+        return (norm, *made, *self._moved(finite, *scaling))
+
+    def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+        decay = self._recipe.ema_decay
+        if decay is None:
+            return []
+        if self._first:
+            return [param.clone() for param in params]
+        return [torch.lerp(mean, param, 1 - decay) for mean, param in zip(means, params, strict=True)]
+
+    def _moved(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
+        """The next step's scale and streak."""
+        rule = self._recipe.loss_scale
+        assert rule is not None
+        longer = torch.where(finite, streak + 1, torch.zeros_like(streak))
+        grown = scale * rule.growth_factor
+        grows = (longer == rule.growth_interval) & torch.isfinite(grown)
+        moved = torch.where(finite, torch.where(grows, grown, scale), scale * rule.backoff_factor)
+        return moved, torch.where(longer == rule.growth_interval, torch.zeros_like(streak), longer)
 
     def _run(
         self, part: BucketUpdate, rate: Tensor, rank: Tensor, param: Tensor, gradient: Tensor, states: Sequence[Tensor]
@@ -172,7 +206,7 @@ class UpdateStep:
         return square.sqrt()
 
     def trace(self, device: torch.device) -> GraphModule:
-        """The call as a flat graph that writes parameters and states in place and returns the norm alone."""
+        """The call as a flat graph that writes all but the norm in place and returns the norm."""
         assert not self._first, "the first update makes the state, so it has nothing to write into"
         with fake_mode():
             lengths = [update_length(self._plan, p.bucket) for p in self.parts]
@@ -185,6 +219,10 @@ class UpdateStep:
                 for spec in part.state:
                     shape = (length,) if spec.like_parameter else () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)
                     inputs.append(torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device))
+            if self._recipe.ema_decay is not None:
+                inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+            if self._recipe.loss_scale is not None:
+                inputs += [torch.empty((), device=device), torch.empty((), dtype=torch.int64, device=device)]
 
         def in_place(*flat: Tensor) -> tuple[Tensor]:
             norm, *new = self(*flat)

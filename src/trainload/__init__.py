@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from trainload.api import open as open
     from trainload.api import plan as plan
     from trainload.api import resume as resume
+    from trainload.capture.job import Ema as Ema
     from trainload.capture.job import Job as Job
     from trainload.capture.job import Loss as Loss
+    from trainload.capture.job import LossScaling as LossScaling
+    from trainload.capture.parameter_groups import parameter_groups as parameter_groups
     from trainload.packaging.read import Package as Package
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
@@ -55,10 +58,12 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "DataError",
+    "Ema",
     "IntegrityError",
     "Job",
     "JobError",
     "Loss",
+    "LossScaling",
     "Package",
     "PackageError",
     "Plan",
@@ -76,19 +81,23 @@ __all__ = [
     "freeze",
     "launch",
     "open",
+    "parameter_groups",
     "plan",
     "resume",
 ]
 
 _HOMES = {
     "Cluster": "trainload.sharding.plan",
+    "Ema": "trainload.capture.job",
     "Job": "trainload.capture.job",
     "Loss": "trainload.capture.job",
+    "LossScaling": "trainload.capture.job",
     "Package": "trainload.packaging.read",
     "Plan": "trainload.sharding.plan",
     "dry_run": "trainload.api",
     "freeze": "trainload.api",
     "open": "trainload.api",
+    "parameter_groups": "trainload.capture.parameter_groups",
     "plan": "trainload.api",
     "resume": "trainload.api",
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional
+from torch.optim import swa_utils
 
 import trainload
 from trainload.launch.sampler import rows
@@ -36,6 +38,15 @@ class Model(nn.Module):
         x = x + functional.gelu(self.third(torch.tanh(self.second(self.norm(x)))))
         out: Tensor = self.last(x)
         return out
+
+
+class Half(Model):
+    """The same under autocast to float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            out = super().forward(x)
+        return out.float()
 
 
 class Damped(optim.Optimizer):
@@ -91,37 +102,65 @@ def write_data(path: Path) -> Path:
     return path
 
 
-def make_job(optimizer: Callable[[nn.Module], Any], **options: Any) -> trainload.Job:
+def adam(model: nn.Module) -> optim.Optimizer:
+    """One that runs on slices."""
+    return optim.AdamW(model.parameters(), lr=0.02)
+
+
+def make_job(optimizer: Callable[[nn.Module], Any], kind: type[Model] = Model, **options: Any) -> trainload.Job:
     """The job, always with the same weights."""
     torch.manual_seed(0)
     batch = {name: value[:4] for name, value in data().items()}
     given: dict[str, Any] = {"schedule": _schedule, "steps": STEPS, "global_batch": ROWS, "seed": SEED, **options}
-    return trainload.Job(model=Model(), batch=batch, loss=loss, optimizer=optimizer, **given)
+    return trainload.Job(model=kind(), batch=batch, loss=loss, optimizer=optimizer, **given)
 
 
 def _schedule(step: int) -> float:
     return min(1.0, (step + 1) / 4) * (0.6 + 0.4 * math.cos(step / 5))
 
 
-def eager(
-    job: trainload.Job, *, steps: int = STEPS, before_step: Callable[[Sequence[Tensor]], None] | None = None
-) -> tuple[list[float], nn.Module]:
-    """The plain loop: the losses, and the model, trained. `before_step` is given the parameters, with their gradients."""
+@dataclass(frozen=True)
+class Eager:
+    """What the plain loop came to. `scales`: of the loss, by step."""
+
+    losses: list[float]
+    model: nn.Module
+    mean: nn.Module | None
+    scales: list[float]
+
+
+def eager(job: trainload.Job) -> Eager:
+    """The plain loop, as torch's own parts make it."""
     made: Any = job.optimizer(job.model)
     optimizers: list[optim.Optimizer] = made if isinstance(made, list) else [made]
     schedule: Any = job.schedule
-    schedulers = [optim.lr_scheduler.LambdaLR(o, schedule) for o in optimizers]
-    whole, losses = data(), []
-    for step in range(steps):
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    whole, losses, scales = data(), list[float](), list[float]()
+    mean = None
+    if job.ema is not None:
+        rule = swa_utils.get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]  # torch's own
+        mean = swa_utils.AveragedModel(job.model, multi_avg_fn=rule)
+    scaler = torch.amp.GradScaler("cpu", enabled=job.loss_scaling is not None, **asdict(job.loss_scaling or trainload.LossScaling()))
+    for step in range(job.steps):
         chosen = torch.from_numpy(rows(SEED, 41, step * ROWS, ROWS))
         value = loss(job.model, {name: tensor[chosen] for name, tensor in whole.items()})
+        for group, rate in groups:
+            group["lr"] = rate * schedule(step)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        value.backward()  # type: ignore[no-untyped-call]  # torch's own
-        if before_step is not None:
-            before_step(list(job.model.parameters()))
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
+        scales.append(scaler.get_scale())
+        scaler.scale(value).backward()  # type: ignore[no-untyped-call]  # torch's own
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        if job.clip_value is not None:
+            nn.utils.clip_grad_value_(job.model.parameters(), job.clip_value)
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
+        before = scaler.get_scale()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        if mean is not None and scaler.get_scale() >= before:
+            mean.update_parameters(job.model)
         losses.append(value.item())
-    return losses, job.model
+    return Eager(losses, job.model, None if mean is None else mean.module, scales)

@@ -48,7 +48,7 @@ def alone(package: Package, rows: Path, folder: Path, **options: Any) -> list[fl
 
 @pytest.fixture(scope="module")
 def reference() -> list[float]:
-    return eager(make_job(factored))[0]
+    return eager(make_job(factored)).losses
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,10 @@ def pair(package: Package, muon_package: Package, rows: Path, tmp_path_factory: 
 
 
 def test_a_run_has_the_losses_and_weights_of_a_plain_loop(package: Package, rows: Path, tmp_path: Path) -> None:
-    losses, model = eager(make_job(factored))
-    assert difference(losses, alone(package, rows, tmp_path, output=tmp_path / "trained.tl")) <= TOLERANCE
+    plain = eager(make_job(factored))
+    assert difference(plain.losses, alone(package, rows, tmp_path, output=tmp_path / "trained.tl")) <= TOLERANCE
     weights = trainload.open(tmp_path / "trained.tl").weights
-    for name, parameter in model.named_parameters():
+    for name, parameter in plain.model.named_parameters():
         torch.testing.assert_close(weights.tensor(name), parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -76,7 +76,7 @@ def test_two_workers_have_the_losses_of_a_plain_loop(pair: Path, reference: list
 
 
 def test_muon_on_two_workers_has_the_losses_of_a_plain_loop(pair: Path) -> None:
-    losses, _ = eager(make_job(muon))
+    losses = eager(make_job(muon)).losses
     assert difference(losses[:HALF], curve(pair / "muon")) <= 1e-3  # it multiplies matrices in bfloat16
 
 
@@ -120,4 +120,4 @@ def test_optimizers_train_where_they_cannot_be_imported(rows: Path, tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"known": [], "optimizer": "Lion + Damped"}
-    assert difference(eager(make_job(both))[0], curve(tmp_path / "run")) <= TOLERANCE
+    assert difference(eager(make_job(both)).losses, curve(tmp_path / "run")) <= TOLERANCE

@@ -221,13 +221,13 @@ def rank_main(rank: int, world: int, folder: str) -> None:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     bind_group(GROUP)
-    program, _, _, updates = captured()
+    program, _, recipe, updates = captured()
     state = dict(program.state)
     for case in CASES:
         strategy, accumulate, prefetch, bucket_bytes = case
         plan = make_plan(strategy, world, accumulate, prefetch, bucket_bytes)
         gradients, totals = run_rank(plan, rank, state)
-        update = UpdateStep(plan, updates, 0.5, first=True)
+        update = UpdateStep(plan, updates, recipe, first=True)
         flats = flat_buckets(plan, state)
         params = [p if strategy == "zero0" else share(plan, p, rank) for p in (flats[x.bucket.name] for x in update.parts)]
         with torch.no_grad():

@@ -19,6 +19,7 @@ from trainload.sharding.update import UpdateStep
 
 CPU = torch.device("cpu")
 RANK = torch.tensor(0)
+RECIPE = captured()[2]
 
 
 def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
@@ -30,11 +31,11 @@ def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Ten
 
 def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    step = UpdateStep(plan, updates, 0.5, first=False)
+    step = UpdateStep(plan, updates, RECIPE, first=False)
     params, gradients = inputs(step)
     divisor, rates = torch.tensor(2.0), torch.tensor([0.01, 0.02])
     with torch.no_grad():
-        _, *made = UpdateStep(plan, updates, 0.5, first=True)(divisor, rates, RANK, *params, *gradients)
+        _, *made = UpdateStep(plan, updates, RECIPE, first=True)(divisor, rates, RANK, *params, *gradients)
         params, states = made[: len(params)], [s.clone() for s in made[len(params) :]]
         norm, *expected = step(divisor, rates, RANK, *params, *gradients, *states)
         (written,) = step.trace(CPU)(divisor, rates, RANK, *params, *gradients, *states)
@@ -45,7 +46,7 @@ def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
 
 def test_the_gradient_is_clipped_to_its_global_norm() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    clipped, free = (UpdateStep(plan, updates, c, first=True) for c in (0.5, None))
+    clipped, free = (UpdateStep(plan, updates, RECIPE.model_copy(update={"clip_norm": c}), first=True) for c in (0.5, None))
     params, gradients = inputs(clipped)
     rates = torch.tensor([0.01, 0.02])
     with torch.no_grad():
@@ -61,19 +62,19 @@ def test_the_gradient_is_clipped_to_its_global_norm() -> None:
 @pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero3", 1)])
 def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: str, reduced: int) -> None:
     plan = make_plan("zero0", 8).model_copy(update={"strategy": strategy})
-    graph = UpdateStep(plan, captured()[3], 0.5, first=False).trace(CPU).graph
+    graph = UpdateStep(plan, captured()[3], RECIPE, first=False).trace(CPU).graph
     assert sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes) == reduced
 
 
 def test_an_update_of_whole_parameters_on_slices_is_refused() -> None:
     first, second = captured()[3]
     with pytest.raises(PlanError, match="takes whole parameters"):
-        UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], None, first=True)
+        UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], RECIPE, first=True)
 
 
 def test_a_group_without_an_update_is_refused() -> None:
     with pytest.raises(PlanError, match="no update"):
-        UpdateStep(make_plan("zero0", 8), captured()[3][:1], None, first=True)
+        UpdateStep(make_plan("zero0", 8), captured()[3][:1], RECIPE, first=True)
 
 
 def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:
