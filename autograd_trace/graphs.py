@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch.export import ExportedProgram
 
 
@@ -116,13 +116,18 @@ class LeanRecord(BaseModel):
 
 
 class GroupRecipe(BaseModel):
-    """A parameter group: its parameters, and the learning rate of every step (the last one holds from there on)."""
+    """A parameter group: its parameters, and the learning rate of every step (the last one holds from there on).
+
+    Law: where `schedule` is a number there is one learning rate, which the entries of that table of the recipe's `schedules` multiply.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    later: ClassVar[frozenset[str]] = frozenset({"schedule"})
 
     name: str
     parameters: tuple[str, ...]
     learning_rates: tuple[float, ...] = Field(min_length=1)
+    schedule: int | None = Field(default=None, ge=0)
 
 
 class LossScale(BaseModel):
@@ -144,10 +149,12 @@ class Recipe(LeanRecord):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    later: ClassVar[frozenset[str]] = frozenset({"clip_value", "ema_decay", "loss_scale"})
+    later: ClassVar[frozenset[str]] = frozenset({"schedules", "clip_value", "ema_decay", "loss_scale"})
 
     optimizer: str
     groups: tuple[GroupRecipe, ...]
+    schedules: tuple[Annotated[tuple[float, ...], Field(min_length=1)], ...] = ()
+    """Factors of learning rates, by step; groups share them."""
     steps: int = Field(ge=1)
     global_batch: int = Field(ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
@@ -155,3 +162,21 @@ class Recipe(LeanRecord):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     loss_scale: LossScale | None = None
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for group in self.groups:
+            if group.schedule is not None and (group.schedule >= len(self.schedules) or len(group.learning_rates) > 1):
+                raise ValueError(f"group {group.name} has no such schedule, or learning rates of its own as well")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("the gradient is clipped by its norm or by value, not both")
+        return self
+
+    def rates(self, step: int) -> list[float]:
+        """The learning rate of every group at a step."""
+        found = []
+        for group in self.groups:
+            table = group.learning_rates if group.schedule is None else self.schedules[group.schedule]
+            value = table[min(step, len(table) - 1)]
+            found.append(value if group.schedule is None else group.learning_rates[0] * value)
+        return found

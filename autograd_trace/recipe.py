@@ -16,7 +16,9 @@ _FIELDS = {"clip_norm": "clip_norm", "clip_value": "clip_value", "ema_decay": "e
 """Field of a recipe -> of a job, where they differ or may be wrong."""
 
 
-def make_recipe(job: Job, optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[GroupRecipe]) -> Recipe:
+def make_recipe(
+    job: Job, optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[GroupRecipe], schedules: tuple[tuple[float, ...], ...]
+) -> Recipe:
     """How a job's graphs are driven.
 
     Raises:
@@ -28,6 +30,7 @@ def make_recipe(job: Job, optimizers: Sequence[torch.optim.Optimizer], groups: S
         return Recipe(
             optimizer=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
             groups=tuple(groups),
+            schedules=schedules,
             steps=job.steps,
             global_batch=job.global_batch or next(iter(job.batch.values())).shape[0],
             clip_norm=job.clip_norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,25 +14,33 @@ from trainload.capture.errors import JobError
 from trainload.capture.job import Job
 
 
-def learning_rates(job: Job, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """The learning rate of every group of the optimizer at every step; one entry where it never changes.
+@dataclass(frozen=True, slots=True)
+class GroupRates:
+    """A group's learning rate at step s is `base` * `factors`[s]; `base` where there are none."""
+
+    base: float
+    factors: tuple[float, ...] | None = None
+
+
+def learning_rates(job: Job, optimizer: torch.optim.Optimizer) -> list[GroupRates]:
+    """The learning rates of every group of the optimizer.
 
     Raises:
         JobError: the schedule fails, gives no finite rate, needs what only a run knows, or drives more than learning rates.
     """
     base = [float(g["lr"]) for g in optimizer.param_groups]
     if job.schedule is None:
-        return [[b] for b in base]
+        return [GroupRates(b) for b in base]
     first = _call_schedule(job, 0) if not _wants_optimizer(job) else None
     if first is not None:
-        factors = [_call_schedule(job, s) for s in range(job.steps)]
-        return [[b * f for f in factors] for b in base]
+        factors = tuple(_call_schedule(job, s) for s in range(job.steps))
+        return [GroupRates(b, factors) for b in base]
     # A stand-in with the same options, so that schedulers which drive momentum or betas find them and are found out.
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     shadow = torch.optim.SGD([{**o, "params": [nn.Parameter(torch.zeros(1))]} for o in options], lr=0.1)
     shadow.defaults = dict(optimizer.defaults)
     try:
-        return _tabulate(job, shadow, options)
+        return [GroupRates(1.0, tuple(table)) for table in _tabulate(job, shadow, options)]
     except JobError:
         raise
     except Exception as error:  # a user's scheduler may raise anything; all of it becomes one line
@@ -46,6 +55,14 @@ def _tabulate(job: Job, shadow: torch.optim.Optimizer, options: Sequence[Mapping
             where="Job.schedule",
             got=type(scheduler).__name__,
             expected="a float for a step, or a torch.optim.lr_scheduler for an optimizer",
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError(
+            "the scheduler watches a metric, and learning rates are fixed before a run",
+            where="Job.schedule",
+            expected="learning rates that follow from the step",
+            got="ReduceLROnPlateau",
+            cure="Use a schedule of the step; evaluate, and resume with another package where it does not suit.",
         )
     rates: list[list[float]] = [[] for _ in options]
     for step in range(job.steps):

@@ -76,7 +76,8 @@ def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateG
     optimizers = _made(job)
     of_group = [optimizer for optimizer in optimizers for _ in optimizer.param_groups]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [table for optimizer in optimizers for table in learning_rates(job, optimizer)]
+    rates = [found for optimizer in optimizers for found in learning_rates(job, optimizer)]
+    schedules = {found.factors: None for found in rates if found.factors is not None}
     specs = {p.name: p for p in program.parameters}
     recipes: list[GroupRecipe] = []
     updates: list[UpdateGraph] = []
@@ -95,9 +96,11 @@ def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateG
         shapes = {n: tuple(specs[n].shape) for n in names}
         for update in _capture_group(f"group{number}", of_group[number], groups[number], getattr(torch, kinds.pop()), shapes):
             members = tuple(n for n in names if update.shape is None or shapes[n] == update.shape)
-            recipes.append(GroupRecipe(name=update.group, parameters=members, learning_rates=tuple(rates[number])))
+            table = rates[number].factors
+            schedule = None if table is None else list(schedules).index(table)
+            recipes.append(GroupRecipe(name=update.group, parameters=members, learning_rates=(rates[number].base,), schedule=schedule))
             updates.append(update)
-    return make_recipe(job, optimizers, recipes), tuple(updates)
+    return make_recipe(job, optimizers, recipes, tuple(schedules)), tuple(updates)
 
 
 def _made(job: Job) -> tuple[torch.optim.Optimizer, ...]:

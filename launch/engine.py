@@ -64,7 +64,6 @@ class Engine:
         self._built = built
         self._recipe = package.recipe
         self._trained = [b for b in plan.buckets if b.group is not None]
-        self._rates = [g.learning_rates for g in self._recipe.groups]
         self._params: dict[str, Tensor] = {}
         self._states: list[Tensor] | None = None
         self._means: list[Tensor] = []
@@ -235,7 +234,7 @@ class Engine:
 
     def _update(self, step: int, gradients: Sequence[Tensor], divisor: Tensor, rates: Sequence[float] | None) -> Tensor:
         if rates is None:
-            rates = [table[min(step, len(table) - 1)] for table in self._rates]
+            rates = self._recipe.rates(step)
         rate_tensor = torch.tensor(list(rates), dtype=torch.float32, device=self._device)
         params = [self._updated_slice(b) for b in self._trained]
         with torch.no_grad():

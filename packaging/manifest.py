@@ -24,6 +24,7 @@ FEATURES: Mapping[str, str] = {
     "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
     "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
     "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
+    "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
     "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
 """What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""

@@ -178,6 +178,8 @@ def _bare_manifest(
         features.add("non-persistent-buffers")
     if not all(update.elementwise for update in updates):
         features.add("whole-updates")
+    if recipe.schedules:
+        features.add("schedules")
     asked = {"clip-value": recipe.clip_value, "ema": recipe.ema_decay, "loss-scale": recipe.loss_scale}
     features |= {name for name, value in asked.items() if value is not None}
     schemas: dict[str, str] = {}

@@ -20,6 +20,7 @@ from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
+from trainload.capture.parameter_groups import parameter_groups
 from trainload.capture.program import ParameterSpec, Program
 from trainload.capture.trace import capture
 
@@ -266,7 +267,7 @@ def test_several_optimizers_train_a_model_together(program: Program) -> None:
 
     recipe, updates = capture_optimizer(job(Model(), optimizer=make, schedule=lambda step: 0.5), program)
     assert recipe.optimizer == "Muon + AdamW"
-    assert [(g.name, g.learning_rates[0]) for g in recipe.groups] == [("group0-8x8", 0.1), ("group1", 0.05)]
+    assert list(zip((g.name for g in recipe.groups), recipe.rates(0), strict=True)) == [("group0-8x8", 0.1), ("group1", 0.05)]
     assert [u.elementwise for u in updates] == [False, True]
 
 
@@ -337,28 +338,52 @@ def test_a_tensor_that_is_no_parameter_is_refused(program: Program) -> None:
 
 def test_a_factor_schedule_is_tabulated(program: Program) -> None:
     recipe, _ = captured(program, ELEMENTWISE["SGD"], schedule=lambda step: 1 / (step + 1), steps=4)
-    assert recipe.groups[0].learning_rates == pytest.approx((0.1, 0.05, 0.1 / 3, 0.025))
+    assert [recipe.rates(step)[0] for step in range(5)] == [0.1, 0.1 * (1 / 2), 0.1 * (1 / 3), 0.1 * (1 / 4), 0.1 * (1 / 4)]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: optim.lr_scheduler.LambdaLR(o, lambda s: 0.9**s),
-        lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=6, cycle_momentum=False),
-        lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 6),
-    ],
-)
-def test_a_scheduler_is_tabulated_as_it_runs(program: Program, make: Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]) -> None:
-    recipe, _ = captured(program, ELEMENTWISE["AdamW"], schedule=make, steps=6)
-    real = optim.AdamW([nn.Parameter(torch.ones(1))])
-    scheduler = make(real)
-    expected = []
-    for step in range(6):
-        if step:
-            real.step()
-            scheduler.step()
-        expected.append(real.param_groups[0]["lr"])
-    assert recipe.groups[0].learning_rates == pytest.approx(expected)
+lr = optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], lr.LRScheduler]] = {
+    "a function for all": lambda o: lr.LambdaLR(o, lambda s: 0.9**s),
+    "a function for each": lambda o: lr.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1 / (1 + s)]),
+    "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda s: 0.5),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, max_lr=[1.0, 2.0], total_steps=6, cycle_momentum=False),
+    "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 6),
+    "chained": lambda o: lr.ChainedScheduler([lr.ConstantLR(o, 0.1, 3), lr.ExponentialLR(o, 0.9)]),
+    "one after another": lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, total_iters=3), lr.CosineAnnealingLR(o, 3)], [3]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, name: str) -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW(parameter_groups(model, {"*.bias": {"lr": 0.3}}, rest={"lr": 0.1}))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's schedulers warn of one another
+        recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=SCHEDULERS[name], steps=6), program)
+        real = make(Model())
+        scheduler = SCHEDULERS[name](real)
+        for step in range(6):
+            if step:
+                real.step()
+                scheduler.step()
+            assert recipe.rates(step) == [g["lr"] for g in real.param_groups]
+
+
+def test_groups_share_a_schedule(program: Program) -> None:
+    recipe, _ = captured(program, WHOLE["Adafactor"], schedule=lambda step: 1 / (step + 1), steps=4)
+    assert recipe.schedules == ((1.0, 1 / 2, 1 / 3, 1 / 4),)
+    assert [(g.learning_rates, g.schedule) for g in recipe.groups] == [((0.1,), 0)] * 2
+
+
+def test_a_table_of_many_steps_is_kept_once_for_many_groups(program: Program) -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())])
+
+    recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=lambda s: 0.5 + 0.5 * math.cos(s / 1e5), steps=100_000), program)
+    assert len(recipe.groups) == 4
+    assert len(recipe.model_dump_json()) < 2_500_000
+    assert recipe.rates(99_999)[3] == 0.4 * recipe.schedules[0][-1]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +393,7 @@ def test_a_scheduler_is_tabulated_as_it_runs(program: Program, make: Callable[[o
         (lambda step: "fast", "neither a factor|not return a number|fails"),
         (lambda step: float("nan"), "not return a number"),
         (lambda step: 1 / (2 - step), "step 2"),
-        (lambda o: optim.lr_scheduler.ReduceLROnPlateau(o), "fails"),
+        (lambda o: optim.lr_scheduler.ReduceLROnPlateau(o), "watches a metric"),
     ],
 )
 def test_a_schedule_that_no_table_can_be_is_refused(program: Program, schedule: Any, message: str) -> None:
