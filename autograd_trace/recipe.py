@@ -24,8 +24,6 @@ def make_recipe(
     Raises:
         JobError: a number is out of its range, or the gradient would be clipped twice.
     """
-    if job.clip_norm is not None and job.clip_value is not None:
-        raise JobError("the gradient is clipped by its norm or by value, not both", where="Job.clip_norm, Job.clip_value")
     try:
         return Recipe(
             optimizer=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
@@ -42,5 +40,7 @@ def make_recipe(
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         names = [str(part) for part in first["loc"]]
+        if not names:
+            raise JobError(first["msg"].removeprefix("Value error, "), where="Job") from error
         where = ".".join([_FIELDS.get(names[0], names[0]), *names[1:]]) if error.title == "Recipe" else f"loss_scaling.{names[0]}"
         raise JobError("is out of its range", where=f"Job.{where}", expected=first["msg"], got=repr(first["input"])) from error

@@ -183,12 +183,15 @@ class _Update(nn.Module):
         param = param.clone()
         optimizer = bound(*self._parts, [param], lr)
         if not self._first:
-            entries = {n: s.clone() for n, s in zip(self._names.changing, state, strict=True)}
-            optimizer.state[param] = {**self._names.fixed, **entries}
+            given = [s.clone() for s in state]
+            count = len(self._names.changing)
+            optimizer.state[param] = {**self._names.fixed, **dict(zip(self._names.changing, given[:count], strict=True))}
+            optimizer.param_groups[0] |= {**self._names.fixed_options, **dict(zip(self._names.options, given[count:], strict=True))}
         param.grad = grad.clone()
         with numbers_stay_tensors():
             optimizer.step()
         found = [optimizer.state[param][n] for n in self._names.changing]
+        found += [optimizer.param_groups[0][n] for n in self._names.options]
         return (param, *(v if isinstance(v, Tensor) else as_number(v) for v in found))
 
 
@@ -204,7 +207,7 @@ def _capture(
     _, *made = (n.meta["val"] for n in output.args[0])
     state: list[Tensor] = []
     specs: list[StateSpec] = []
-    for entry, value in zip(names.changing, made, strict=True):
+    for entry, value in zip(names.entries, made, strict=True):
         like_parameter = value.ndim > 0 and value.shape == output.args[0][0].meta["val"].shape
         if shape is None and value.ndim > 0 and not like_parameter:
             raise CaptureError(

@@ -75,14 +75,19 @@ def make_plan(
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
-        estimate=_estimate(buckets, state_counts(package), own_state_bytes(package), strategy, world, accumulate, prefetch),
+        estimate=_estimate(
+            buckets, state_counts(package), own_state_bytes(package), _has_mean(package), strategy, world, accumulate, prefetch
+        ),
     )
 
 
 def state_counts(package: Package) -> dict[str, int]:
     """Optimizer group -> how many values a run keeps for each element of a parameter beside it: its state, and its running mean."""
-    mean = package.recipe.ema_decay is not None
-    return {u.group: sum(s.like_parameter for s in u.state) + mean for u in package.manifest.updates}
+    return {u.group: sum(s.like_parameter for s in u.state) + _has_mean(package) for u in package.manifest.updates}
+
+
+def _has_mean(package: Package) -> bool:
+    return package.recipe.ema_decay is not None
 
 
 def own_state_bytes(package: Package) -> dict[str, int]:
@@ -199,6 +204,7 @@ def _estimate(
     buckets: tuple[Bucket, ...],
     states: Mapping[str, int],
     own_state: Mapping[str, int],
+    mean: bool,
     strategy: Strategy,
     world: int,
     accumulate: int,
@@ -223,14 +229,15 @@ def _estimate(
         if bucket.whole:
             optimizer += own_state[bucket.group] * len(bucket.slots)
         if bucket.whole and sharded:
-            gathered = max(gathered, (2 + states[bucket.group]) * size)
-            communication += (2 + states[bucket.group]) * ring
+            taken = 2 + states[bucket.group] - mean
+            gathered = max(gathered, taken * size)
+            communication += taken * ring
         if strategy == "zero3":
             communication += ring * accumulate
         elif world > 1:
             communication += 2 * ring
     if strategy == "zero3":
-        gathered = max(gathered, *(sum(full[i : i + prefetch + 1]) for i in range(len(full))))
+        gathered = max([gathered, *(sum(full[i : i + prefetch + 1]) for i in range(len(full)))])
     return Estimate(
         parameter_bytes=parameters,
         gradient_bytes=gradients,

@@ -51,6 +51,7 @@ ELEMENTWISE: dict[str, Make] = {
     "Lion": lambda p: Lion(p, lr=0.1, weight_decay=0.1),
     "Lion-decoupled": lambda p: Lion(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True),
     "a count in Python": lambda p: Counting(p),
+    "a count in the options": lambda p: InOptions(p),
     "state made in the constructor": lambda p: Prepared(p, decay=0.5),
 }
 WHOLE: dict[str, Make] = {
@@ -135,14 +136,36 @@ class Joint(Normalised):
 
 
 class InOptions(Normalised):
-    """Counts in the group's options."""
+    """Counts in the group's options, and marks there that it has begun."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
+            group["k"], group["begun"] = group.get("k", 0) + 1, True
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / group["k"])
+
+
+class Estimating(Normalised):
+    """Keeps a number in the group's options that all of its parameters have a part in."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            group["d"] = group.get("d", 1.0) + sum(p.grad.norm().item() for p in group["params"])
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / group["d"])
+
+
+class Slowing(Normalised):
+    """Changes its own learning rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(p.grad * group["lr"])
+            group["lr"] *= 0.9
 
 
 class Branching(Normalised):
@@ -290,9 +313,10 @@ def test_state_is_described(program: Program) -> None:
     [
         (Remembering, "differs from the optimizer's own"),
         (Joint, "depends on other parameters"),
-        (InOptions, "changes the group's options: k"),
+        (Estimating, "depends on other parameters"),
+        (Slowing, "changes the learning rate"),
         (Branching, "cannot be captured"),
-        (Listing, "'seen' is neither a tensor nor a number"),
+        (Listing, "state 'seen'.*neither a tensor"),
         (lambda p: optim.LBFGS(p), "closure.*Use AdamW"),
         (lambda p: optim.SparseAdam(p), "sparse gradients.*Use Adam"),
     ],

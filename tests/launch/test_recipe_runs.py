@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch.optimizer_jobs import ROWS, STEPS, Eager, Half, adam, data, eager, factored, make_job, write_data
+from tests.launch.optimizer_jobs import ROWS, STEPS, Eager, Half, adam, data, eager, make_job, write_data
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
-from trainload.capture.errors import JobError
 from trainload.launch.journal import read_events
 from trainload.launch.result import RunResult
 from trainload.launch.spec import RUN_FILE, read_spec, replace_file
@@ -131,20 +130,6 @@ def test_two_workers_and_then_one_do_as_a_plain_loop(
     assert result.evaluations[-1]["loss"] == pytest.approx(loss_of(mean), rel=max(tolerance, 1e-5))
     if name == "scaled":
         assert scales(run) == plain[name].scales
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"clip_norm": 1.0, "clip_value": 1.0}, "not both"),
-        ({"clip_value": 0.0}, "Job.clip_value"),
-        ({"ema": trainload.Ema(decay=1.0)}, "Job.ema"),
-        ({"loss_scaling": trainload.LossScaling(backoff_factor=2.0)}, "Job.loss_scaling.backoff_factor"),
-    ],
-)
-def test_a_number_out_of_its_range_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message):
-        trainload.freeze(make_job(factored, **options), tmp_path / "job.tl")
 
 
 def test_a_package_without_them_has_no_word_of_them(packages: dict[str, Package], gpt: Package) -> None:
