@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -235,9 +236,20 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
     except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line
         raise CaptureError(
             f"the update of {type(update._parts[0]).__name__} cannot be captured: {str(error).strip().splitlines()[0]}",
-            where=f"Job.optimizer: {name}",
+            where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
             cure="Its step must be tensor operators on the parameter, the gradient and the state, without Python branches on their values.",
         ) from error
+
+
+def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
+    """The line of the optimizer's own file at which an error was raised, "" where it was raised elsewhere."""
+    file = inspect.getfile(type(optimizer))
+    while error is not None:
+        lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        if lines:
+            return f"{file}:{lines[-1]}"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _check_constants(exported: ExportedProgram, optimizer: torch.optim.Optimizer, name: str) -> None:

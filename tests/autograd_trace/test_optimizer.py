@@ -326,6 +326,13 @@ def test_an_update_that_no_graph_can_be_is_refused(program: Program, make: Make,
         captured(program, make)
 
 
+def test_a_branch_on_a_value_is_refused_at_its_line(program: Program) -> None:
+    lines, start = inspect.getsourcelines(Branching)
+    line = start + next(i for i, text in enumerate(lines) if "> 1" in text)
+    with pytest.raises(CaptureError, match=rf"test_optimizer\.py:{line}: .*cannot be captured"):
+        captured(program, Branching)
+
+
 def test_groups_keep_their_own_options(program: Program) -> None:
     def make(model: nn.Module) -> optim.Optimizer:
         matrices = [p for p in model.parameters() if p.ndim > 1]
