@@ -131,18 +131,19 @@ class UpdateStep:
             scaled = (gradient * factor).to(gradient.dtype)
             if clip_value is not None:
                 scaled = scaled.clamp(-clip_value, clip_value)
-            update = self._run if part.update.elementwise else self._run_whole
-            param_out, *state_out = update(part, rates[part.group_index], rank, param, scaled, entries)
+            rate, given = rates[part.group_index], [param, scaled, *entries]
+            made = self._run(part, rate, given) if part.update.elementwise else self._run_whole(part, rate, given, rank)
+            param_out, *state_out = made
             new_params.append(param_out)
             new_states.extend(state_out)
         means = self._means(new_params, states)
         if self._recipe.loss_scale is None:
             return (norm, *new_params, *new_states, *means)
         finite = torch.isfinite(norm)  # the same on all ranks
-        made = [*new_params, *new_states, *means]
+        results = [*new_params, *new_states, *means]
         if not self._first:
-            made = [torch.where(finite, new, old) for new, old in zip(made, [*params, *kept], strict=True)]
-        return (norm, *made, *self._moved(finite, *scaling))
+            results = [torch.where(finite, new, old) for new, old in zip(results, [*params, *kept], strict=True)]
+        return (norm, *results, *self._moved(finite, *scaling))
 
     def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
         decay = self._recipe.ema_decay
@@ -162,28 +163,26 @@ class UpdateStep:
         moved = torch.where(finite, torch.where(grows, grown, scale), scale * rule.backoff_factor)
         return moved, torch.where(longer == rule.growth_interval, torch.zeros_like(streak), longer)
 
-    def _run(
-        self, part: BucketUpdate, rate: Tensor, rank: Tensor, param: Tensor, gradient: Tensor, states: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+    def _run(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`given`: parameter, gradient, states. Returns: parameter, states."""
         graph = part.update.first if self._first else part.update.following
+        param, gradient, *states = given
         arguments = _with_constants(graph, [param, gradient, rate, *states])
         results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
         return results
 
-    def _run_whole(
-        self, part: BucketUpdate, rate: Tensor, rank: Tensor, param: Tensor, gradient: Tensor, states: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """Updates the bucket's parameters one by one, whole, and keeps this rank's slice of what is sharded."""
+    def _run_whole(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor], rank: Tensor) -> Sequence[Tensor]:
+        """The same for whole parameters, one by one; of what is sharded this rank's slice is kept."""
         bucket = part.bucket
         sharded = update_length(self._plan, bucket) < bucket.length
         like = [True, *(s.like_parameter for s in part.state)]
-        given = list(zip([param, gradient, *states], [True, *like], strict=False))  # the first update is given no states
-        whole = [(self._gathered(value) if is_like and sharded else value, is_like) for value, is_like in given]
+        kinds = zip(given, [True, *like], strict=False)  # the first update is given no states
+        whole = [(self._gathered(value) if is_like and sharded else value, is_like) for value, is_like in kinds]
         found: list[Sequence[Tensor]] = []
         for number, slot in enumerate(bucket.slots):
             end = slot.offset + slot.length
             own = [value[slot.offset : end].view(slot.shape) if is_like else value[number] for value, is_like in whole]
-            found.append(self._run(part, rate, rank, own[0], own[1], own[2:]))
+            found.append(self._run(part, rate, own))
         results: list[Tensor] = []
         for is_like, values in zip(like, zip(*found, strict=True), strict=True):
             if not is_like:
