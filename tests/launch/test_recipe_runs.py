@@ -22,8 +22,8 @@ from trainload.sharding.plan import Strategy
 HALF = STEPS // 2
 TWO = trainload.Cluster(devices_per_node=2)
 MEAN = trainload.Ema(decay=0.8)
-SCALING = trainload.LossScaling(init_scale=2.0**22, growth_interval=3)
-"""So large that the first gradients are not finite, and growing so soon that they are not again."""
+SCALING = trainload.LossScaling(init_scale=2.0**22, growth_interval=4)
+"""So large that the first gradients are not finite, and growing while a resumed run would have lost count."""
 
 
 def averaged(**options: Any) -> trainload.Job:
