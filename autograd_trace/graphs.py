@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch.export import ExportedProgram
 
 
@@ -70,53 +71,112 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One entry of an optimizer's state. `like_parameter`: it has the parameter's shape; otherwise it is 0-dim."""
+    """One entry of an optimizer's state. `like_parameter`: it has the parameter's shape; otherwise `shape`, () in an elementwise update."""
 
     name: str
     dtype: str
     like_parameter: bool
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateGraph:
-    """An optimizer's update of one parameter group, as a function of tensors of any one length.
+    """An optimizer's update of one parameter group, as a function of one tensor.
 
     `first`: (param, grad, lr) -> (param, *state), for a parameter that was never updated.
     `following`: (param, grad, lr, *state) -> (param, *state).
-    param, grad: (n,); lr: 0-dim float32; state as `state` says, in its order.
+    param, grad: of `shape`, or (n,) for any n where it is None; lr: 0-dim float32; state as `state` says, in its order.
 
-    Laws: both are functional. `elementwise`: every element of the result depends on the same element of the inputs (and
-    on 0-dim ones) only, so that the update may run on any slice.
+    Laws: both are functional, and their constants are 0-dim. Where `shape` is None the update is elementwise: every element of the result
+    depends on the same element of the inputs (and on 0-dim ones) only, so that it may run on any slice. Otherwise it runs on whole
+    parameters, all of this shape.
     """
 
     group: str
     first: ExportedProgram
     following: ExportedProgram
     state: tuple[StateSpec, ...]
-    elementwise: bool
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether it may run on any slice."""
+        return self.shape is None
+
+
+class LeanRecord(BaseModel):
+    """A record that leaves out those of its fields that came later, where they have their defaults: what lacked them keeps its bytes."""
+
+    later: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _lean(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = whole(self)
+        return {k: v for k, v in fields.items() if k not in self.later or getattr(self, k) != type(self).model_fields[k].default}
 
 
 class GroupRecipe(BaseModel):
-    """A parameter group: its parameters, and the learning rate of every step (the last one holds from there on)."""
+    """A parameter group: its parameters, and the learning rate of every step (the last one holds from there on).
+
+    Law: where `schedule` is a number there is one learning rate, which the entries of that table of the recipe's `schedules` multiply.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    later: ClassVar[frozenset[str]] = frozenset({"schedule"})
 
     name: str
     parameters: tuple[str, ...]
     learning_rates: tuple[float, ...] = Field(min_length=1)
+    schedule: int | None = Field(default=None, ge=0)
 
 
-class Recipe(BaseModel):
-    """How the graphs are driven, as data.
-
-    Laws: no parameter is in two groups; one that is in none keeps its value; `global_batch` rows make one optimizer update.
-    """
+class LossScale(BaseModel):
+    """How the scale of the loss moves: see `trainload.capture.job.LossScaling`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    init_scale: float = Field(gt=0)
+    growth_factor: float = Field(gt=1)
+    backoff_factor: float = Field(gt=0, lt=1)
+    growth_interval: int = Field(ge=1)
+
+
+class Recipe(LeanRecord):
+    """How the graphs are driven, as data.
+
+    Laws: no parameter is in two groups; one that is in none keeps its value; `global_batch` rows make one optimizer update; the gradient is
+    clipped by its norm or by the values of its elements.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    later: ClassVar[frozenset[str]] = frozenset({"schedules", "clip_value", "ema_decay", "loss_scale"})
+
     optimizer: str
     groups: tuple[GroupRecipe, ...]
+    schedules: tuple[Annotated[tuple[float, ...], Field(min_length=1)], ...] = ()
+    """Factors of learning rates, by step; groups share them."""
     steps: int = Field(ge=1)
     global_batch: int = Field(ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
+    clip_value: float | None = Field(default=None, gt=0)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    loss_scale: LossScale | None = None
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for group in self.groups:
+            if group.schedule is not None and (group.schedule >= len(self.schedules) or len(group.learning_rates) > 1):
+                raise ValueError(f"group {group.name} has no such schedule, or learning rates of its own as well")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("the gradient is clipped by its norm or by value, not both")
+        return self
+
+    def rates(self, step: int) -> list[float]:
+        """The learning rate of every group at a step."""
+        found = []
+        for group in self.groups:
+            table = group.learning_rates if group.schedule is None else self.schedules[group.schedule]
+            value = table[min(step, len(table) - 1)]
+            found.append(value if group.schedule is None else group.learning_rates[0] * value)
+        return found

@@ -1,12 +1,16 @@
-"""Captures an optimizer: its update as graphs, its hyperparameters and schedule as data."""
+"""Captures an optimizer: its update as graphs, its hyperparameters and schedule as data.
+
+An update that works element by element is captured once for each parameter group, over a flat tensor of any length, and runs on whatever
+slice a rank holds. One that needs a whole parameter (a norm, a factored moment, a matrix product) is captured once for each shape in the
+group, which for this becomes a group of its own in the recipe.
+"""
 
 from __future__ import annotations
 
-import copy
-import math
+import inspect
 import operator
+import traceback
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +19,13 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from trainload.autograd_trace.bound_optimizer import StateNames, bound, state_names
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, UpdateGraph
+from trainload.autograd_trace.optimizer_groups import group_parameters
+from trainload.autograd_trace.python_numbers import as_number, numbers_stay_tensors
+from trainload.autograd_trace.recipe import make_recipe
+from trainload.autograd_trace.schedule import learning_rates
+from trainload.autograd_trace.update_check import check_separate, check_update
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.operators import Overload, is_overload
@@ -23,8 +33,10 @@ from trainload.capture.program import Program
 from trainload.capture.quiet import quiet_torch
 
 _EXAMPLE = 64
-_CHECKED_RATES = (0.1, 0.05, 0.2)
-"""Learning rates that differ, so that one that was frozen into a graph shows, and are large enough for an error to show."""
+_FLAT_SHAPES = ((_EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
+"""Of parameters on which an update over flat tensors must be the optimizer's own."""
+_CHECKED_ELEMENTS = 2**18
+"""An update of a larger parameter is compared with the optimizer's own on one of the same proportions and about this many elements."""
 _HOP = torch.ops.higher_order
 _ATEN = torch.ops.aten
 _COPIES: set[Any] = {
@@ -44,14 +56,15 @@ _COPIES: set[Any] = {
     _ATEN.zeros_like.default,
     _ATEN.ones_like.default,
     _ATEN.full_like.default,
-    _ATEN.item.default,
     _ATEN.to.device,
     _ATEN.where.ScalarOther,
     _ATEN.where.ScalarSelf,
     _ATEN.where.Scalar,
     _ATEN._assert_tensor_metadata.default,
 }
-"""Operators that do not mix elements and that torch does not tag as pointwise. `item` reads 0-dim tensors only."""
+"""Operators that do not mix elements and that torch does not tag as pointwise."""
+_OF_0_DIM: set[Any] = {_ATEN.reshape.default, _ATEN.view.default, _ATEN.expand.default, _ATEN.squeeze.default}
+"""Operators that do not mix elements where they are given a 0-dim tensor."""
 
 
 def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
@@ -61,249 +74,161 @@ def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateG
         JobError: the optimizer does not fit the model or the schedule fails.
         CaptureError: the update is not a function of (param, grad, state, lr) that can be captured.
     """
-    optimizer = job.optimizer(job.model)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(
-            "does not return an optimizer", where="Job.optimizer", expected="a torch.optim.Optimizer", got=type(optimizer).__name__
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise CaptureError("an optimizer that calls a closure has no fixed update", where="Job.optimizer", cure="Use AdamW or SGD.")
-    groups = _group_parameters(job, program, optimizer)
-    rates = _learning_rates(job, optimizer)
-    rows = next(iter(job.batch.values())).shape[0]
-    recipe = Recipe(
-        optimizer=type(optimizer).__name__,
-        groups=tuple(
-            GroupRecipe(name=f"group{i}", parameters=tuple(names), learning_rates=tuple(rates[i]))
-            for i, names in enumerate(groups)
-            if names
-        ),
-        steps=job.steps,
-        global_batch=job.global_batch or rows,
-        clip_norm=job.clip_norm,
-        seed=job.seed,
-    )
-    dtypes = {p.name: p.dtype for p in program.parameters}
-    updates = []
-    for i, names in enumerate(groups):
+    optimizers = _made(job)
+    of_group = [optimizer for optimizer in optimizers for _ in optimizer.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [found for optimizer in optimizers for found in learning_rates(job, optimizer)]
+    schedules = {found.factors: None for found in rates if found.factors is not None}
+    specs = {p.name: p for p in program.parameters}
+    recipes: list[GroupRecipe] = []
+    updates: list[UpdateGraph] = []
+    for number, names in enumerate(group_parameters(job, program, groups)):
         if not names:
             continue
-        kinds = {dtypes[n] for n in names}
+        kinds = {specs[n].dtype for n in names}
         if len(kinds) > 1:
             raise JobError(
                 "a parameter group mixes dtypes",
-                where=f"Job.optimizer: group {i}",
+                where=f"Job.optimizer: group {number}",
                 expected="one dtype",
                 got=str(sorted(kinds)),
                 cure="Make one parameter group for each dtype.",
             )
-        updates.append(_capture_group(f"group{i}", optimizer, optimizer.param_groups[i], getattr(torch, kinds.pop())))
-    return recipe, tuple(updates)
+        shapes = {n: tuple(specs[n].shape) for n in names}
+        for update in _capture_group(f"group{number}", of_group[number], groups[number], getattr(torch, kinds.pop()), shapes):
+            members = tuple(n for n in names if update.shape is None or shapes[n] == update.shape)
+            table = rates[number].factors
+            schedule = None if table is None else list(schedules).index(table)
+            recipes.append(GroupRecipe(name=update.group, parameters=members, learning_rates=(rates[number].base,), schedule=schedule))
+            updates.append(update)
+    return make_recipe(job, optimizers, recipes, tuple(schedules)), tuple(updates)
 
 
-def _group_parameters(job: Job, program: Program, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    names = {id(p): n for n, p in reversed(list(job.model.named_parameters(remove_duplicate=False)))}
-    trainable = {p.name for p in program.parameters if p.trainable and p.alias_of is None}
-    groups: list[list[str]] = []
-    seen: set[str] = set()
-    for number, group in enumerate(optimizer.param_groups):
-        found = []
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                raise JobError(
-                    "holds a tensor that is no parameter of the model",
-                    where=f"Job.optimizer: group {number}",
-                    got=f"shape {tuple(parameter.shape)}",
-                    cure="Build the optimizer from the model that the function is given.",
-                )
-            if name in trainable and name not in seen:
-                found.append(name)
-                seen.add(name)
-        groups.append(sorted(found))
-    left_out = sorted(trainable - seen)
-    if left_out and seen:
-        warnings.warn(
-            f"{len(left_out)} parameters get a gradient and are not in the optimizer; they stay as they are: {', '.join(left_out)}",
-            stacklevel=3,
-        )
-    if not seen:
-        raise JobError("the optimizer trains no parameter", where="Job.optimizer", cure="Give it model.parameters().")
-    return groups
-
-
-def _learning_rates(job: Job, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """The learning rate of every group at every step; one entry where it never changes."""
-    base = [float(g["lr"]) for g in optimizer.param_groups]
-    if job.schedule is None:
-        return [[b] for b in base]
-    first = _call_schedule(job, 0) if not _wants_optimizer(job) else None
-    if first is not None:
-        factors = [_call_schedule(job, s) for s in range(job.steps)]
-        return [[b * f for f in factors] for b in base]
-    # A stand-in with the same options, so that schedulers which drive momentum or betas find them and are found out.
-    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    shadow = torch.optim.SGD([{**o, "params": [nn.Parameter(torch.zeros(1))]} for o in options], lr=0.1)
-    shadow.defaults = dict(optimizer.defaults)
-    try:
-        return _tabulate(job, shadow, options)
-    except JobError:
-        raise
-    except Exception as error:  # a user's scheduler may raise anything; all of it becomes one line
-        raise JobError(f"the schedule fails: {type(error).__name__}: {error}", where="Job.schedule") from error
-
-
-def _tabulate(job: Job, shadow: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    scheduler = job.schedule(shadow)  # type: ignore[misc, arg-type]  # called so after it was found to want an optimizer
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise JobError(
-            "returns neither a factor nor a scheduler",
-            where="Job.schedule",
-            got=type(scheduler).__name__,
-            expected="a float for a step, or a torch.optim.lr_scheduler for an optimizer",
-        )
-    rates: list[list[float]] = [[] for _ in options]
-    for step in range(job.steps):
-        if step:
-            shadow.step()
-            scheduler.step()
-        for table, group, before in zip(rates, shadow.param_groups, options, strict=True):
-            table.append(_finite(float(group["lr"]), step))
-            driven = sorted(k for k, v in before.items() if k not in ("lr", "initial_lr") and group.get(k) != v)
-            if driven:
-                raise JobError(
-                    f"the scheduler changes {', '.join(driven)}, and only learning rates are scheduled",
-                    where=f"Job.schedule at step {step}",
-                    expected="learning rates alone",
-                    got=f"{driven[0]} = {group[driven[0]]}, was {before[driven[0]]}",
-                    cure="Give the scheduler cycle_momentum=False.",
-                )
-    return rates
-
-
-def _finite(rate: float, step: int) -> float:
-    if not math.isfinite(rate):
-        raise JobError("is not a finite number", where=f"Job.schedule at step {step}", expected="a finite learning rate", got=str(rate))
-    return rate
-
-
-def _wants_optimizer(job: Job) -> bool:
-    """Whether the schedule is a scheduler's factory: it fails on a step's number."""
-    try:
-        return isinstance(job.schedule(0), torch.optim.lr_scheduler.LRScheduler)  # type: ignore[misc, arg-type]  # tried as a step's
-    except Exception:  # noqa: BLE001 - what a factory raises for a number is anything; the second try tells
-        return True
-
-
-def _call_schedule(job: Job, step: int) -> float:
-    try:
-        value = job.schedule(step)  # type: ignore[misc, arg-type]  # called so after it was found to take a step
-    except Exception as error:  # a user's schedule may raise anything; all of it becomes one line
-        raise JobError(f"fails: {type(error).__name__}: {error}", where=f"Job.schedule at step {step}") from error
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise JobError("does not return a number", where=f"Job.schedule at step {step}", expected="a factor", got=repr(value))
-    return float(value)
-
-
-class _Update(nn.Module):
-    """One call of an optimizer's step on one tensor."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: Sequence[str]) -> None:
-        super().__init__()
-        self._parts = (optimizer, group)
-        self._names = tuple(names)
-
-    def forward(self, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        param = param.clone()
-        optimizer = _bound(*self._parts, param, lr)
-        if self._names:
-            optimizer.state[param] = {n: s.clone() for n, s in zip(self._names, state, strict=True)}
-        param.grad = grad.clone()
-        optimizer.step()
-        entries = optimizer.state[param]
-        names = sorted(n for n, v in entries.items() if isinstance(v, Tensor))
-        return (param, *(entries[n] for n in names))
-
-
-def _bound(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor, lr: Tensor | float) -> torch.optim.Optimizer:
-    """The same optimizer over one tensor, on its plain path (no foreach, no fused kernels), with the learning rate as a tensor."""
-    bound = copy.copy(optimizer)
-    options = {**group, "params": [param], "lr": lr}
-    for name in ("foreach", "fused"):
-        if name in options:
-            options[name] = False
-    if "capturable" in options and isinstance(lr, Tensor):
-        options["capturable"] = True
-    bound.param_groups = [options]
-    bound.state = defaultdict(dict)
-    return bound
-
-
-def _capture_group(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> UpdateGraph:
-    generator = torch.Generator().manual_seed(0)
-    param = torch.randn(_EXAMPLE, generator=generator).to(dtype)
-    grad = torch.randn(_EXAMPLE, generator=generator).to(dtype)
-    rate = torch.tensor(float(group["lr"]))
-    names = _state_names(optimizer, group, param, grad)
-    first = _export(name, _Update(optimizer, group, ()), (param, grad, rate, ()))
-    _, *state = first.module()(param, grad, rate, ())
-    if len(state) != len(names):
-        raise CaptureError(
-            "the optimizer's state has other entries after the first step than after the second",
-            where=f"{type(optimizer).__name__}, {name}",
-            expected=f"{len(names)} entries",
-            got=f"{len(state)}",
-            cure="Make all of the state in the first step.",
-        )
-    following = _export(name, _Update(optimizer, group, names), (param, grad, rate, tuple(state)))
-    specs = tuple(
-        StateSpec(name=n, dtype=str(s.dtype).removeprefix("torch."), like_parameter=s.ndim > 0) for n, s in zip(names, state, strict=True)
-    )
-    for spec, value in zip(specs, state, strict=True):
-        if value.ndim > 0 and value.shape != param.shape:
-            raise CaptureError(
-                "an optimizer state of this shape is not supported",
-                where=f"{type(optimizer).__name__} state {spec.name!r}",
-                expected="the parameter's shape or 0 dims",
-                got=str(tuple(value.shape)),
+def _made(job: Job) -> tuple[torch.optim.Optimizer, ...]:
+    """The job's optimizers."""
+    given = job.optimizer(job.model)
+    optimizers = tuple(given) if isinstance(given, Sequence) else (given,)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise JobError(
+                "does not return an optimizer",
+                where="Job.optimizer",
+                expected="a torch.optim.Optimizer, or several",
+                got=type(optimizer).__name__,
             )
-    update = UpdateGraph(name, first, following, specs, _is_elementwise(first) and _is_elementwise(following))
-    for shape in ((_EXAMPLE + 1,), (5, 13)):
-        _check(update, optimizer, group, dtype, shape)
+        _check_kind(optimizer)
+    return optimizers
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses kinds of which no graph can be."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CaptureError(
+            "the optimizer calls a closure, which runs the model as often as it likes, so it has no fixed update",
+            where=f"Job.optimizer: {type(optimizer).__name__}",
+            expected="an update of (parameter, gradient, state)",
+            cure="Use AdamW or SGD.",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise CaptureError(
+            "the optimizer wants sparse gradients, and a step graph's gradients are dense",
+            where="Job.optimizer: SparseAdam",
+            cure="Use Adam; it updates the rows of an embedding that were not looked up as well, by their moments.",
+        )
+
+
+def _capture_group(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
+) -> list[UpdateGraph]:
+    """One update over flat tensors, or one for each shape where it needs whole parameters."""
+    try:
+        update = _capture(name, optimizer, group, dtype, None)
+        elementwise = _is_elementwise(update.first) and _is_elementwise(update.following)
+        if elementwise:
+            for shape in _FLAT_SHAPES:
+                check_update(update, optimizer, group, dtype, shape)
+            check_separate(optimizer, group, dtype, (5, 13))
+    except CaptureError:  # perhaps it can do with whole parameters; if not, that attempt says why
+        elementwise = False
+    return [update] if elementwise else [_capture_whole(name, optimizer, group, dtype, s) for s in sorted(set(shapes.values()))]
+
+
+def _capture_whole(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> UpdateGraph:
+    update = _capture(f"{name}-{'x'.join(map(str, shape)) or 'scalar'}", optimizer, group, dtype, shape)
+    smaller = _checked_shape(shape)
+    checked = update if smaller == shape else _capture(name, optimizer, group, dtype, smaller)
+    check_update(checked, optimizer, group, dtype, smaller)
+    check_separate(optimizer, group, dtype, smaller)
     return update
 
 
-def _state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor, grad: Tensor) -> list[str]:
-    """Names of the tensors in the optimizer's state; a state of another kind that changes cannot be captured."""
-    tensor = param.clone()
-    bound = _bound(optimizer, group, tensor, float(group["lr"]))
-    others = []
-    for _ in range(2):
-        tensor.grad = grad.clone()
-        try:
-            bound.step()
-        except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line
+def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    elements = torch.Size(shape).numel()
+    factor = (elements / _CHECKED_ELEMENTS) ** (1 / len(shape)) if elements > _CHECKED_ELEMENTS else 1
+    return shape if factor == 1 else tuple(max(1, int(size / factor)) for size in shape)
+
+
+class _Update(nn.Module):
+    """One call of an optimizer's step on one tensor. `names`: of its state; None before the first step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: StateNames, *, first: bool) -> None:
+        super().__init__()
+        self._parts = (optimizer, group)
+        self._names = names
+        self._first = first
+
+    def forward(self, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        param = param.clone()
+        optimizer = bound(*self._parts, [param], lr)
+        if not self._first:
+            given = [s.clone() for s in state]
+            count = len(self._names.changing)
+            optimizer.state[param] = {**self._names.fixed, **dict(zip(self._names.changing, given[:count], strict=True))}
+            optimizer.param_groups[0] |= {**self._names.fixed_options, **dict(zip(self._names.options, given[count:], strict=True))}
+        param.grad = grad.clone()
+        with numbers_stay_tensors():
+            optimizer.step()
+        found = [optimizer.state[param][n] for n in self._names.changing]
+        found += [optimizer.param_groups[0][n] for n in self._names.options]
+        return (param, *(v if isinstance(v, Tensor) else as_number(v) for v in found))
+
+
+def _capture(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...] | None
+) -> UpdateGraph:
+    """The update as graphs over flat tensors of any length (`shape` None), or over whole parameters of one shape."""
+    names = state_names(optimizer, group, dtype, (_EXAMPLE,) if shape is None else _checked_shape(shape))
+    param, grad = (torch.zeros((_EXAMPLE,) if shape is None else shape, dtype=dtype) for _ in range(2))
+    rate = torch.tensor(float(group["lr"]))
+    first = _export(name, _Update(optimizer, group, names, first=True), (param, grad, rate, ()), flat=shape is None)
+    output = next(n for n in first.graph.nodes if n.op == "output")
+    _, *made = (n.meta["val"] for n in output.args[0])
+    state: list[Tensor] = []
+    specs: list[StateSpec] = []
+    for entry, value in zip(names.entries, made, strict=True):
+        like_parameter = value.ndim > 0 and value.shape == output.args[0][0].meta["val"].shape
+        if shape is None and value.ndim > 0 and not like_parameter:
             raise CaptureError(
-                f"the optimizer cannot update a flat parameter: {type(error).__name__}: {error}",
-                where=f"Job.optimizer: {type(optimizer).__name__}",
-                expected="an update of tensors of any shape, without a closure",
-                cure="Use an optimizer such as AdamW or SGD for these parameters.",
-            ) from error
-        others.append({n: v for n, v in bound.state[tensor].items() if not isinstance(v, Tensor)})
-    if others[0] != others[1]:
-        raise CaptureError(
-            "the optimizer counts in Python numbers, which a graph would freeze",
-            where=type(optimizer).__name__,
-            expected="tensors in its state",
-            got=str(sorted(others[0])),
-            cure="Keep the count as a 0-dim tensor in self.state[param].",
-        )
-    return sorted(n for n, v in bound.state[tensor].items() if isinstance(v, Tensor))
+                "an optimizer state has another shape than its parameter, so the update does not run on slices",
+                where=f"{type(optimizer).__name__} state {entry!r}",
+                expected="the parameter's shape or 0 dims",
+                got=str(tuple(value.shape)),
+            )
+        state.append(torch.zeros(param.shape if like_parameter else tuple(value.shape), dtype=value.dtype))
+        others = () if like_parameter else tuple(value.shape)
+        specs.append(StateSpec(entry, str(value.dtype).removeprefix("torch."), like_parameter, others))
+    following = _export(name, _Update(optimizer, group, names, first=False), (param, grad, rate, tuple(state)), flat=shape is None)
+    for graph in (first, following):
+        _check_constants(graph, optimizer, name)
+    return UpdateGraph(name, first, following, tuple(specs), shape)
 
 
-def _export(name: str, update: _Update, args: tuple[Any, ...]) -> ExportedProgram:
+def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) -> ExportedProgram:
     length = Dim("length", min=1)
-    shapes = ({0: length}, {0: length}, None, tuple({0: length} if s.ndim else None for s in args[3]))
+    shapes = ({0: length}, {0: length}, None, tuple({0: length} if s.ndim else None for s in args[3])) if flat else None
     try:
         with quiet_torch(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -311,15 +236,36 @@ def _export(name: str, update: _Update, args: tuple[Any, ...]) -> ExportedProgra
     except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line
         raise CaptureError(
             f"the update of {type(update._parts[0]).__name__} cannot be captured: {str(error).strip().splitlines()[0]}",
-            where=f"Job.optimizer: {name}",
+            where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
             cure="Its step must be tensor operators on the parameter, the gradient and the state, without Python branches on their values.",
         ) from error
 
 
+def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
+    """The line of the optimizer's own file at which an error was raised, "" where it was raised elsewhere."""
+    file = inspect.getfile(type(optimizer))
+    while error is not None:
+        lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        if lines:
+            return f"{file}:{lines[-1]}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _check_constants(exported: ExportedProgram, optimizer: torch.optim.Optimizer, name: str) -> None:
+    for value in exported.constants.values():
+        if not isinstance(value, Tensor) or value.ndim > 0:
+            raise CaptureError(
+                "the update reads a tensor that is neither an option nor part of its state",
+                where=f"{type(optimizer).__name__}, {name}",
+                expected="0-dim constants at most",
+                got=str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__,
+                cure="Keep it in self.state[param].",
+            )
+
+
 def _is_elementwise(exported: ExportedProgram) -> bool:
-    """Whether every operator of the graph works element by element, as torch's tags say, and its constants are 0-dim."""
-    if not all(isinstance(c, Tensor) and c.ndim == 0 for c in exported.constants.values()):
-        return False
+    """Whether every operator of the graph works element by element, as torch's tags say."""
     for module in exported.graph_module.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -330,6 +276,8 @@ def _is_elementwise(exported: ExportedProgram) -> bool:
                 if not isinstance(node.meta.get("val"), Tensor):
                     continue
                 return False
+            if node.target in _OF_0_DIM and node.all_input_nodes[0].meta["val"].ndim == 0:
+                continue
             base = _functional_form(node.target)
             if torch.Tag.pointwise not in node.target.tags and torch.Tag.pointwise not in base.tags and node.target not in _COPIES:
                 return False
@@ -342,44 +290,3 @@ def _functional_form(target: Overload) -> Overload:
     packet = getattr(torch.ops.aten, packet_name, target.overloadpacket)
     overload = target._overloadname
     return getattr(packet, overload) if overload in packet.overloads() else target
-
-
-def _check(
-    update: UpdateGraph, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    """Replays a few steps through the real optimizer on a parameter of `shape` and through the graphs, flat, whole and in two parts."""
-    generator = torch.Generator().manual_seed(1)
-    start = torch.randn(shape, generator=generator).to(dtype)
-    gradients = [torch.randn(shape, generator=generator).to(dtype) for _ in _CHECKED_RATES]
-    real = start.clone()
-    bound = _bound(optimizer, group, real, _CHECKED_RATES[0])
-    for gradient, rate in zip(gradients, _CHECKED_RATES, strict=True):
-        bound.param_groups[0]["lr"] = rate
-        real.grad = gradient.clone()
-        bound.step()
-    flat = [g.flatten() for g in gradients]
-    whole = _run(update, start.flatten(), flat)
-    tolerance = 8 * torch.finfo(dtype).eps if dtype.itemsize < 4 else 5e-6
-    if not torch.allclose(whole.view(shape), real, rtol=tolerance, atol=tolerance):
-        raise CaptureError(
-            f"the captured update differs from the optimizer's own on a parameter of shape {shape}",
-            where=f"{type(optimizer).__name__}, {update.group}",
-            expected=f"at most {tolerance:g}",
-            got=f"{float((whole.view(shape) - real).abs().max()):.2g} after {len(_CHECKED_RATES)} steps",
-            cure="The optimizer keeps something outside self.state[param], such as an attribute that step() changes, or its update "
-            "depends on the parameter's shape.",
-        )
-    if update.elementwise:
-        cut = 17
-        parts = torch.cat([_run(update, start.flatten()[s], [g[s] for g in flat]) for s in (slice(0, cut), slice(cut, None))])
-        assert torch.allclose(parts, whole, rtol=tolerance, atol=tolerance), f"{update.group}: elementwise by its operators only"
-
-
-def _run(update: UpdateGraph, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    rates = [torch.tensor(rate) for rate in _CHECKED_RATES]
-    param, *state = update.first.module()(start, gradients[0], rates[0], ())
-    following = update.following.module()
-    for gradient, rate in zip(gradients[1:], rates[1:], strict=True):
-        param, *state = following(param, gradient, rate, tuple(state))
-    result: Tensor = param
-    return result

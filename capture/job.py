@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,42 @@ class Loss:
 
 LossFunction = Callable[[torch.nn.Module, dict[str, Any]], "torch.Tensor | Loss"]
 PredictFunction = Callable[[torch.nn.Module, dict[str, Any]], "torch.Tensor | Mapping[str, torch.Tensor]"]
-OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
+OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 ScheduleFunction = Callable[[int], float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+@dataclass(frozen=True, slots=True)
+class Ema:
+    """A running mean of the trained parameters: after the first update a copy of them, after every later one
+    decay * mean + (1 - decay) * parameter. It is evaluated, and written as the trained package, in place of the last parameters, unless
+    the launch says otherwise. Buffers are not averaged.
+
+    Attributes:
+        decay: between 0 and 1; 0.999 averages over about the last thousand updates.
+    """
+
+    decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaling:
+    """Dynamic loss scaling, for a model that runs under autocast to float16, as `torch.amp.GradScaler` does it.
+
+    The loss is multiplied by a scale before its gradient is taken, and the gradient divided by it. An update whose gradient is not finite
+    is left out, and the scale shrinks; after `growth_interval` updates in a row it grows.
+
+    Attributes:
+        init_scale: at the first step.
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what it is multiplied by when it shrinks.
+        growth_interval: updates in a row before it grows.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +77,7 @@ class Job:
             inputs with dotted names ("mask.left", "pair.0"). Every tensor's leading dim is the batch dim, of 2 rows or more.
             None, numbers and strings in it are constants of the graphs.
         loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above. None: `model(**batch)` returns it.
-        optimizer: `optimizer(model)` -> a `torch.optim.Optimizer` over the model's parameters.
+        optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters, or several, each over some of them.
         schedule: `schedule(step)` -> factor on each group's learning rate, for step 0, 1, ...; or a
             `torch.optim.lr_scheduler` factory that is given the optimizer. None: constant.
         predict: `predict(model, batch)` -> the tensors that a trained model is for. None: no predict graph.
@@ -55,6 +88,9 @@ class Job:
         steps: length of the run: optimizer updates.
         global_batch: rows of one optimizer update, over all workers and microbatches. None: the example's rows.
         clip_norm: greatest global L2 norm of the gradient. None: no clipping.
+        clip_value: greatest absolute value of each element of the gradient. None: no clipping. One of the two at most.
+        ema: a running mean of the parameters. None: none is kept.
+        loss_scaling: for float16 under autocast. None: the loss is not scaled.
         seed: of dropout masks and of the order of the data.
         assets: file name -> path of files that travel in the package (a tokenizer, a licence).
     """
@@ -70,5 +106,8 @@ class Job:
     steps: int = 1000
     global_batch: int | None = None
     clip_norm: float | None = None
+    clip_value: float | None = None
+    ema: Ema | None = None
+    loss_scaling: LossScaling | None = None
     seed: int = 0
     assets: Mapping[str, str] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import GROUP, Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
 
-BUILD_VERSION = 2
+BUILD_VERSION = 3
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 LOCK_SECONDS = 3600.0
 _INDEX = "index.json"
@@ -54,8 +54,8 @@ class BuiltGraph:
 class Built:
     """All that a rank calls.
 
-    train: one graph for each phase of a step. evaluate: totals over a batch. update: (divisor, rates, *params, *gradients, *states) ->
-    (norm,), writing in place; None where the plan trains nothing in place (it never is). compiled: whether they were compiled.
+    train: one graph for each phase of a step. evaluate: totals over a batch. update: what `UpdateStep.trace` gives, which writes in place.
+    compiled: whether they were compiled.
     """
 
     train: dict[Phase, BuiltGraph]
@@ -180,7 +180,7 @@ def _graphs(
     began = time.perf_counter()
     graphs = {f"train-{phase.value}": rewrite(step, plan, phase) for phase in phases(plan)}
     graphs["eval"] = rewrite(evaluate, plan)
-    update = UpdateStep(plan, updates, package.recipe.clip_norm, first=False).trace(device)
+    update = UpdateStep(plan, updates, package.recipe, first=False).trace(device)
     on_stage("shard", time.perf_counter() - began)
     return graphs, update
 

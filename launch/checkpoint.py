@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoint_index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, published, scalar_key
+from trainload.launch.checkpoint_index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
 from trainload.packaging.canonical import sha256_file
 from trainload.sharding.plan import Bucket, Slot
 
@@ -92,6 +92,10 @@ class Checkpoint:
     def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
         """A bucket's 0-dim entries. Raises: CheckpointError where shard 0 has changed."""
         return {entry: self._shard(0).get_tensor(scalar_key(bucket, entry)) for entry in self.index.scalars.get(bucket, ())}
+
+    def own(self, parameter: str) -> dict[str, torch.Tensor]:
+        """A parameter's entries that have shapes of their own. Raises: CheckpointError where shard 0 has changed."""
+        return {entry: self._shard(0).get_tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The model's buffers by name. Raises: CheckpointError where shard 0 has changed."""

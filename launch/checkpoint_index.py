@@ -48,8 +48,9 @@ class CheckpointIndex(_Record):
     """What a checkpoint holds.
 
     Laws: `step` is the next step to run. Shard i of `files` holds, of each entry of each bucket, the elements
-    [i * length / world_size, (i + 1) * length / world_size); shard 0 also holds the scalars and the buffers. `entries` and `scalars` have
-    the names of all buckets. `attempt` says which attempt of the run wrote it. `user` is anything that JSON can hold.
+    [i * length / world_size, (i + 1) * length / world_size); shard 0 also holds the scalars, the buffers, and what parameters have in
+    shapes of their own (`own`: parameter -> entries). `entries` and `scalars` have the names of all buckets. `attempt` says which
+    attempt of the run wrote it. `user` is anything that JSON can hold.
     """
 
     version: int = VERSION
@@ -61,6 +62,7 @@ class CheckpointIndex(_Record):
     buckets: tuple[Bucket, ...]
     entries: dict[str, tuple[str, ...]]
     scalars: dict[str, tuple[str, ...]]
+    own: dict[str, tuple[str, ...]] = {}
     buffers: tuple[str, ...]
     data: DataPosition
     files: tuple[FileRecord, ...]
@@ -85,6 +87,11 @@ def flat_key(bucket: str, entry: str) -> str:
 def scalar_key(bucket: str, entry: str) -> str:
     """The name of a bucket's 0-dim entry in shard 0."""
     return f"scalar/{entry}/{bucket}"
+
+
+def own_key(parameter: str, entry: str) -> str:
+    """The name of a parameter's entry of a shape of its own in shard 0."""
+    return f"own/{entry}/{parameter}"
 
 
 def buffer_key(name: str) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoint import Checkpoint
-from trainload.launch.checkpoint_state import PARAM, ShardedState, is_sharded, share
+from trainload.launch.checkpoint_state import MEAN, PARAM, ShardedState, is_sharded, share
 from trainload.sharding.plan import Bucket, Plan
 
 
@@ -30,21 +30,25 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int) -> ShardedState:
     _check_parameters(checkpoint, plan)
     flats: dict[str, dict[str, torch.Tensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
+    stacks: dict[str, dict[str, torch.Tensor]] = {}
     for bucket in plan.buckets:
         entries = _entries(checkpoint, bucket)
         flats[bucket.name] = {entry: _flat(checkpoint, plan, rank, bucket, entry) for entry in entries}
         scalars[bucket.name] = _scalars(checkpoint, bucket)
-    return ShardedState(flats, scalars, checkpoint.buffers())
+        stacks[bucket.name] = _stacks(checkpoint, bucket)
+    return ShardedState(flats, scalars, checkpoint.buffers(), stacks)
 
 
-def full_parameters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter that is not an alias, whole, one at a time: name, CPU tensor of the parameter's shape and dtype.
+def full_parameters(checkpoint: Checkpoint, *, mean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter that is not an alias, whole, one at a time: name, CPU tensor of the parameter's shape and dtype. `mean`: its running
+    mean, where there is one.
 
     Raises: CheckpointError where a shard has changed.
     """
     for bucket in checkpoint.index.buckets:
+        entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
         for slot in bucket.slots:
-            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, PARAM, 0, slot.length).reshape(slot.shape)
+            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, entry, 0, slot.length).reshape(slot.shape)
 
 
 def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:
@@ -89,6 +93,20 @@ def _scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
                 got=str({entry: value.item() for entry, value in other.items()}),
             )
     return found[0] if found else {}
+
+
+def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
+    """What the bucket's parameters have in shapes of their own, one below the other."""
+    found = [checkpoint.own(slot.parameter) for slot in bucket.slots]
+    kinds = {tuple((entry, value.dtype, value.shape) for entry, value in sorted(own.items())) for own in found}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            "parameters of one bucket have different optimizer states in the checkpoint",
+            where=f"{checkpoint.path}, bucket {bucket.name!r}",
+            expected="one set of entries",
+            got="; ".join(sorted(str(kind) for kind in kinds)),
+        )
+    return {entry: torch.stack([own[entry] for own in found]) for entry in (found[0] if found else ())}
 
 
 def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: str) -> torch.Tensor:

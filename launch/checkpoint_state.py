@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import torch
 
 from trainload.capture.errors import CheckpointError
-from trainload.sharding.plan import Plan, Strategy
+from trainload.sharding.plan import Bucket, Plan, Strategy
 
 PARAM = "param"
-"""The entry of a bucket that holds its parameters; the others are the optimizer's."""
+"""The entry of a bucket that holds its parameters."""
+MEAN = "param.mean"
+"""The entry that holds the running mean of its parameters, where there is one. All others are the optimizer's, whose names have no dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class ShardedState:
             and length / world size where it is sharded (`is_sharded`). Every bucket of the plan has its "param".
         scalars: bucket -> entry ("step") -> 0-dim tensor, the same on all ranks. A bucket may be left out.
         buffers: the model's buffers by name, of any shape, the same on all ranks.
+        stacks: bucket -> entry ("row_var") -> (slots, ...) tensor, the same on all ranks: what an update of whole parameters keeps in other
+            shapes than theirs, one value for each slot. A bucket may be left out.
 
     Law: all ranks of a run hold the same names and dtypes.
     """
@@ -30,6 +35,22 @@ class ShardedState:
     flats: Mapping[str, Mapping[str, torch.Tensor]]
     scalars: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    stacks: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+
+
+class StateKind(StrEnum):
+    """In which part of a `ShardedState` an entry of an optimizer's state is."""
+
+    FLAT = "flat"
+    SCALAR = "scalar"
+    STACK = "stack"
+
+
+def state_kind(bucket: Bucket, like_parameter: bool) -> StateKind:
+    """Where a bucket's entry is, by whether it has its parameter's shape."""
+    if like_parameter:
+        return StateKind.FLAT
+    return StateKind.STACK if bucket.whole else StateKind.SCALAR
 
 
 def is_sharded(strategy: Strategy, entry: str) -> bool:
@@ -49,7 +70,7 @@ def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, 
     Raises: CheckpointError where the state is not that of the plan.
     """
     names = {bucket.name for bucket in plan.buckets}
-    if set(state.flats) != names or not set(state.scalars) <= names:
+    if set(state.flats) != names or not set(state.scalars) <= names or not set(state.stacks) <= names:
         raise CheckpointError(
             "the state does not hold the plan's buckets", expected=", ".join(sorted(names)), got=", ".join(sorted(state.flats))
         )

@@ -33,6 +33,7 @@ from trainload.launch.checkpoint_index import (
     encode_index,
     flat_key,
     folder_name,
+    own_key,
     published,
     scalar_key,
     shard_name,
@@ -98,9 +99,13 @@ class CheckpointWriter:
             raise CheckpointError(f"the user's state is not JSON: {error.problem}") from error
         owned = owned_slices(state, self._plan, self._rank)
         wanted = {flat_key(*key): tensor for key, tensor in owned.items()}
+        slots = {bucket.name: [slot.parameter for slot in bucket.slots] for bucket in self._plan.buckets}
         if self._rank == 0:
             for bucket, entries in state.scalars.items():
                 wanted |= {scalar_key(bucket, entry): tensor for entry, tensor in entries.items()}
+            for bucket, entries in state.stacks.items():
+                for entry, stack in entries.items():
+                    wanted |= {own_key(name, entry): value for name, value in zip(slots[bucket], stack, strict=True)}
             wanted |= {buffer_key(name): tensor for name, tensor in state.buffers.items()}
         self._copy(wanted)
         names = [bucket.name for bucket in self._plan.buckets]
@@ -113,6 +118,7 @@ class CheckpointWriter:
             buckets=self._plan.buckets,
             entries={name: tuple(sorted(state.flats[name])) for name in names},
             scalars={name: tuple(sorted(state.scalars.get(name, {}))) for name in names},
+            own={name: tuple(sorted(entries)) for bucket, entries in state.stacks.items() for name in slots[bucket] if entries},
             buffers=tuple(sorted(state.buffers)),
             data=data,
             files=(),

@@ -59,7 +59,9 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
     checkpoint = Checkpoint.open(usable.path)
     trained = None
     if spec.output is not None:
-        trained = with_weights(package, Path(spec.output), [*full_parameters(checkpoint), *checkpoint.buffers().items()])
+        trained = with_weights(
+            package, Path(spec.output), [*full_parameters(checkpoint, mean=spec.weights == "mean"), *checkpoint.buffers().items()]
+        )
     events = read_events(run_dir)
     curve = losses(events)
     evaluations = {int(e.data["step"]): dict(e.data) for e in events if e.kind == "eval"}

@@ -6,6 +6,7 @@ import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,6 +15,7 @@ from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.sharding.plan import Plan
 
 RUN_FILE = "run.json"
+Weights = Literal["mean", "last"]
 
 
 class RunSpec(BaseModel):
@@ -34,6 +36,8 @@ class RunSpec(BaseModel):
     keep: int = Field(default=2, ge=1)
     compile: bool = True
     output: str | None = None
+    weights: Weights = "mean"
+    """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""
     max_failures: int = Field(default=3, ge=0)
 
 

@@ -8,6 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from trainload.packaging.read import Package, open_package
 from trainload.sharding.make_plan import check_plan
 from trainload.sharding.rewrite import GROUP
 
+SCALING = "loss scaling"
+"""What a checkpoint has of the loss's scale, in what it keeps for the run's user."""
 STOP_FILE = "stop"
 """Whoever makes this file in the run's folder asks the run to end after the present step, with a checkpoint."""
 
@@ -160,7 +163,7 @@ class _Worker:
                 got=self._data.fingerprint,
                 cure="Restore the data, or launch a new run from the trained package.",
             )
-        self._engine.load_state(load_sharded(checkpoint, self._plan, self._place.rank))
+        self._engine.load_state(load_sharded(checkpoint, self._plan, self._place.rank), checkpoint.index.user.get(SCALING))
         self._start = checkpoint.index.step
 
     # The loop
@@ -227,6 +230,7 @@ class _Worker:
                 loss=result.loss,
                 metrics=dict(result.metrics),
                 gradient_norm=result.gradient_norm,
+                **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
                 **clock.tick(self._spec.steps - step - 1),
             )
 
@@ -245,7 +249,8 @@ class _Worker:
     def _checkpoint(self, step: int) -> None:
         position = DataPosition(fingerprint=self._data.fingerprint, seed=self._package.recipe.seed, position=step * self._plan.global_batch)
         began = time.perf_counter()
-        self._writer.save(step, self._engine.state(), position, {})
+        scaling = self._engine.scaling()
+        self._writer.save(step, self._engine.state(), position, {} if scaling is None else {SCALING: scaling})
         if self._place.rank == 0:
             self._journal.write("stage", name="checkpoint", step=step, seconds=time.perf_counter() - began)
 
@@ -256,9 +261,10 @@ class _Worker:
             return
         began = time.perf_counter()
         totals: Tensor | None = None
-        for microbatch, share in self._eval_batches(self._eval_data):
-            found = self._engine.evaluate(microbatch).double().cpu() * share
-            totals = found if totals is None else totals + found
+        with self._engine.averaged() if self._spec.weights == "mean" else nullcontext():
+            for microbatch, share in self._eval_batches(self._eval_data):
+                found = self._engine.evaluate(microbatch).double().cpu() * share
+                totals = found if totals is None else totals + found
         if totals is None:
             raise DataError("the held-out data has too few rows for one batch", where=str(self._spec.eval_data))
         if self._place.rank == 0:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
-from trainload.autograd_trace.graphs import Recipe, StateSpec
+from trainload.autograd_trace.graphs import LeanRecord, Recipe, StateSpec
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
@@ -21,6 +21,11 @@ FORMAT_VERSION = 1
 FEATURES: Mapping[str, str] = {
     "custom-ops": "graphs call operators of other libraries, named in `op_libraries`; a reader must be told that it may run them",
     "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
+    "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
+    "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
+    "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
+    "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
+    "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
 """What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""
 
@@ -63,7 +68,7 @@ Size = Annotated[int, Field(ge=0, lt=2**63)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class _Record(BaseModel):
+class _Record(LeanRecord):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -128,19 +133,26 @@ class ConstantEntry(_Record):
 class StateEntry(_Record):
     """One entry of an optimizer's state."""
 
+    later: ClassVar[frozenset[str]] = frozenset({"shape"})
+
     name: Label
     dtype: Identifier
     like_parameter: bool
+    shape: tuple[Size, ...] = ()
+    """Where it is not like the parameter."""
 
 
 class UpdateEntry(_Record):
-    """The update of one parameter group: two graph files."""
+    """The update of one parameter group: two graph files. `shape`: of the parameters that it takes whole, None where it is elementwise."""
+
+    later: ClassVar[frozenset[str]] = frozenset({"shape"})
 
     group: Label
     first: SafePath
     following: SafePath
     state: tuple[StateEntry, ...]
     elementwise: bool
+    shape: tuple[Size, ...] | None = None
 
 
 class Manifest(_Record):
@@ -237,6 +249,15 @@ class Manifest(_Record):
             wrong = sorted(set(grouped) - set(names)) or sorted(trainable - set(grouped))
             raise PackageError("the recipe's groups do not fit the parameters", where=where, got=", ".join(wrong[:5]))
         _unique([u.group for u in self.updates], "update group", where)
+        members = {g.name: g.parameters for g in self.recipe.groups}
+        for update in self.updates:
+            taken = {parameters[name].shape for name in members.get(update.group, ()) if name in parameters}
+            if update.elementwise != (update.shape is None) or (update.shape is not None and taken - {update.shape}):
+                raise PackageError(
+                    f"the update of {update.group} does not fit its parameters", where=where, expected=str(update.shape), got=str(taken)
+                )
+            if any(entry.shape and (entry.like_parameter or update.elementwise) for entry in update.state):
+                raise PackageError("a state has a shape of its own where it has the parameter's or none", where=where, got=update.group)
         if self.updates and {u.group for u in self.updates} != {g.name for g in self.recipe.groups}:
             raise PackageError("the updates are not those of the recipe's groups", where=where)
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
@@ -326,9 +347,9 @@ def buffer_spec(entry: BufferEntry) -> BufferSpec:
 
 def state_entry(spec: StateSpec) -> StateEntry:
     """What the manifest says of an entry of an optimizer's state."""
-    return StateEntry(name=spec.name, dtype=spec.dtype, like_parameter=spec.like_parameter)
+    return StateEntry(name=spec.name, dtype=spec.dtype, like_parameter=spec.like_parameter, shape=spec.shape)
 
 
 def state_spec(entry: StateEntry) -> StateSpec:
     """The inverse of `state_entry`."""
-    return StateSpec(entry.name, entry.dtype, entry.like_parameter)
+    return StateSpec(entry.name, entry.dtype, entry.like_parameter, entry.shape)

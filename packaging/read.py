@@ -117,7 +117,7 @@ class Package:
                 first=self._graph(entry.first, f"update-{entry.group}-first", {}, constants),
                 following=self._graph(entry.following, f"update-{entry.group}-following", {}, constants),
                 state=tuple(state_spec(state) for state in entry.state),
-                elementwise=entry.elementwise,
+                shape=entry.shape,
             )
             for entry in self.manifest.updates
         )

@@ -176,6 +176,12 @@ def _bare_manifest(
     features = {"custom-ops"} if libraries else set()
     if not all(buffer.persistent for buffer in program.buffers):
         features.add("non-persistent-buffers")
+    if not all(update.elementwise for update in updates):
+        features.add("whole-updates")
+    if recipe.schedules:
+        features.add("schedules")
+    asked = {"clip-value": recipe.clip_value, "ema": recipe.ema_decay, "loss-scale": recipe.loss_scale}
+    features |= {name for name, value in asked.items() if value is not None}
     schemas: dict[str, str] = {}
     for name in sorted(operators):
         schema = running_schema(name)
@@ -199,6 +205,7 @@ def _bare_manifest(
                 following=f"graphs/update-{update.group}-following.json",
                 state=tuple(state_entry(spec) for spec in update.state),
                 elementwise=update.elementwise,
+                shape=update.shape,
             )
             for update in updates
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -25,7 +25,12 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def make_buckets(
-    parameters: Sequence[ParameterSpec], group_of: Mapping[str, str], order: Sequence[str], world_size: int, bucket_bytes: int
+    parameters: Sequence[ParameterSpec],
+    group_of: Mapping[str, str],
+    order: Sequence[str],
+    world_size: int,
+    bucket_bytes: int,
+    whole: Collection[str] = (),
 ) -> tuple[Bucket, ...]:
     """Fills buckets with parameters in the order of their first use, one open bucket for each dtype and group.
 
@@ -38,6 +43,7 @@ def make_buckets(
         order: parameter names in the order of first use; parameters that it lacks come last.
         world_size: every bucket's length is a multiple of it.
         bucket_bytes: a bucket is closed when it holds this much or more.
+        whole: groups whose update takes whole parameters.
     """
     position = {name: i for i, name in enumerate(order)}
     owners = sorted((p for p in parameters if p.alias_of is None), key=lambda p: position.get(p.name, len(position)))
@@ -61,6 +67,7 @@ def make_buckets(
             group=group,
             length=_round_up(slots[-1].offset + slots[-1].length, ALIGNMENT * world_size),
             slots=tuple(slots),
+            whole=group in whole,
         )
         for number, ((dtype, group), slots) in enumerate(closed)
     )

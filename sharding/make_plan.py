@@ -60,20 +60,13 @@ def make_plan(
             expected="zero0, zero1 or zero3",
             got=f"single for {world} devices",
         )
-    for update in manifest.updates:
-        if not update.elementwise:
-            raise PlanError(
-                f"the optimizer's update of {update.group} mixes elements of a parameter, so it cannot run on flat buckets yet",
-                where="package",
-                expected="an elementwise update, such as AdamW's or SGD's",
-                got=package.recipe.optimizer,
-            )
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
         raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
     order = parameter_order(package.program().graphs["train"])
     aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
-    buckets = make_buckets(owners, group_of, [aliases.get(n) or n for n in order], world, bucket_bytes)
+    whole = {u.group for u in manifest.updates if not u.elementwise}
+    buckets = make_buckets(owners, group_of, [aliases.get(n) or n for n in order], world, bucket_bytes, whole)
     return Plan(
         package=package.digest,
         cluster=cluster,
@@ -82,13 +75,26 @@ def make_plan(
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
-        estimate=_estimate(buckets, state_counts(package), strategy, world, accumulate, prefetch),
+        estimate=_estimate(
+            buckets, state_counts(package), own_state_bytes(package), _has_mean(package), strategy, world, accumulate, prefetch
+        ),
     )
 
 
 def state_counts(package: Package) -> dict[str, int]:
-    """Optimizer group -> how many values its update keeps for each element of a parameter."""
-    return {u.group: sum(s.like_parameter for s in u.state) for u in package.manifest.updates}
+    """Optimizer group -> how many values a run keeps for each element of a parameter beside it: its state, and its running mean."""
+    return {u.group: sum(s.like_parameter for s in u.state) + _has_mean(package) for u in package.manifest.updates}
+
+
+def _has_mean(package: Package) -> bool:
+    return package.recipe.ema_decay is not None
+
+
+def own_state_bytes(package: Package) -> dict[str, int]:
+    """Optimizer group -> bytes of what its update keeps of a parameter in other shapes than the parameter's; every rank holds all of it."""
+    return {
+        u.group: sum(math.prod(s.shape) * item_bytes(s.dtype) for s in u.state if not s.like_parameter) for u in package.manifest.updates
+    }
 
 
 def check_plan(plan: Plan, package: Package) -> None:
@@ -107,6 +113,8 @@ def check_plan(plan: Plan, package: Package) -> None:
             cure="Make a plan for this package: trainload plan.",
         )
     shapes = {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None}
+    group_of = {p: g.name for g in package.recipe.groups for p in g.parameters}
+    whole = {u.group for u in package.manifest.updates if not u.elementwise}
     placed: dict[str, tuple[int, ...]] = {}
     for bucket in plan.buckets:
         end = 0
@@ -115,6 +123,13 @@ def check_plan(plan: Plan, package: Package) -> None:
                 raise PlanError("a parameter is placed twice", where=f"plan.buckets: {bucket.name}", got=slot.parameter)
             if slot.offset < end or slot.length != math.prod(slot.shape):
                 raise PlanError("slots overlap or have the wrong length", where=f"plan.buckets: {bucket.name}: {slot.parameter}")
+            if (bucket.group, bucket.whole) != (group_of.get(slot.parameter), bucket.group in whole):
+                raise PlanError(
+                    "a parameter is in a bucket of another update",
+                    where=f"plan.buckets: {bucket.name}: {slot.parameter}",
+                    expected=str(group_of.get(slot.parameter)),
+                    got=str(bucket.group),
+                )
             placed[slot.parameter] = tuple(slot.shape)
             end = slot.offset + slot.length
         if bucket.length < end or bucket.length % plan.world_size:
@@ -186,9 +201,16 @@ def _is_floating(dtype: str) -> bool:
 
 
 def _estimate(
-    buckets: tuple[Bucket, ...], states: Mapping[str, int], strategy: Strategy, world: int, accumulate: int, prefetch: int
+    buckets: tuple[Bucket, ...],
+    states: Mapping[str, int],
+    own_state: Mapping[str, int],
+    mean: bool,
+    strategy: Strategy,
+    world: int,
+    accumulate: int,
+    prefetch: int,
 ) -> Estimate:
-    parameters = gradients = optimizer = communication = 0
+    parameters = gradients = optimizer = communication = gathered = 0
     full: list[int] = []
     for bucket in buckets:
         size = bucket.length * item_bytes(bucket.dtype)
@@ -202,12 +224,20 @@ def _estimate(
         gradients += size // world if strategy in ("zero1", "zero3") else size
         if strategy == "zero1" and accumulate > 1:
             gradients += size  # between microbatches a rank holds its own sum of the whole gradient
-        optimizer += states[bucket.group] * (size // world if strategy in ("zero1", "zero3") else size)
+        sharded = strategy in ("zero1", "zero3") and world > 1
+        optimizer += states[bucket.group] * (size // world if sharded else size)
+        if bucket.whole:
+            optimizer += own_state[bucket.group] * len(bucket.slots)
+        if bucket.whole and sharded:
+            taken = 2 + states[bucket.group] - mean
+            gathered = max(gathered, taken * size)
+            communication += taken * ring
         if strategy == "zero3":
             communication += ring * accumulate
         elif world > 1:
             communication += 2 * ring
-    gathered = max((sum(full[i : i + prefetch + 1]) for i in range(len(full))), default=0) if strategy == "zero3" else 0
+    if strategy == "zero3":
+        gathered = max([gathered, *(sum(full[i : i + prefetch + 1]) for i in range(len(full)))])
     return Estimate(
         parameter_bytes=parameters,
         gradient_bytes=gradients,

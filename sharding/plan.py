@@ -41,6 +41,9 @@ class Bucket(_Record):
     Laws: slots are in order and do not overlap; `length` is a multiple of the world size and no smaller than the end of the last slot;
     rank r of w owns [r * length / w, (r + 1) * length / w). All parameters of a bucket have one dtype and one parameter group
     (`group` None: they are frozen).
+
+    `whole`: the group's update takes whole parameters. What is stored and communicated is as in other buckets; but for the update every
+    rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Bucket(_Record):
     group: str | None
     length: int = Field(ge=0)
     slots: tuple[Slot, ...]
+    whole: bool = False
 
 
 class Estimate(_Record):
@@ -57,7 +61,8 @@ class Estimate(_Record):
     gradient_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
-    """The greatest number of bytes of full parameters that exist at one time beside the rank's own shards."""
+    """The greatest number of bytes of full parameters (for an update of whole parameters: of gradients and state too) that exist at one
+    time beside the rank's own shards."""
     communication_bytes_per_step: int
     """Sent by one rank for one optimizer update, by ring algorithms."""
 

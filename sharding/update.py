@@ -1,8 +1,8 @@
-"""Builds the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's update."""
+"""Builds the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's update, the running mean."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Interpreter
 
 from trainload.autograd_trace.aot import fake_mode, trace_flat
-from trainload.autograd_trace.graphs import StateSpec, UpdateGraph
+from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.plan import Bucket, Plan
 from trainload.sharding.rewrite import GROUP, update_length
@@ -24,7 +24,7 @@ _CLIP_EPSILON = 1e-6
 
 
 class _UpdateInterpreter(Interpreter):
-    """Runs an update graph on a device, without reading numbers out of 0-dim tensors: `alpha=lr.item()` becomes a product."""
+    """Runs an update graph, which was captured on a CPU, on a device."""
 
     def __init__(self, module: GraphModule, device: torch.device) -> None:
         super().__init__(module)
@@ -34,20 +34,10 @@ class _UpdateInterpreter(Interpreter):
         if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             _, body, *operands = args
             return type(self)(body, self._device).run(*operands)
-        if target is aten.item.default:
-            return args[0]
         if target is aten._assert_tensor_metadata.default:
             return None
-        if target is aten.full_like.default and isinstance(args[1], Tensor):
-            return args[1].to(args[0].dtype).expand(args[0].shape).clone()
         args = tuple(self._device if isinstance(a, torch.device) else a for a in args)
         kwargs = {k: self._device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
-        for name in ("alpha", "value"):
-            factor = kwargs.get(name)
-            if isinstance(factor, Tensor):
-                kwargs = {k: v for k, v in kwargs.items() if k != name}
-                scaled = len(args) - 1 if name == "alpha" else 1
-                args = tuple(a * factor if i == scaled else a for i, a in enumerate(args))
         return super().call_function(target, args, kwargs)
 
 
@@ -61,7 +51,7 @@ def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list
             inputs.append(next(entries))
             continue
         constant = graph.constants[str(spec.target)]
-        assert isinstance(constant, Tensor) and constant.ndim == 0, "an elementwise update has 0-dim constants only"
+        assert isinstance(constant, Tensor) and constant.ndim == 0, "updates have 0-dim constants only"
         inputs.append(torch.full((), constant.item(), dtype=constant.dtype, device=device))
     return inputs
 
@@ -83,16 +73,18 @@ def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph]) -> tuple[BucketUp
     """The trained buckets in plan order, each with its group's update.
 
     Raises:
-        PlanError: a bucket's update is missing, or mixes elements and so cannot run on a slice of several parameters.
+        PlanError: a bucket's update is missing, or the plan takes it for one of the other kind.
     """
     by_group = {u.group: (i, u) for i, u in enumerate(updates)}
     for bucket in plan.buckets:
-        if bucket.group is not None and (bucket.group not in by_group or not by_group[bucket.group][1].elementwise):
+        if bucket.group is not None and (bucket.group not in by_group or by_group[bucket.group][1].elementwise == bucket.whole):
             raise PlanError(
-                "a bucket's update cannot run on flat slices" if bucket.group in by_group else "a bucket's group has no update",
+                "a bucket's update takes whole parameters, or does not, against the plan"
+                if bucket.group in by_group
+                else "a bucket's group has no update",
                 where=f"plan.buckets: {bucket.name}, {bucket.group}",
-                expected="an elementwise update, such as AdamW's or SGD's",
                 got=f"groups {sorted(by_group)}",
+                cure="Make a plan for this package: trainload plan.",
             )
     return tuple(BucketUpdate(b, by_group[b.group][1], by_group[b.group][0]) for b in plan.buckets if b.group is not None)
 
@@ -100,40 +92,110 @@ def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph]) -> tuple[BucketUp
 class UpdateStep:
     """The update of all buckets of one rank as a function of flat tensors.
 
-    Call: (divisor, rates, *params, *gradients[, *states]) -> (norm, *params, *states)
+    Call: (divisor, rates, rank, *params, *gradients[, *states, *means][, scale, streak]) ->
+    (norm, *params, *states, *means[, scale, streak])
 
     - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
     - rates: float32 (groups,); the learning rates of this step.
+    - rank: 0-dim int64; this rank's.
     - params, gradients: one (n,) for each trained bucket, this rank's slice. states: per bucket, in the order of its StateSpecs;
-      left out if `first`.
+      left out if `first`. One that is like the parameter is (n,), this rank's slice; others are whole on every rank: 0-dim in an
+      elementwise update, (slots, *shape) in one of whole parameters.
+    - means: where the recipe asks for them, one (n,) for each trained bucket, this rank's slice; left out if `first`.
+    - scale: where the recipe scales the loss, 0-dim float32; streak: 0-dim int64, updates in a row since it last changed. Where the norm is
+      not finite all else stays as it is; the first update is made all the same, for its caller to leave.
     - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
     """
 
-    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], clip_norm: float | None, *, first: bool) -> None:
+    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], recipe: Recipe, *, first: bool) -> None:
         self._plan = plan
-        self._clip = clip_norm
+        self._recipe = recipe
         self._first = first
         self._groups = len(updates)
         self.parts = bucket_updates(plan, updates)
 
-    def __call__(self, divisor: Tensor, rates: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         count = len(self.parts)
-        params, gradients, states = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
+        params, gradients, kept = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
+        scaling = [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
+        states = list(kept)
+        clip_norm, clip_value = self._recipe.clip_norm, self._recipe.clip_value
         norm = self._norm(gradients) / divisor
         factor = 1.0 / divisor
-        if self._clip is not None:
-            factor = factor * torch.clamp(self._clip / (norm + _CLIP_EPSILON), max=1.0)
+        if clip_norm is not None:
+            factor = factor * torch.clamp(clip_norm / (norm + _CLIP_EPSILON), max=1.0)
         new_params, new_states = [], []
         for part, param, gradient in zip(self.parts, params, gradients, strict=True):
             entries = () if self._first else tuple(states[: len(part.state)])
             states = states[len(entries) :]
-            graph = part.update.first if self._first else part.update.following
             scaled = (gradient * factor).to(gradient.dtype)
-            arguments = _with_constants(graph, [param, scaled, rates[part.group_index], *entries])
-            param_out, *state_out = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
+            if clip_value is not None:
+                scaled = scaled.clamp(-clip_value, clip_value)
+            rate, given = rates[part.group_index], [param, scaled, *entries]
+            made = self._run(part, rate, given) if part.update.elementwise else self._run_whole(part, rate, given, rank)
+            param_out, *state_out = made
             new_params.append(param_out)
             new_states.extend(state_out)
-        return (norm, *new_params, *new_states)
+        means = self._means(new_params, states)
+        if self._recipe.loss_scale is None:
+            return (norm, *new_params, *new_states, *means)
+        finite = torch.isfinite(norm)  # the same on all ranks
+        results = [*new_params, *new_states, *means]
+        if not self._first:
+            results = [torch.where(finite, new, old) for new, old in zip(results, [*params, *kept], strict=True)]
+        return (norm, *results, *self._moved(finite, *scaling))
+
+    def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+        decay = self._recipe.ema_decay
+        if decay is None:
+            return []
+        if self._first:
+            return [param.clone() for param in params]
+        return [torch.lerp(mean, param, 1 - decay) for mean, param in zip(means, params, strict=True)]
+
+    def _moved(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
+        """The next step's scale and streak."""
+        rule = self._recipe.loss_scale
+        assert rule is not None
+        longer = torch.where(finite, streak + 1, torch.zeros_like(streak))
+        grown = scale * rule.growth_factor
+        grows = (longer == rule.growth_interval) & torch.isfinite(grown)
+        moved = torch.where(finite, torch.where(grows, grown, scale), scale * rule.backoff_factor)
+        return moved, torch.where(longer == rule.growth_interval, torch.zeros_like(streak), longer)
+
+    def _run(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`given`: parameter, gradient, states. Returns: parameter, states."""
+        graph = part.update.first if self._first else part.update.following
+        param, gradient, *states = given
+        arguments = _with_constants(graph, [param, gradient, rate, *states])
+        results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
+        return results
+
+    def _run_whole(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor], rank: Tensor) -> Sequence[Tensor]:
+        """The same for whole parameters, one by one; of what is sharded this rank's slice is kept."""
+        bucket = part.bucket
+        sharded = update_length(self._plan, bucket) < bucket.length
+        like = [True, *(s.like_parameter for s in part.state)]
+        kinds = zip(given, [True, *like], strict=False)  # the first update is given no states
+        whole = [(self._gathered(value) if is_like and sharded else value, is_like) for value, is_like in kinds]
+        found: list[Sequence[Tensor]] = []
+        for number, slot in enumerate(bucket.slots):
+            end = slot.offset + slot.length
+            own = [value[slot.offset : end].view(slot.shape) if is_like else value[number] for value, is_like in whole]
+            found.append(self._run(part, rate, own))
+        results: list[Tensor] = []
+        for is_like, values in zip(like, zip(*found, strict=True), strict=True):
+            if not is_like:
+                results.append(torch.stack(values))
+                continue
+            flat = _joined(bucket, values)
+            results.append(flat.view(self._plan.world_size, -1).index_select(0, rank.view(1)).view(-1) if sharded else flat)
+        return results
+
+    def _gathered(self, slice_: Tensor) -> Tensor:
+        full = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_, self._plan.world_size, GROUP)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
+        return result
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         square = torch.stack([g.to(torch.float32).square().sum() for g in gradients]).sum()
@@ -143,23 +205,28 @@ class UpdateStep:
         return square.sqrt()
 
     def trace(self, device: torch.device) -> GraphModule:
-        """The call as a flat graph that writes parameters and states in place and returns the norm alone."""
+        """The call as a flat graph that writes all but the norm in place and returns the norm."""
         assert not self._first, "the first update makes the state, so it has nothing to write into"
         with fake_mode():
             lengths = [update_length(self._plan, p.bucket) for p in self.parts]
             dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
             inputs = [torch.empty((), device=device), torch.empty(self._groups, device=device)]
+            inputs.append(torch.empty((), dtype=torch.int64, device=device))
             inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
             inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
             for part, length in zip(self.parts, lengths, strict=True):
                 for spec in part.state:
-                    shape = (length,) if spec.like_parameter else ()
+                    shape = (length,) if spec.like_parameter else () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)
                     inputs.append(torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device))
+            if self._recipe.ema_decay is not None:
+                inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+            if self._recipe.loss_scale is not None:
+                inputs += [torch.empty((), device=device), torch.empty((), dtype=torch.int64, device=device)]
 
         def in_place(*flat: Tensor) -> tuple[Tensor]:
             norm, *new = self(*flat)
             count = len(self.parts)
-            targets = [*flat[2 : 2 + count], *flat[2 + 2 * count :]]
+            targets = [*flat[3 : 3 + count], *flat[3 + 2 * count :]]
             for target, value in zip(targets, new, strict=True):
                 target.copy_(value)
             return (norm,)
@@ -167,14 +234,11 @@ class UpdateStep:
         return trace_flat(in_place, inputs)
 
 
-def state_specs(parts: Sequence[BucketUpdate]) -> list[tuple[str, StateSpec]]:
-    """(bucket, state) in the order of an update's states."""
-    return [(p.bucket.name, s) for p in parts for s in p.state]
-
-
-def named_states(parts: Sequence[BucketUpdate], flat: Sequence[Tensor]) -> Mapping[str, dict[str, Tensor]]:
-    """Bucket -> state name -> tensor, from an update's flat states."""
-    found: dict[str, dict[str, Tensor]] = {p.bucket.name: {} for p in parts}
-    for (bucket, spec), value in zip(state_specs(parts), flat, strict=True):
-        found[bucket][spec.name] = value
-    return found
+def _joined(bucket: Bucket, values: Sequence[Tensor]) -> Tensor:
+    """The bucket's flat tensor, of its slots' values; zero where no parameter lies."""
+    pieces: list[Tensor] = []
+    end = 0
+    for slot, value in zip(bucket.slots, values, strict=True):
+        pieces += [value.new_zeros(slot.offset - end), value.reshape(-1)]
+        end = slot.offset + slot.length
+    return torch.cat([*pieces, values[0].new_zeros(bucket.length - end)])

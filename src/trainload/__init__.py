@@ -42,8 +42,11 @@ if TYPE_CHECKING:
     from trainload.api import open as open
     from trainload.api import plan as plan
     from trainload.api import resume as resume
+    from trainload.capture.job import Ema as Ema
     from trainload.capture.job import Job as Job
     from trainload.capture.job import Loss as Loss
+    from trainload.capture.job import LossScaling as LossScaling
+    from trainload.capture.parameter_groups import parameter_groups as parameter_groups
     from trainload.capture.shape_report import ShapeReport as ShapeReport
     from trainload.packaging.read import Package as Package
     from trainload.sharding.plan import Cluster as Cluster
@@ -57,10 +60,12 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "DataError",
+    "Ema",
     "IntegrityError",
     "Job",
     "JobError",
     "Loss",
+    "LossScaling",
     "Package",
     "PackageError",
     "Plan",
@@ -80,14 +85,17 @@ __all__ = [
     "freeze",
     "launch",
     "open",
+    "parameter_groups",
     "plan",
     "resume",
 ]
 
 _HOMES = {
     "Cluster": "trainload.sharding.plan",
+    "Ema": "trainload.capture.job",
     "Job": "trainload.capture.job",
     "Loss": "trainload.capture.job",
+    "LossScaling": "trainload.capture.job",
     "Package": "trainload.packaging.read",
     "Plan": "trainload.sharding.plan",
     "ShapeReport": "trainload.capture.shape_report",
@@ -95,6 +103,7 @@ _HOMES = {
     "explain_shapes": "trainload.api",
     "freeze": "trainload.api",
     "open": "trainload.api",
+    "parameter_groups": "trainload.capture.parameter_groups",
     "plan": "trainload.api",
     "resume": "trainload.api",
 }

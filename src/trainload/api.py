@@ -25,7 +25,7 @@ from trainload.launch.dataset import check_schema
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
 from trainload.launch.result import RunResult, finish
-from trainload.launch.spec import RunSpec, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
+from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.derived import write_derived
 from trainload.packaging.manifest import graph_specs
 from trainload.packaging.read import Package, open_package
@@ -112,6 +112,7 @@ class RunOptions(TypedDict, total=False):
     checkpoint_every: steps between checkpoints; there is always one at the end.
     keep: how many checkpoints are kept; 2.
     output: where to write a package with the trained weights.
+    weights: which are evaluated and written, where the job keeps a running mean: "mean" or "last"; "mean".
     compile: False runs the graphs uncompiled.
     max_failures: how often workers are restarted from the last checkpoint before the run is given up; 3.
     backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
@@ -126,6 +127,7 @@ class RunOptions(TypedDict, total=False):
     checkpoint_every: int | None
     keep: int
     output: str | Path | None
+    weights: Weights
     compile: bool
     max_failures: int
     backend: Backend
@@ -264,6 +266,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         checkpoint_every=options.get("checkpoint_every"),
         keep=options.get("keep", 2),
         output=absolute(options.get("output")),
+        weights=options.get("weights", "mean"),
         compile=options.get("compile", True),
         max_failures=options.get("max_failures", 3),
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from lion_pytorch import Lion
 from tests.capture.jobs import Model, job
 from torch import Tensor, nn, optim
 
@@ -15,22 +20,47 @@ from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
-from trainload.capture.program import Program
+from trainload.capture.parameter_groups import parameter_groups
+from trainload.capture.program import ParameterSpec, Program
 from trainload.capture.trace import capture
 
 Make = Callable[[Any], optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "AdamW": lambda p: optim.AdamW(p, weight_decay=0.1),
-    "AMSGrad": lambda p: optim.AdamW(p, amsgrad=True, maximize=True),
+ELEMENTWISE: dict[str, Make] = {
+    "Adadelta": lambda p: optim.Adadelta(p, weight_decay=0.1, maximize=True),
+    "Adagrad": lambda p: optim.Adagrad(p),
+    "Adagrad-options": lambda p: optim.Adagrad(p, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5, maximize=True),
     "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
+    "Adam-fused": lambda p: optim.Adam(p, fused=True),
+    "Adam-tensors": lambda p: optim.Adam(p, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99))),
+    "AdamW": lambda p: optim.AdamW(p, weight_decay=0.1),
+    "AdamW-differentiable": lambda p: optim.AdamW(p, differentiable=True),
+    "AMSGrad": lambda p: optim.AdamW(p, amsgrad=True, maximize=True),
+    "Adamax": lambda p: optim.Adamax(p, weight_decay=0.1, maximize=True),
+    "ASGD": lambda p: optim.ASGD(p, t0=2, lambd=0.1, weight_decay=0.1),
+    "NAdam": lambda p: optim.NAdam(p),
+    "NAdam-decoupled": lambda p: optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True, maximize=True),
+    "RAdam": lambda p: optim.RAdam(p),
+    "RAdam-decoupled": lambda p: optim.RAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
+    "RMSprop": lambda p: optim.RMSprop(p, weight_decay=0.1),
+    "RMSprop-centered": lambda p: optim.RMSprop(p, momentum=0.5, centered=True, maximize=True),
+    "Rprop": lambda p: optim.Rprop(p, maximize=True),
     "SGD": lambda p: optim.SGD(p, lr=0.1),
     "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "dampened": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "Nesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.5, centered=True),
-    "Adagrad": lambda p: optim.Adagrad(p),
-    "RAdam": lambda p: optim.RAdam(p),
-    "Rprop": lambda p: optim.Rprop(p),
+    "Lion": lambda p: Lion(p, lr=0.1, weight_decay=0.1),
+    "Lion-decoupled": lambda p: Lion(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True),
+    "a count in Python": lambda p: Counting(p),
+    "a count in the options": lambda p: InOptions(p),
+    "state made in the constructor": lambda p: Prepared(p, decay=0.5),
+}
+WHOLE: dict[str, Make] = {
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
+    "Adafactor-options": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1, maximize=True, d=1.5, beta2_decay=-0.5),
+    "Muon": lambda p: optim.Muon(p, lr=0.1),
+    "Muon-options": lambda p: optim.Muon(p, lr=0.1, nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3),
+    "a step of length one": lambda p: Normalised(p),
+    "by its shape": lambda p: Shaped(p),
 }
 
 
@@ -58,15 +88,106 @@ class Shaped(Normalised):
                 p.sub_((p.grad + (0.5 * p if p.ndim > 1 else 0)) * group["lr"])
 
 
-class Counting(Normalised):
-    """Counts in a Python number."""
+class Counting(optim.Optimizer):
+    """Counts in a Python number, and reckons with it as optimizers out there do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "beta": 0.9})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
         for group in self.param_groups:
             for p in group["params"]:
-                count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
-                p.sub_(p.grad * group["lr"] / count)
+                state = self.state[p]
+                if not state:
+                    state["step"], state["mean"], state["flavour"] = 0, torch.zeros_like(p), "plain"
+                state["step"] += 1
+                state["mean"].mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
+                correction = math.sqrt(1 - group["beta"] ** state["step"])
+                p.addcdiv_(state["mean"], p.grad.abs() + 1, value=-max(1e-3, min(group["lr"], 1.0)) / correction)
+
+
+class Prepared(optim.Optimizer):
+    """Makes its state in the constructor, out of an option."""
+
+    def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = torch.full_like(p, decay)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p]["mean"].mul_(group["decay"]).add_(p.grad)
+                p.sub_(mean * group["lr"])
+
+
+class Joint(Normalised):
+    """Divides every gradient by the norm over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p.sub_(p.grad / norm * group["lr"])
+
+
+class InOptions(Normalised):
+    """Counts in the group's options, and marks there that it has begun."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            group["k"], group["begun"] = group.get("k", 0) + 1, True
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / group["k"])
+
+
+class Estimating(Normalised):
+    """Keeps a number in the group's options that all of its parameters have a part in."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            group["d"] = group.get("d", 1.0) + sum(p.grad.norm().item() for p in group["params"])
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / group["d"])
+
+
+class Slowing(Normalised):
+    """Changes its own learning rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"])
+            group["lr"] *= 0.9
+
+
+class Branching(Normalised):
+    """Looks at a value to decide what to do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad.norm() > 1:
+                    p.sub_(p.grad * group["lr"])
+
+
+class Listing(Normalised):
+    """Keeps a list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("seen", []).append(p.grad.clone())
+                p.sub_(p.grad * group["lr"])
 
 
 class Remembering(Normalised):
@@ -87,39 +208,99 @@ def program() -> Program:
     return capture(job(Model()))
 
 
-def captured(program: Program, make: Make, **options: Any) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
+def captured(program: Program, make: Make, *, quiet: bool = False, **options: Any) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
+    """`quiet`: parameters that the optimizer lacks are no matter."""
     given: Job = job(Model(), optimizer=lambda m: make(m.parameters()), **options)
-    return capture_optimizer(given, program)
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        return capture_optimizer(given, program)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_several_steps_are_torchs(program: Program, name: str) -> None:
-    (update,) = captured(program, OPTIMIZERS[name])[1]
+def compare(update: UpdateGraph, make: Make, shape: tuple[int, ...], tolerance: float) -> None:
+    """Five steps on a parameter of a shape, beside torch's own optimizer."""
     torch.manual_seed(2)
-    real = nn.Parameter(torch.randn(5, 7))
-    flat, optimizer = real.detach().clone().flatten(), OPTIMIZERS[name]([real])
+    real = torch.randn(shape)
+    flat = real.clone() if update.shape is not None else real.clone().flatten()
+    optimizer = make([real])
     first, following = update.first.module(), update.following.module()
     state: list[Tensor] = []
     for step, rate in enumerate((0.1, 0.03, 0.3, 0.01, 0.2)):
-        real.grad = torch.randn(5, 7)
+        real.grad = torch.randn(shape)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-        arguments = (flat, real.grad.flatten(), torch.tensor(rate), tuple(state))
+        arguments = (flat, real.grad.view(flat.shape), torch.tensor(rate), tuple(state))
         flat, *state = following(*arguments) if step else first(*arguments)
-    torch.testing.assert_close(flat.view(5, 7), real.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(flat.view(shape), real, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_of_each_element_by_itself_is_elementwise(program: Program, name: str) -> None:
-    assert all(u.elementwise for u in captured(program, OPTIMIZERS[name])[1])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_update_of_each_element_by_itself_runs_on_any_slice_as_its_optimizer_does(program: Program, name: str) -> None:
+    (update,) = captured(program, ELEMENTWISE[name])[1]
+    assert update.elementwise
+    compare(update, ELEMENTWISE[name], (5, 7), 2e-5)
 
 
-def test_an_update_with_a_norm_is_not_elementwise(program: Program) -> None:
-    assert not any(u.elementwise for u in captured(program, Normalised)[1])
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_update_that_needs_the_whole_parameter_is_captured_for_its_shape(program: Program, name: str) -> None:
+    recipe, (update,) = captured(program, lambda p: WHOLE[name]([q for q in p if q.ndim == 2]), quiet=True)
+    assert (update.group, update.shape) == ("group0-8x8", (8, 8))
+    assert recipe.groups[0].parameters == ("first.weight", "last.weight")
+    compare(update, WHOLE[name], (8, 8), 1e-5)
+
+
+def test_every_optimizer_of_torch_was_tried() -> None:
+    tried = {type(make([nn.Parameter(torch.zeros(2, 2))])) for make in [*ELEMENTWISE.values(), *WHOLE.values()]}
+    classes = {value for value in vars(optim).values() if inspect.isclass(value) and issubclass(value, optim.Optimizer)}
+    assert classes - tried == {optim.Optimizer, optim.LBFGS, optim.SparseAdam}
+
+
+def test_a_group_of_several_shapes_becomes_a_group_for_each(program: Program) -> None:
+    recipe, updates = captured(program, WHOLE["Adafactor"])
+    assert [(u.group, u.shape) for u in updates] == [("group0-8", (8,)), ("group0-8x8", (8, 8))]
+    assert [g.parameters for g in recipe.groups] == [("first.bias", "last.bias"), ("first.weight", "last.weight")]
+
+
+def test_state_of_a_shape_of_its_own_is_described(program: Program) -> None:
+    _, (vectors, matrices) = captured(program, WHOLE["Adafactor"])
+    assert [(s.name, s.like_parameter, s.shape) for s in vectors.state] == [("step", False, ()), ("variance", True, ())]
+    assert [(s.name, s.like_parameter, s.shape) for s in matrices.state] == [
+        ("col_var", False, (1, 8)),
+        ("row_var", False, (8, 1)),
+        ("step", False, ()),
+    ]
+
+
+def test_a_large_parameter_is_compared_on_a_smaller_one() -> None:
+    parameter = nn.Parameter(torch.empty(4096, 1024, device="meta"))
+    program = SimpleNamespace(parameters=[ParameterSpec("weight", "float32", (4096, 1024), True, None)])
+    model = nn.Module()
+    model.weight = parameter
+    given = Job(model, {"x": torch.zeros(2)}, lambda m: optim.Muon(m.parameters()))
+    began = time.perf_counter()
+    (update,) = capture_optimizer(given, cast(Program, program))[1]
+    assert update.shape == (4096, 1024)
+    assert time.perf_counter() - began < 30
+
+
+def test_several_optimizers_train_a_model_together(program: Program) -> None:
+    def make(model: nn.Module) -> list[optim.Optimizer]:
+        parameters = list(model.parameters())
+        return [optim.Muon([p for p in parameters if p.ndim == 2], lr=0.2), optim.AdamW([p for p in parameters if p.ndim < 2], lr=0.1)]
+
+    recipe, updates = capture_optimizer(job(Model(), optimizer=make, schedule=lambda step: 0.5), program)
+    assert recipe.optimizer == "Muon + AdamW"
+    assert list(zip((g.name for g in recipe.groups), recipe.rates(0), strict=True)) == [("group0-8x8", 0.1), ("group1", 0.05)]
+    assert [u.elementwise for u in updates] == [False, True]
+
+
+def test_a_parameter_of_two_optimizers_is_refused(program: Program) -> None:
+    with pytest.raises(JobError, match=r"two groups.*first"):
+        capture_optimizer(job(Model(), optimizer=lambda m: [optim.SGD(m.parameters()), optim.Adam(m.first.parameters())]), program)
 
 
 def test_state_is_described(program: Program) -> None:
-    (update,) = captured(program, OPTIMIZERS["AdamW"])[1]
+    (update,) = captured(program, ELEMENTWISE["AdamW"])[1]
     assert [(s.name, s.dtype, s.like_parameter) for s in update.state] == [
         ("exp_avg", "float32", True),
         ("exp_avg_sq", "float32", True),
@@ -130,16 +311,26 @@ def test_state_is_described(program: Program) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Shaped, "depends on the parameter's shape"),
-        (Counting, "Python numbers"),
         (Remembering, "differs from the optimizer's own"),
-        (lambda p: optim.LBFGS(p), "closure"),
-        (lambda p: optim.SparseAdam(p), "flat parameter"),
+        (Joint, "depends on other parameters"),
+        (Estimating, "depends on other parameters"),
+        (Slowing, "changes the learning rate"),
+        (Branching, "cannot be captured"),
+        (Listing, "state 'seen'.*neither a tensor"),
+        (lambda p: optim.LBFGS(p), "closure.*Use AdamW"),
+        (lambda p: optim.SparseAdam(p), "sparse gradients.*Use Adam"),
     ],
 )
 def test_an_update_that_no_graph_can_be_is_refused(program: Program, make: Make, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         captured(program, make)
+
+
+def test_a_branch_on_a_value_is_refused_at_its_line(program: Program) -> None:
+    lines, start = inspect.getsourcelines(Branching)
+    line = start + next(i for i, text in enumerate(lines) if "> 1" in text)
+    with pytest.raises(CaptureError, match=rf"test_optimizer\.py:{line}: .*cannot be captured"):
+        captured(program, Branching)
 
 
 def test_groups_keep_their_own_options(program: Program) -> None:
@@ -177,29 +368,53 @@ def test_a_tensor_that_is_no_parameter_is_refused(program: Program) -> None:
 
 
 def test_a_factor_schedule_is_tabulated(program: Program) -> None:
-    recipe, _ = captured(program, OPTIMIZERS["SGD"], schedule=lambda step: 1 / (step + 1), steps=4)
-    assert recipe.groups[0].learning_rates == pytest.approx((0.1, 0.05, 0.1 / 3, 0.025))
+    recipe, _ = captured(program, ELEMENTWISE["SGD"], schedule=lambda step: 1 / (step + 1), steps=4)
+    assert [recipe.rates(step)[0] for step in range(5)] == [0.1, 0.1 * (1 / 2), 0.1 * (1 / 3), 0.1 * (1 / 4), 0.1 * (1 / 4)]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: optim.lr_scheduler.LambdaLR(o, lambda s: 0.9**s),
-        lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=6, cycle_momentum=False),
-        lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 6),
-    ],
-)
-def test_a_scheduler_is_tabulated_as_it_runs(program: Program, make: Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]) -> None:
-    recipe, _ = captured(program, OPTIMIZERS["AdamW"], schedule=make, steps=6)
-    real = optim.AdamW([nn.Parameter(torch.ones(1))])
-    scheduler = make(real)
-    expected = []
-    for step in range(6):
-        if step:
-            real.step()
-            scheduler.step()
-        expected.append(real.param_groups[0]["lr"])
-    assert recipe.groups[0].learning_rates == pytest.approx(expected)
+lr = optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], lr.LRScheduler]] = {
+    "a function for all": lambda o: lr.LambdaLR(o, lambda s: 0.9**s),
+    "a function for each": lambda o: lr.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1 / (1 + s)]),
+    "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda s: 0.5),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, max_lr=[1.0, 2.0], total_steps=6, cycle_momentum=False),
+    "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 6),
+    "chained": lambda o: lr.ChainedScheduler([lr.ConstantLR(o, 0.1, 3), lr.ExponentialLR(o, 0.9)]),
+    "one after another": lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, total_iters=3), lr.CosineAnnealingLR(o, 3)], [3]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, name: str) -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW(parameter_groups(model, {"*.bias": {"lr": 0.3}}, rest={"lr": 0.1}))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's schedulers warn of one another
+        recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=SCHEDULERS[name], steps=6), program)
+        real = make(Model())
+        scheduler = SCHEDULERS[name](real)
+        for step in range(6):
+            if step:
+                real.step()
+                scheduler.step()
+            assert recipe.rates(step) == [g["lr"] for g in real.param_groups]
+
+
+def test_groups_share_a_schedule(program: Program) -> None:
+    recipe, _ = captured(program, WHOLE["Adafactor"], schedule=lambda step: 1 / (step + 1), steps=4)
+    assert recipe.schedules == ((1.0, 1 / 2, 1 / 3, 1 / 4),)
+    assert [(g.learning_rates, g.schedule) for g in recipe.groups] == [((0.1,), 0)] * 2
+
+
+def test_a_table_of_many_steps_is_kept_once_for_many_groups(program: Program) -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())])
+
+    recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=lambda s: 0.5 + 0.5 * math.cos(s / 1e5), steps=100_000), program)
+    assert len(recipe.groups) == 4
+    assert len(recipe.model_dump_json()) < 2_500_000
+    assert recipe.rates(99_999)[3] == 0.4 * recipe.schedules[0][-1]
 
 
 @pytest.mark.parametrize(
@@ -209,11 +424,11 @@ def test_a_scheduler_is_tabulated_as_it_runs(program: Program, make: Callable[[o
         (lambda step: "fast", "neither a factor|not return a number|fails"),
         (lambda step: float("nan"), "not return a number"),
         (lambda step: 1 / (2 - step), "step 2"),
-        (lambda o: optim.lr_scheduler.ReduceLROnPlateau(o), "fails"),
+        (lambda o: optim.lr_scheduler.ReduceLROnPlateau(o), "watches a metric"),
     ],
 )
 def test_a_schedule_that_no_table_can_be_is_refused(program: Program, schedule: Any, message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(JobError, match=message):
-            captured(program, OPTIMIZERS["AdamW"], schedule=schedule, steps=6)
+            captured(program, ELEMENTWISE["AdamW"], schedule=schedule, steps=6)

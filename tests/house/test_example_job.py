@@ -51,12 +51,16 @@ def test_the_embeddings_are_tied(job: Job) -> None:
 
 
 def test_only_matrices_are_decayed(job: Job) -> None:
-    groups = job.optimizer(job.model).param_groups
+    optimizer = job.optimizer(job.model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    groups = optimizer.param_groups
     assert {(p.ndim >= 2, group["weight_decay"] > 0) for group in groups for p in group["params"]} == {(True, True), (False, False)}
 
 
 def test_the_optimizer_has_every_parameter_once(job: Job) -> None:
-    held = [id(p) for group in job.optimizer(job.model).param_groups for p in group["params"]]
+    optimizer = job.optimizer(job.model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in job.model.parameters())
 
 

@@ -116,6 +116,7 @@ def test_twelve_steps_from_the_package_are_twelve_steps_of_eager(without_dropout
     job = gpt_job(dropout=0.0, steps=12)
     data = token_rows(91, seed=1)
     optimizer = job.optimizer(job.model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     losses = []
     for step in range(12):

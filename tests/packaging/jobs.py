@@ -113,7 +113,7 @@ def update_graph(group: str) -> UpdateGraph:
         return exported(module, arguments, tuple({0: length} if vector else None for vector in vectors))
 
     first, following = captured(_FirstMomentum(), (True, True, False)), captured(_Momentum(), (True, True, False, True))
-    return UpdateGraph(group, first, following, (StateSpec("velocity", "float32", True),), elementwise=True)
+    return UpdateGraph(group, first, following, (StateSpec("velocity", "float32", True),))
 
 
 def make_job(seed: int = 0) -> Job:

@@ -64,7 +64,7 @@ def test_opening_reads_no_weights(packaged: Package, copied: Path) -> None:
 
 def test_updates_run_on_any_length(job: Job, packaged: Package) -> None:
     for update, original in zip(packaged.updates(), job.updates, strict=True):
-        assert (update.group, update.state, update.elementwise) == (original.group, original.state, original.elementwise)
+        assert (update.group, update.state, update.shape) == (original.group, original.state, original.shape)
         vectors = [torch.randn(11) for _ in range(3)]
         arguments = (vectors[0], vectors[1], torch.tensor(0.1), vectors[2])
         for ours, theirs in zip(update.following.module()(*arguments), original.following.module()(*arguments), strict=True):

@@ -221,17 +221,23 @@ def rank_main(rank: int, world: int, folder: str) -> None:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     bind_group(GROUP)
-    program, _, _, updates = captured()
+    program, _, recipe, updates = captured()
     state = dict(program.state)
     for case in CASES:
         strategy, accumulate, prefetch, bucket_bytes = case
         plan = make_plan(strategy, world, accumulate, prefetch, bucket_bytes)
         gradients, totals = run_rank(plan, rank, state)
-        update = UpdateStep(plan, updates, 0.5, first=True)
+        update = UpdateStep(plan, updates, recipe, first=True)
         flats = flat_buckets(plan, state)
         params = [p if strategy == "zero0" else share(plan, p, rank) for p in (flats[x.bucket.name] for x in update.parts)]
         with torch.no_grad():
-            norm, *new = update(totals[-1] / ROWS, torch.tensor([0.01, 0.02]), *params, *(gradients[x.bucket.name] for x in update.parts))
+            norm, *new = update(
+                totals[-1] / ROWS,
+                torch.tensor([0.01, 0.02]),
+                torch.tensor(rank),
+                *params,
+                *(gradients[x.bucket.name] for x in update.parts),
+            )
         found = {f"gradient/{n}": g for n, g in gradients.items()} | {"totals": totals, "norm": norm}
         found |= {f"new/{x.bucket.name}": p for x, p in zip(update.parts, new, strict=False)}
         save_file({n: t.clone() for n, t in found.items()}, case_file(Path(folder), case, rank))

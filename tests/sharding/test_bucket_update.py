@@ -18,6 +18,8 @@ from trainload.sharding.rewrite import rewrite
 from trainload.sharding.update import UpdateStep
 
 CPU = torch.device("cpu")
+RANK = torch.tensor(0)
+RECIPE = captured()[2]
 
 
 def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
@@ -29,14 +31,14 @@ def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Ten
 
 def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    step = UpdateStep(plan, updates, 0.5, first=False)
+    step = UpdateStep(plan, updates, RECIPE, first=False)
     params, gradients = inputs(step)
     divisor, rates = torch.tensor(2.0), torch.tensor([0.01, 0.02])
     with torch.no_grad():
-        _, *made = UpdateStep(plan, updates, 0.5, first=True)(divisor, rates, *params, *gradients)
+        _, *made = UpdateStep(plan, updates, RECIPE, first=True)(divisor, rates, RANK, *params, *gradients)
         params, states = made[: len(params)], [s.clone() for s in made[len(params) :]]
-        norm, *expected = step(divisor, rates, *params, *gradients, *states)
-        (written,) = step.trace(CPU)(divisor, rates, *params, *gradients, *states)
+        norm, *expected = step(divisor, rates, RANK, *params, *gradients, *states)
+        (written,) = step.trace(CPU)(divisor, rates, RANK, *params, *gradients, *states)
     torch.testing.assert_close(written, norm)
     for found, value in zip([*params, *states], expected, strict=True):
         torch.testing.assert_close(found, value)
@@ -44,14 +46,14 @@ def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
 
 def test_the_gradient_is_clipped_to_its_global_norm() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    clipped, free = (UpdateStep(plan, updates, c, first=True) for c in (0.5, None))
+    clipped, free = (UpdateStep(plan, updates, RECIPE.model_copy(update={"clip_norm": c}), first=True) for c in (0.5, None))
     params, gradients = inputs(clipped)
     rates = torch.tensor([0.01, 0.02])
     with torch.no_grad():
-        norm, *_ = free(torch.tensor(1.0), rates, *params, *gradients)
+        norm, *_ = free(torch.tensor(1.0), rates, RANK, *params, *gradients)
         scaled = [g * (0.5 / (norm + 1e-6)) for g in gradients]
-        _, *expected = free(torch.tensor(1.0), rates, *params, *scaled)
-        same_norm, *found = clipped(torch.tensor(1.0), rates, *params, *gradients)
+        _, *expected = free(torch.tensor(1.0), rates, RANK, *params, *scaled)
+        same_norm, *found = clipped(torch.tensor(1.0), rates, RANK, *params, *gradients)
     assert torch.equal(norm, same_norm)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -60,19 +62,19 @@ def test_the_gradient_is_clipped_to_its_global_norm() -> None:
 @pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero3", 1)])
 def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: str, reduced: int) -> None:
     plan = make_plan("zero0", 8).model_copy(update={"strategy": strategy})
-    graph = UpdateStep(plan, captured()[3], 0.5, first=False).trace(CPU).graph
+    graph = UpdateStep(plan, captured()[3], RECIPE, first=False).trace(CPU).graph
     assert sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes) == reduced
 
 
-def test_an_update_that_mixes_elements_is_refused() -> None:
+def test_an_update_of_whole_parameters_on_slices_is_refused() -> None:
     first, second = captured()[3]
-    with pytest.raises(PlanError, match="elementwise"):
-        UpdateStep(make_plan("zero0", 8), [replace(first, elementwise=False), second], None, first=True)
+    with pytest.raises(PlanError, match="takes whole parameters"):
+        UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], RECIPE, first=True)
 
 
 def test_a_group_without_an_update_is_refused() -> None:
     with pytest.raises(PlanError, match="no update"):
-        UpdateStep(make_plan("zero0", 8), captured()[3][:1], None, first=True)
+        UpdateStep(make_plan("zero0", 8), captured()[3][:1], RECIPE, first=True)
 
 
 def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:

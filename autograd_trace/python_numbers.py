@@ -1,0 +1,108 @@
+"""Lets an optimizer's arithmetic on Python numbers be captured: what it reads out of tensors stays a 0-dim tensor.
+
+Optimizers read numbers out of their state (`step.item()`), reckon with them in Python and hand them back (`alpha=-lr / correction`).
+A graph would freeze those numbers. Within `numbers_stay_tensors` they are 0-dim float64 tensors, which like Python's numbers have its
+precision and do not change the dtype of a tensor with dims.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_MATH: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sqrt": torch.sqrt,
+    "exp": torch.exp,
+    "log": torch.log,
+    "cos": torch.cos,
+    "sin": torch.sin,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+}
+
+
+_DATA: Any = Tensor.data
+"""`p.data`, which torch.export does not follow: it is the tensor itself, without gradient."""
+
+
+@contextmanager
+def numbers_stay_tensors() -> Iterator[None]:
+    """Within it `.item()` of a number, `min`, `max`, functions of `math` and the number arguments of tensor operators take and give 0-dim
+    tensors. `int`, `float` and `bool` of a tensor stay what they are: a graph cannot depend on them.
+    """
+    patches: list[Any] = [
+        mock.patch.object(builtins, "min", _extreme(builtins.min, torch.minimum)),
+        mock.patch.object(builtins, "max", _extreme(builtins.max, torch.maximum)),
+        mock.patch.object(math, "pow", _power),
+        *(mock.patch.object(math, name, _of_tensors(getattr(math, name), function)) for name, function in _MATH.items()),
+    ]
+    with _NumbersStayTensors():
+        for patch in patches:
+            patch.start()
+        try:
+            yield
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+def as_number(value: float) -> Tensor:
+    """A Python number as the tensor that stands for it."""
+    return torch.full((), float(value), dtype=torch.float64)
+
+
+class _NumbersStayTensors(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is Tensor.item and args[0].dtype is not torch.bool:
+            return args[0].reshape(()).to(torch.float64)
+        if func == _DATA.__get__:
+            return args[0].detach()
+        if func == _DATA.__set__:
+            return args[0].copy_(args[1])
+        factor = given.get("alpha", given.get("value"))
+        if isinstance(factor, Tensor) and len(args) > 1:
+            # `x.add(y, alpha=a)` scales y, `x.addcdiv(y, z, value=a)` too, in the dtype that torch would reckon in.
+            given = {name: value for name, value in given.items() if name not in ("alpha", "value")}
+            args = (args[0], _widened(args[1], args[0]) * factor, *args[2:])
+        if func is torch.full_like and isinstance(args[1], Tensor):
+            return torch.ones_like(args[0], **given) * args[1]
+        return func(*args, **given)
+
+
+def _widened(value: Any, beside: Tensor) -> Any:
+    """`value` in the dtype of its sum with another tensor."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or beside.ndim == 0 or value.dtype == beside.dtype:
+        return value
+    return value.to(torch.promote_types(value.dtype, beside.dtype))
+
+
+def _extreme(python: Callable[..., Any], function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    def extreme(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2 or kwargs or not any(isinstance(a, Tensor) for a in args):
+            return python(*args, **kwargs)
+        return functools.reduce(function, (a if isinstance(a, Tensor) else as_number(a) for a in args))
+
+    return extreme
+
+
+def _of_tensors(python: Callable[[Any], Any], function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda value: function(value) if isinstance(value, Tensor) else python(value)
+
+
+_python_power = math.pow
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    return base**exponent if isinstance(base, Tensor) or isinstance(exponent, Tensor) else _python_power(base, exponent)

@@ -1,0 +1,53 @@
+"""Parameter groups for an optimizer, chosen by the parameters' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from trainload.capture.errors import JobError
+
+
+def parameter_groups(
+    model: torch.nn.Module, patterns: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None = None, *, only: bool = False
+) -> list[dict[str, Any]]:
+    """Sorts a model's trained parameters into groups, for `torch.optim`'s optimizers.
+
+        torch.optim.AdamW(trainload.parameter_groups(model, {"*.bias": {"weight_decay": 0.0}}, rest={"weight_decay": 0.1}))
+
+    Args:
+        model: its parameters with `requires_grad` are sorted; one that is tied has several names, and is in one group.
+        patterns: pattern -> options of its group. `*` stands for any characters, `?` for one, `[ab]` for one of some; case counts. A
+            parameter belongs to the first pattern that one of its names fits.
+        rest: options of the group of all others; None: the optimizer's own.
+        only: others are left out, to be trained by another optimizer or not at all.
+
+    Returns:
+        One group for each pattern, in order, then one for the rest if there are any.
+
+    Raises:
+        JobError: a pattern gets no parameter.
+    """
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    chosen: dict[str, list[torch.nn.Parameter]] = {pattern: [] for pattern in patterns}
+    others: list[torch.nn.Parameter] = []
+    for parameter, called in names.items():
+        fits = (p for p in patterns if any(fnmatchcase(name, p) for name in called))
+        chosen.get(next(fits, ""), others).append(parameter)
+    for pattern, found in chosen.items():
+        if not found:
+            fitting = [name for called in names.values() for name in called if fnmatchcase(name, pattern)]
+            raise JobError(
+                f"the pattern {pattern!r} gets no parameter" + (": an earlier one has all that it fits" if fitting else ""),
+                where="parameter_groups",
+                expected="a part of " + ", ".join(called[0] for called in names.values()),
+                got=", ".join(fitting) or "nothing that fits",
+            )
+    groups: list[dict[str, Any]] = [{**patterns[pattern], "params": found} for pattern, found in chosen.items()]
+    return groups if only or not others else [*groups, {**(rest or {}), "params": others}]

@@ -1,0 +1,166 @@
+"""A job of several optimizers, one of them nobody's but ours, and the plain loop that it must equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional
+from torch.optim import swa_utils
+
+import trainload
+from trainload.launch.sampler import rows
+
+ROWS = 8
+STEPS = 12
+SEED = 3
+
+
+class Model(nn.Module):
+    """Matrices of three shapes, vectors of two; (rows, 8) -> (rows, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.second = nn.Linear(12, 12)
+        self.third = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12)
+        self.last = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = x + functional.gelu(self.third(torch.tanh(self.second(self.norm(x)))))
+        out: Tensor = self.last(x)
+        return out
+
+
+class Half(Model):
+    """The same under autocast to float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            out = super().forward(x)
+        return out.float()
+
+
+class Damped(optim.Optimizer):
+    """A user's own: a mean of gradients, corrected by a count in Python, divided by the parameter's own length."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["mean"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 1 - group["beta"])
+                size = group["lr"] / math.sqrt(1 - group["beta"] ** state["step"])
+                p.data.add_(state["mean"], alpha=-size / max(1.0, p.norm().item()))
+
+
+def factored(model: nn.Module) -> list[optim.Optimizer]:
+    """Adafactor for matrices, `Damped` for vectors: both take whole parameters."""
+    parameters = list(model.parameters())
+    return [
+        optim.Adafactor([p for p in parameters if p.ndim > 1], lr=0.05, weight_decay=0.01),
+        Damped([p for p in parameters if p.ndim == 1]),
+    ]
+
+
+def muon(model: nn.Module) -> list[optim.Optimizer]:
+    """Muon for the hidden matrices, AdamW for the rest."""
+    hidden = [model.get_parameter(f"{name}.weight") for name in ("second", "third")]
+    rest = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    return [optim.Muon(hidden, lr=0.02), optim.AdamW(rest, lr=0.01)]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def data() -> dict[str, Tensor]:
+    """41 rows."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(41, 8, generator=generator)
+    return {"x": x, "y": torch.sin(x.flip(1)) * 0.5 + 0.1 * torch.randn(41, 8, generator=generator)}
+
+
+def write_data(path: Path) -> Path:
+    """`data` as npz."""
+    x, y = (data()[name].numpy() for name in ("x", "y"))
+    np.savez(path, x=x, y=y)
+    return path
+
+
+def adam(model: nn.Module) -> optim.Optimizer:
+    """One that runs on slices."""
+    return optim.AdamW(model.parameters(), lr=0.02)
+
+
+def make_job(optimizer: Callable[[nn.Module], Any], kind: type[Model] = Model, **options: Any) -> trainload.Job:
+    """The job, always with the same weights."""
+    torch.manual_seed(0)
+    batch = {name: value[:4] for name, value in data().items()}
+    given: dict[str, Any] = {"schedule": _schedule, "steps": STEPS, "global_batch": ROWS, "seed": SEED, **options}
+    return trainload.Job(model=kind(), batch=batch, loss=loss, optimizer=optimizer, **given)
+
+
+def _schedule(step: int) -> float:
+    return min(1.0, (step + 1) / 4) * (0.6 + 0.4 * math.cos(step / 5))
+
+
+@dataclass(frozen=True)
+class Eager:
+    """What the plain loop came to. `scales`: of the loss, by step."""
+
+    losses: list[float]
+    model: nn.Module
+    mean: nn.Module | None
+    scales: list[float]
+
+
+def eager(job: trainload.Job) -> Eager:
+    """The plain loop, as torch's own parts make it."""
+    made: Any = job.optimizer(job.model)
+    optimizers: list[optim.Optimizer] = made if isinstance(made, list) else [made]
+    schedule: Any = job.schedule
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    whole, losses, scales = data(), list[float](), list[float]()
+    mean = None
+    if job.ema is not None:
+        rule = swa_utils.get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]  # torch's own
+        mean = swa_utils.AveragedModel(job.model, multi_avg_fn=rule)
+    scaler = torch.amp.GradScaler("cpu", enabled=job.loss_scaling is not None, **asdict(job.loss_scaling or trainload.LossScaling()))
+    for step in range(job.steps):
+        chosen = torch.from_numpy(rows(SEED, 41, step * ROWS, ROWS))
+        value = loss(job.model, {name: tensor[chosen] for name, tensor in whole.items()})
+        for group, rate in groups:
+            group["lr"] = rate * schedule(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        scaler.scale(value).backward()  # type: ignore[no-untyped-call]  # torch's own
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        if job.clip_value is not None:
+            nn.utils.clip_grad_value_(job.model.parameters(), job.clip_value)
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
+        before = scaler.get_scale()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        if mean is not None and scaler.get_scale() >= before:
+            mean.update_parameters(job.model)
+        losses.append(value.item())
+    return Eager(losses, job.model, None if mean is None else mean.module, scales)
