@@ -11,6 +11,7 @@ import pytest
 
 from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
+from trainload.commands import runs, shared
 
 COMMANDS = ("freeze", "inspect", "verify", "plan", "launch", "resume")
 
@@ -105,7 +106,7 @@ def test_freeze_does_not_overwrite(empty: Path, capsys: pytest.CaptureFixture[st
 def test_a_file_that_is_no_plan_is_refused(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty / "plan.json").write_text('{"version": 1}')
     with pytest.raises(PlanError, match="this is not a plan"):
-        cli._read_plan(Path("plan.json"))
+        runs._read_plan(Path("plan.json"))
 
 
 def test_ctrl_c_says_how_to_resume(empty: Path) -> None:
@@ -115,7 +116,7 @@ def test_ctrl_c_says_how_to_resume(empty: Path) -> None:
     (empty / "my run").mkdir()
     (empty / "my run" / "run.json").touch()
     with pytest.raises(RunInterrupted, match=r"Continue with: trainload resume 'my run'"):
-        cli._watch(work, Path("my run"))
+        runs._watch(work, Path("my run"))
 
 
 def test_ctrl_c_before_the_run_began_says_so(empty: Path) -> None:
@@ -123,14 +124,14 @@ def test_ctrl_c_before_the_run_began_says_so(empty: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(RunInterrupted, match=r"It had not begun: launch it again"):
-        cli._watch(work, Path("my run"))
+        runs._watch(work, Path("my run"))
 
 
 def test_an_error_of_ours_that_is_no_request_exits_with_1(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
     def fails(_path: Path) -> None:
         raise RunInterrupted("stopped")
 
-    monkeypatch.setattr(cli, "_open", fails)
+    monkeypatch.setattr(shared, "open_package", fails)
     assert cli.run(["inspect", "x.tl"]) == 1
 
 
@@ -138,6 +139,6 @@ def test_any_other_error_is_not_turned_into_a_line(monkeypatch: pytest.MonkeyPat
     def fails(_path: Path) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_open", fails)
+    monkeypatch.setattr(shared, "open_package", fails)
     with pytest.raises(ZeroDivisionError):
         cli.run(["inspect", "x.tl"])
