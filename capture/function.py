@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class StepFunction(nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.model = job.model
-        self._loss = (job.loss,)  # in a tuple, so that a loss that is a module is not registered as one
+        self._loss = (_traced_as_forward(job.loss),)  # in a tuple, so that a loss that is a module is not registered as one
         self.signature = Signature()
         _refuse_state(job.loss, "Job.loss")
 
@@ -66,7 +67,7 @@ class PredictFunction(nn.Module):
         super().__init__()
         self.model = job.model
         assert job.predict is not None
-        self._predict = (job.predict,)
+        self._predict = (_traced_as_forward(job.predict),)
         self.signature = Signature()
         _refuse_state(job.predict, "Job.predict")
 
@@ -85,6 +86,17 @@ class PredictFunction(nn.Module):
         names = sorted(named)
         self.signature.outputs = tuple(OutputSpec(name, OutputRole.PREDICTION) for name in names)
         return tuple(named[name] for name in names)
+
+
+def _traced_as_forward(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The function under the name forward: torch.export keeps only frames of that name, and a node would not know its line in the loss."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    renamed = types.FunctionType(
+        function.__code__.replace(co_name="forward"), function.__globals__, "forward", function.__defaults__, function.__closure__
+    )
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return renamed
 
 
 def _described(value: object) -> str:
