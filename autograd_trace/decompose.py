@@ -29,12 +29,12 @@ _ROUNDS = 16
 
 @cache
 def _table() -> Mapping[Any, Callable[..., Any]]:
-    table: Mapping[Any, Callable[..., Any]] = torch.export.default_decompositions()
-    return table
+    table: Any = torch.export.default_decompositions()  # a dict whose get() does not see what its items() hold; and without types
+    return dict(table.items())
 
 
 def _decomposition(target: Any) -> Callable[..., Any]:
-    """torch's own: from its table, else what the operator is composed of."""
+    """Torch's own: from its table, else what the operator is composed of."""
 
     def composite(*args: Any, **kwargs: Any) -> Any:
         result = target.decompose(*args, **kwargs)
@@ -42,7 +42,7 @@ def _decomposition(target: Any) -> Callable[..., Any]:
             raise NotImplementedError(f"{target} is composed of nothing")
         return result
 
-    return _table()[target] if target in _table() else composite
+    return _table().get(target, composite)
 
 
 def is_core(target: object) -> bool:
@@ -111,7 +111,7 @@ def _trace(node: Node) -> GraphModule | None:
     inputs = node.all_input_nodes
     if not is_overload(node.target) or is_random(node) or any(source.op == "get_attr" for source in inputs):
         return None
-    table = {node.target: _decomposition(node.target)}
+    table: dict[Any, Callable[..., Any]] = {node.target: _decomposition(node.target)}
     values = [source.meta["val"] for source in inputs]
     mode = next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
     if mode is None:

@@ -26,7 +26,8 @@ class StepFunction(nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.model = job.model
-        self._loss = (_traced_as_forward(job.loss),)  # in a tuple, so that a loss that is a module is not registered as one
+        # In a tuple, so that a loss that is a module is not registered as one.
+        self._loss = (None if job.loss is None else _traced_as_forward(job.loss),)
         self.signature = Signature()
         _refuse_state(job.loss, "Job.loss")
 
@@ -88,7 +89,7 @@ class PredictFunction(nn.Module):
         return tuple(named[name] for name in names)
 
 
-def _traced_as_forward(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function under the name forward: torch.export keeps only frames of that name, and a node would not know its line in the loss."""
     if not isinstance(function, types.FunctionType):
         return function

@@ -1,7 +1,8 @@
 """What is kept of an example batch, and batches made up from it, so that a graph can be run where no data is.
 
-The rows themselves are not kept: they may be private, and a package would grow by them. Of each input a few evenly spaced values are.
-They are the example's own, so a made-up batch holds no token beyond the vocabulary, and the -100 that a loss ignores as often as it was there.
+The rows themselves are not kept: they may be private, and a package would grow by them. Of each input a few evenly spaced values
+are. They are the example's own, so a made-up batch holds no token beyond the vocabulary, and the -100 that a loss ignores as often as
+it was there.
 """
 
 from __future__ import annotations

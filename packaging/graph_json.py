@@ -129,6 +129,42 @@ def graph_from_json(
         )
 
 
+def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph") -> ExportedProgram:
+    """The same program with another graph, of the same inputs and as many outputs.
+
+    Raises:
+        PackageError: the inputs are others, or torch refuses the graph.
+    """
+    signature = exported.graph_signature
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    expected = [spec.arg.name for spec in signature.input_specs]
+    if names != expected:
+        changed = sorted(set(names) ^ set(expected)) or ["their order"]
+        raise PackageError(
+            "the new graph has other inputs", where=where, expected="the old one's", got=f"a change of {', '.join(changed[:4])}"
+        )
+    results = next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]
+    if not isinstance(results, tuple | list) or len(results) != len(signature.output_specs):
+        got = str(len(results)) if isinstance(results, tuple | list) else "something else"
+        raise PackageError("the new graph has other outputs", where=where, expected=f"{len(signature.output_specs)} values", got=got)
+    outputs = [
+        OutputSpec(kind=spec.kind, arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg, target=spec.target)
+        for spec, node in zip(signature.output_specs, results, strict=True)
+    ]
+    with _refused(where), _serialisable_values(module):
+        return ExportedProgram(
+            root=module,
+            graph=module.graph,
+            graph_signature=ExportGraphSignature(list(signature.input_specs), outputs),
+            state_dict=dict(exported.state_dict),
+            range_constraints=dict(exported.range_constraints),
+            module_call_graph=list(exported.module_call_graph),
+            example_inputs=None,
+            constants=dict(exported.constants),
+            verifiers=[load_verifier(_DIALECT)],
+        )
+
+
 def flat_to_json(module: torch.fx.GraphModule, where: str = "graph") -> GraphJson:
     """Serialise a flat graph whose inputs and outputs are all plain values with `meta["val"]` (a step graph).
 

@@ -15,6 +15,7 @@ from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.job import Job
+from trainload.capture.synthesise import with_quantiles
 from trainload.capture.trace import capture
 from trainload.launch.build import build_key, derived_key, device_of
 from trainload.launch.dataset import check_schema
@@ -55,7 +56,7 @@ def freeze(job: Job, path: str | Path) -> Package:
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
-    program = capture(job)
+    program = with_quantiles(capture(job), job.batch)
     recipe, updates = capture_optimizer(job, program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
     check_step(program, steps["train"], {name: tensor.detach().cpu() for name, tensor in job.batch.items()})
