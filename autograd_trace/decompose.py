@@ -22,7 +22,7 @@ from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.operators import is_overload
 from trainload.capture.errors import CaptureError
 
-_DEVICE = re.compile(r"(^|_)(cpu|cuda|cudnn|cuda_rng|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient|fused_sdp)(_|$)")
+_DEVICE = re.compile(r"(^|_)(cpu|cuda|cudnn|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient)(_|$)")
 _ROUNDS = 16
 """Decompositions of decompositions; torch's tables go three deep."""
 

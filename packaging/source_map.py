@@ -23,8 +23,9 @@ from trainload.packaging.debug import read_debug
 
 NAME = "source-map"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n[ \t]*([^\n]*)')
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1] / "capture"))
-_FACE = "trainload/capture"
+_STAGES = ("capture", "autograd_trace")
+_LIBRARIES = (str(Path(torch.__file__).parent), *(str(Path(__file__).resolve().parents[1] / stage) for stage in _STAGES), "<")
+_INSTALLED = tuple(f"trainload/{stage}" for stage in _STAGES)
 _MAX_SOURCE = 16 * 2**20
 
 
@@ -91,7 +92,7 @@ class SourceMap:
                 self._graphs[graph] = {
                     node: Place(str(module), None, 0, "", False)
                     if number is None
-                    else Place(str(module), listed[number][0], int(line), str(text), same[listed[number][0]])
+                    else Place(str(module), _printable(listed[number][0]), int(line), _printable(str(text)), same[listed[number][0]])
                     for node, (module, number, line, text) in nodes.items()
                 }
         except (TypeError, ValueError, LookupError, AttributeError):  # not what a writer of this format writes
@@ -128,11 +129,16 @@ def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]
 
 
 def _users_frame(trace: str) -> tuple[str, int, str] | None:
-    """The innermost frame outside of torch and of capture/."""
+    """The innermost frame outside of torch and of this library's tracing."""
     for path, line, text in reversed(_FRAME.findall(trace)):
-        if not path.startswith((*_LIBRARIES, "<")) and _FACE not in path:
+        if not path.startswith(_LIBRARIES) and not any(stage in path for stage in _INSTALLED):
             return path, int(line), text.strip()
     return None
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _sha256(path: str) -> str | None:

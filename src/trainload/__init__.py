@@ -22,6 +22,7 @@ from trainload.capture.errors import (
     IntegrityError,
     JobError,
     PackageError,
+    PassError,
     PlanError,
     RequestError,
     RunInterrupted,
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
     from trainload.capture.job import Job as Job
     from trainload.capture.job import Loss as Loss
     from trainload.packaging.read import Package as Package
+    from trainload.passes import Pass as Pass
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
+    from trainload.transformation import transform as transform
 
 __version__ = "0.1.0"
 
@@ -61,6 +64,8 @@ __all__ = [
     "Loss",
     "Package",
     "PackageError",
+    "Pass",
+    "PassError",
     "Plan",
     "PlanError",
     "RequestError",
@@ -78,6 +83,7 @@ __all__ = [
     "open",
     "plan",
     "resume",
+    "transform",
 ]
 
 _HOMES = {
@@ -85,12 +91,14 @@ _HOMES = {
     "Job": "trainload.capture.job",
     "Loss": "trainload.capture.job",
     "Package": "trainload.packaging.read",
+    "Pass": "trainload.passes",
     "Plan": "trainload.sharding.plan",
     "dry_run": "trainload.api",
     "freeze": "trainload.api",
     "open": "trainload.api",
     "plan": "trainload.api",
     "resume": "trainload.api",
+    "transform": "trainload.transformation",
 }
 """Where each name that is imported on first use lives."""
 

@@ -21,7 +21,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import packages, runs
+from trainload.commands import graphs, packages, runs
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
@@ -70,7 +70,7 @@ def freeze(spec: str, output: Path, as_json: bool) -> None:
         _out().print(view.table([("package", str(output)), ("digest", package.digest), ("seconds", seconds)]))
 
 
-for _command in (packages.inspect, packages.verify, runs.plan, runs.launch, runs.resume):
+for _command in (packages.inspect, packages.verify, graphs.show, graphs.ops, graphs.transform, runs.plan, runs.launch, runs.resume):
     commands.add_command(_command)
 
 

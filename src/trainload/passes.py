@@ -9,6 +9,7 @@ as submodules. Every node has `meta["val"]` (a fake tensor with the node's shape
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,11 +20,13 @@ from torch.fx.node import map_arg
 from trainload.autograd_trace import decompose as operator_set
 from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.operators import is_higher_order, is_overload
+from trainload.capture.errors import JobError, PassError
 from trainload.capture.program import Program
+from trainload.spec import load_module
 
 aten = torch.ops.aten
 
-__all__ = ["GRAPH", "Pass", "decompose", "eliminate_common_subexpressions", "eliminate_dead_code", "gelu_tanh"]
+__all__ = ["GRAPH", "Pass", "decompose", "eliminate_common_subexpressions", "eliminate_dead_code", "gelu_tanh", "load_pass"]
 
 GRAPH = "trainload_graph"
 """Key of `graph.meta` under which a pass finds the graph's name: "train", "eval", "predict"."""
@@ -41,7 +44,7 @@ class Pass(Protocol):
         options: what the user gave, by name: numbers, strings, booleans, tuples of strings.
     """
 
-    def __call__(self, graph: GraphModule, program: Program, **options: Any) -> GraphModule: ...
+    def __call__(self, graph: GraphModule, program: Program, *_: Any, **options: Any) -> GraphModule: ...
 
 
 def eliminate_dead_code(graph: GraphModule, program: Program) -> GraphModule:
@@ -92,6 +95,35 @@ def decompose(graph: GraphModule, program: Program, *, operators: str | Sequence
         return operator_set.decompose(graph, lambda target: not operator_set.is_core(target))
     names = frozenset([operators] if isinstance(operators, str) else operators)
     return operator_set.decompose(graph, lambda target: operator_set.spelled(target) in names)
+
+
+def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
+    """The pass that a command line names: `module:function` or `path/to/file.py:function`, then `,name=value` for each option.
+
+    A value is read as JSON where it is JSON (`3`, `0.5`, `true`), else as a string.
+
+    Raises:
+        PassError: it does not import, or is no function.
+    """
+    first, *rest = spec.split(",")
+    location, _, name = first.rpartition(":")
+    if not location or not name.isidentifier() or not all(option.partition("=")[0].isidentifier() and "=" in option for option in rest):
+        raise PassError("this does not name a pass", where=spec, expected="module:function or file.py:function[,name=value...]")
+    try:
+        found = getattr(load_module(location), name, None)
+    except JobError as error:
+        raise PassError(error.problem, where=error.where) from error
+    if not callable(found):
+        raise PassError(f"there is no function {name!r} in it", where=location)
+    return found, {key: _option(value) for key, _, value in (option.partition("=") for option in rest)}
+
+
+def _option(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float | None) else text
 
 
 def _has_effect(node: Node) -> bool:

@@ -13,7 +13,7 @@ from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
 from trainload.commands import runs, shared
 
-COMMANDS = ("freeze", "inspect", "verify", "plan", "launch", "resume")
+COMMANDS = ("freeze", "inspect", "verify", "show", "ops", "transform", "plan", "launch", "resume")
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -55,6 +55,12 @@ BAD_REQUESTS = {
     "no such package": ["inspect", "none.tl"],
     "no such package to verify": ["verify", "none.tl"],
     "no such package to plan": ["plan", "none.tl"],
+    "no such package to show": ["show", "none.tl", "--module", "layers.3"],
+    "no such package to list operators of": ["ops", "none.tl"],
+    "no such package to transform": ["transform", "none.tl", "--pass", "m:f", "-o", "new.tl"],
+    "no pass": ["transform", "none.tl", "-o", "new.tl"],
+    "an operator set chosen twice": ["ops", "none.tl", "--set", "core", "--interactive"],
+    "a package of no chosen set": ["ops", "none.tl", "-o", "new.tl"],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
     "no such run": ["resume", "none"],
     "no such command": ["fly"],

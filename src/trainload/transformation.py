@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.autograd_trace.decompose import calls_in, graphs_in
+from trainload.autograd_trace.decompose import graphs_in
 from trainload.autograd_trace.operators import is_overload
 from trainload.capture.compare import Difference, compare
 from trainload.capture.errors import PackageError, PassError, StorageError, TrainloadError
@@ -32,6 +32,7 @@ from trainload.capture.synthesise import rows_of, synthesise
 from trainload.launch.build import derived_key
 from trainload.launch.dataset import Dataset, open_dataset
 from trainload.launch.spec import default_cache_dir
+from trainload.operators import counts_of
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph
 from trainload.packaging.manifest import PassEntry, graph_specs
@@ -55,15 +56,15 @@ class Applied:
         entry: what the package will say of it.
         program: the graphs after it.
         differences: for each graph, where it is furthest from what it was.
-        nodes_before: calls of operators in all graphs, bodies included.
-        nodes_after: the same after the pass.
+        calls_before: calls of operators in all captured graphs, bodies included.
+        calls_after: the same after the pass.
     """
 
     entry: PassEntry
     program: Program
     differences: tuple[Difference, ...]
-    nodes_before: int
-    nodes_after: int
+    calls_before: int
+    calls_after: int
 
     @property
     def worst(self) -> Difference:
@@ -123,7 +124,7 @@ class Transformation:
         after = dataclasses.replace(self.program, graphs=graphs)
         differences = tuple(compare(graph, self._before, after, self._batches[graph]) for graph in graphs)
         entry = _entry(function, name, options, preserving=all(difference.equal for difference in differences))
-        return Applied(entry, after, differences, _count(self.program), _count(after))
+        return Applied(entry, after, differences, sum(counts_of(self.program).values()), sum(counts_of(after).values()))
 
     def keep(self, applied: Applied, *, allow_change: bool = False) -> None:
         """Makes what a pass did the present state.
@@ -274,7 +275,3 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
         raise PassError(
             f"the pass cannot be recorded: {place}: {first['msg']}", where=name, cure="Give numbers, strings or tuples of strings."
         ) from error
-
-
-def _count(program: Program) -> int:
-    return sum(1 for capture in program.graphs.values() for _ in calls_in(capture.exported.graph_module))
