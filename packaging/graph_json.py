@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -296,6 +297,7 @@ def _serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
                 del node.meta["val"]
 
 
+_CALL = re.compile(r"@\d{1,6}$")
 _NODE_FIELDS = ("target", "inputs", "outputs", "metadata", "is_hop_single_tensor_return", "name")
 _GRAPH_FIELDS = (
     "inputs",
@@ -311,8 +313,10 @@ _GRAPH_FIELDS = (
 
 
 def _strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: str) -> None:
-    """Keep the format's own fields, and of the metadata only the paths of modules; the rest goes to `notes`."""
+    """Keep the format's own fields, and of the metadata only the paths and calls of modules; the rest goes to `notes`."""
     _keep(graph, _GRAPH_FIELDS, where)
+    for meta in graph["tensor_values"].values():
+        meta["storage_offset"] = {"as_int": 0}  # torch's reader knows no other, and a graph read back is to be written as it was
     for node in graph["nodes"]:
         _keep(node, _NODE_FIELDS, where)
         metadata = node["metadata"]
@@ -335,14 +339,19 @@ def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
 
 
 def _module_paths(stack: str) -> str:
-    """From "key,path,class;..." to "path,path,torch.nn.Module;...": classes, and the keys of strict mode, name the source."""
-    paths: list[str] = []
+    """From "key,path,class;..." to "path@1,path,torch.nn.Module;...": classes, and the keys of strict mode, name the source.
+
+    Of a key its number stays, which tells a module's second call from its first: unflattening needs it.
+    """
+    entries: list[str] = []
     for item in stack.split(";") if stack else ():
         parts = item.split(",")
         path = parts[1] if len(parts) >= 3 else ""
-        if all((letter.isalnum() and letter.isascii()) or letter in "_.@-" for letter in path) and path not in paths:
-            paths.append(path)
-    return ";".join(f"{path},{path},{MODULE_TYPE}" for path in paths)
+        call = _CALL.search(parts[0])
+        entry = f"{path}{call[0] if call else ''},{path},{MODULE_TYPE}"
+        if all((letter.isalnum() and letter.isascii()) or letter in "_.@-" for letter in path) and entry not in entries:
+            entries.append(entry)
+    return ";".join(entries)
 
 
 def _plain_treespec(text: str) -> str:

@@ -36,8 +36,6 @@ def commands() -> None:
       trainload freeze job.py:job -o gpt.tl
       trainload launch gpt.tl --data train.parquet --workers 2 --strategy zero3
 
-    The code that wrote the model is not needed after the freeze.
-
     Exit status: 0 done, 1 the work failed, 2 the request was wrong.
     """
 

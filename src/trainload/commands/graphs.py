@@ -83,7 +83,7 @@ def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change:
 
 @click.command(short_help="List a package's operators; choose a set.")
 @package_argument
-@click.option("--set", "chosen", metavar="full|core|FILE", help="Which operators to decompose; see below.")
+@click.option("--set", "chosen", metavar="full|core|FILE", help="Which operators to decompose.")
 @click.option("--interactive", is_flag=True, help="Choose operator by operator.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="Write a package of the chosen set.")
 @allow_option
