@@ -153,7 +153,7 @@ class PassEntry(_Record):
     Attributes:
         name: MODULE:FUNCTION.
         distribution: what provides the module, where known, and its `version`.
-        source: the sha256 of the module's source file, where it is no part of a distribution.
+        source: the sha256 of the module's source file, where it has one.
         options: what the function was given by name.
         preserving: whether the graphs before and after it gave the same values; if not, the change was allowed by who ran it.
     """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import inspect
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ from trainload.launch.build import derived_key
 from trainload.launch.dataset import Dataset, open_dataset
 from trainload.launch.spec import default_cache_dir
 from trainload.operators import counts_of
+from trainload.packaging.canonical import sha256_file
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph
 from trainload.packaging.manifest import PassEntry, graph_specs
@@ -46,6 +45,7 @@ __all__ = ["Applied", "Options", "Transformation", "transform"]
 Options = Mapping[str, Any]
 _REPLAYS = (0, 1, 0)
 """Rows beyond the example's, of each replay."""
+_RECORDABLE = "Give a function of a module, and numbers, strings or tuples of strings."
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,26 +252,23 @@ def _value(node: Node, where: str) -> Any:
 
 
 def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> PassEntry:
-    """Who a pass is: the version of the distribution that it comes from, else the digest of its source."""
     module = str(getattr(function, "__module__", ""))
     distribution = next(iter(packages_distributions().get(module.split(".")[0], ())), None)
-    source = None
-    if distribution is None:
-        file = getattr(sys.modules.get(module), "__file__", None) or inspect.getsourcefile(type(function))
-        source = None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    file = getattr(sys.modules.get(module), "__file__", None)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float | str | tuple | None):  # a tensor of one element would pass for a number
+            raise PassError(f"the pass cannot be recorded: its option {key}", where=name, got=type(value).__name__, cure=_RECORDABLE)
     try:
         return PassEntry(
             name=name,
             distribution=distribution,
             version=None if distribution is None else version(distribution),
-            source=source,
+            source=None if file is None else sha256_file(Path(file)),
             options=given,
             preserving=preserving,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise PassError(
-            f"the pass cannot be recorded: {place}: {first['msg']}", where=name, cure="Give numbers, strings or tuples of strings."
-        ) from error
+        raise PassError(f"the pass cannot be recorded: {place}: {first['msg']}", where=name, cure=_RECORDABLE) from error
