@@ -16,6 +16,10 @@ from trainload.capture.program import GraphCapture, OutputRole, Program
 
 _NOISE = 1e-6
 """Gradients whose norm is below this part of all gradients' norm are compared with that part."""
+_LAST_BIT = 2.0**-23
+_MARGIN = 8.0
+"""A value may differ by so many times what it moves when the weights change in their last bit: it has no more digits than that. So a bias
+before a BatchNorm, whose gradient is zero but for rounding, does not forbid every other order of summation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,8 @@ class Difference:
     Attributes:
         graph: "train".
         value: "loss 'loss'", "gradient of a.weight", "buffer mean", ...
-        distance: L2, relative to the first graph's value; infinite where shapes differ, or one has no such value or a NaN there.
+        distance: L2, relative to the first graph's value, or to what rounding makes of it where that is more; 0 where every bit is the
+            same; infinite where shapes differ, or only one has a value or a NaN there.
         tolerance: up to which they count as equal, by the precisions that the first graph computes in.
     """
 
@@ -58,6 +63,7 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
     """
     first, second = before.graphs[name], after.graphs[name]
     state = {key: before.state[key] for key in before.state}
+    nudged: dict[str, Tensor] = {}
     worst = Difference(name, "", 0.0, tolerance_of(first))
     for seed, batch in enumerate(batches):
         expected = _replay(first, before, state, batch, seed, "the graph before the pass")
@@ -65,9 +71,17 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
         if loss is not None and not bool(loss.isfinite()):
             raise DataError("the loss is not finite on this batch, so nothing can be compared", where=f"graph {name}", got=f"{loss:g}")
         got = _replay(second, after, state, batch, seed, "the graph after the pass")
+        if all(_same(value, got.get(key)) for key, value in expected.items()):
+            continue
+        generator = torch.Generator().manual_seed(0)
+        nudged = nudged or {key: _nudged(value, generator) for key, value in state.items()}
+        moved = _replay(first, before, nudged, batch, seed, "the graph before the pass")
         total = sum(float(v.double().norm()) ** 2 for k, v in expected.items() if v is not None and k.startswith("gradient")) ** 0.5
         for key, value in expected.items():
-            distance = _distance(value, got.get(key), _NOISE * total if key.startswith("gradient") else 0.0)
+            other = moved[key]
+            noise = 0.0 if value is None or other is None else _apart(value, other)
+            floor = max(_MARGIN * noise / worst.tolerance, _NOISE * total if key.startswith("gradient") else 0.0)
+            distance = _distance(value, got.get(key), floor)
             if distance > worst.distance:
                 worst = Difference(name, key, distance, worst.tolerance)
     return worst
@@ -129,15 +143,27 @@ def _seeded(seed: int, training: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache)
 
 
+def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
+    """The tensor with each entry one bit up or down, where it is of floating point and that fine."""
+    if not value.is_floating_point():
+        return value
+    step = min(_LAST_BIT, torch.finfo(value.dtype).eps)
+    return value * (1 + step * (2 * torch.randint(0, 2, value.shape, generator=generator) - 1)).to(value.dtype)
+
+
+def _same(expected: Tensor | None, got: Tensor | None) -> bool:
+    return (expected is None and got is None) or (expected is not None and got is not None and torch.equal(expected, got))
+
+
+def _apart(expected: Tensor, got: Tensor) -> float:
+    return float((expected.double().nan_to_num() - got.double().nan_to_num()).norm())
+
+
 def _distance(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
     if expected is None or got is None:
         present = got if expected is None else expected
         return 0.0 if present is None or not bool((present != 0).any()) else float("inf")
-    if expected.shape != got.shape or expected.dtype != got.dtype:
+    if expected.shape != got.shape or expected.dtype != got.dtype or not torch.equal(expected.isnan(), got.isnan()):
         return float("inf")
-    a, b = expected.double(), got.double()
-    if not torch.equal(a.isnan(), b.isnan()):
-        return float("inf")
-    a, b = a.nan_to_num(), b.nan_to_num()
-    distance = float((a - b).norm())
-    return distance / max(float(a.norm()), floor, 1e-30) if distance else 0.0
+    distance = _apart(expected, got)
+    return distance / max(float(expected.double().nan_to_num().norm()), floor, 1e-30) if distance else 0.0

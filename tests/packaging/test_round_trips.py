@@ -26,6 +26,8 @@ from trainload.packaging.canonical import canonical_json
 from trainload.packaging.derived import read_derived
 from trainload.packaging.graph_json import flat_to_json, graph_to_json
 from trainload.packaging.read import Package
+from trainload.passes import decompose
+from trainload.transformation import Transformation
 
 aten = torch.ops.aten
 
@@ -167,6 +169,12 @@ def test_unflattened_a_graph_gives_the_same_loss_and_gradients(train: ExportedPr
         warnings.simplefilter("ignore")
         unflattened = torch.export.unflatten(train)
     assert_same(train.module(check_guards=False), unflattened, batch)
+
+
+def test_brought_to_core_aten_a_graph_gives_the_same_loss_and_gradients(package: Package) -> None:
+    applied = Transformation(package).apply(decompose)
+    assert applied.calls_after != applied.calls_before
+    assert applied.entry.preserving, applied.worst
 
 
 def test_a_step_graph_is_the_same_whether_derived_at_the_freeze_or_from_the_package(package: Package, batch: Batch) -> None:
