@@ -18,8 +18,9 @@ _NOISE = 1e-6
 """Gradients whose norm is below this part of all gradients' norm are compared with that part."""
 _LAST_BIT = 2.0**-23
 _MARGIN = 8.0
-"""A value may differ by so many times what it moves when the weights change in their last bit: it has no more digits than that. So a bias
-before a BatchNorm, whose gradient is zero but for rounding, does not forbid every other order of summation."""
+"""A gradient may differ by so many times what it moves when the weights change in their last bit, as long as that is little beside all
+gradients: it has no more digits. So a bias before a BatchNorm, whose gradient is zero but for rounding, does not forbid every other order
+of summation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Difference:
     Attributes:
         graph: "train".
         value: "loss 'loss'", "gradient of a.weight", "buffer mean", ...
-        distance: L2, relative to the first graph's value, or to what rounding makes of it where that is more; 0 where every bit is the
+        distance: L2, relative to the first graph's value (a gradient that is little but rounding: to more); 0 where every bit is the
             same; infinite where shapes differ, or only one has a value or a NaN there.
         tolerance: up to which they count as equal, by the precisions that the first graph computes in.
     """
@@ -79,8 +80,9 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
         total = sum(float(v.double().norm()) ** 2 for k, v in expected.items() if v is not None and k.startswith("gradient")) ** 0.5
         for key, value in expected.items():
             other = moved[key]
-            noise = 0.0 if value is None or other is None else _apart(value, other)
-            floor = max(_MARGIN * noise / worst.tolerance, _NOISE * total if key.startswith("gradient") else 0.0)
+            floor = 0.0
+            if key.startswith("gradient") and value is not None and other is not None:
+                floor = max(_NOISE * total, min(_MARGIN * _apart(value, other) / worst.tolerance, total))
             distance = _distance(value, got.get(key), floor)
             if distance > worst.distance:
                 worst = Difference(name, key, distance, worst.tolerance)

@@ -49,6 +49,12 @@ def _safe_path(path: str) -> str:
     return path
 
 
+def _of_64_bits(value: int | float) -> int | float:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{value} does not fit into 64 bits")
+    return value
+
+
 def _fqn(name: str) -> str:
     if len(name) > 512 or not _FQN.fullmatch(name):
         raise ValueError(f"{name!r} is not a dotted name")
@@ -62,6 +68,7 @@ Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_lengt
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
+Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
 Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
 """What a pass may be given."""
 
@@ -84,7 +91,7 @@ class InputEntry(_Record):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     dtype: Identifier
     shape: tuple[Size | Symbolic, ...]
-    quantiles: Annotated[tuple[Annotated[int, Field(ge=-(2**63), lt=2**64)] | float, ...], Field(max_length=QUANTILES)]
+    quantiles: Annotated[tuple[Quantile, ...], Field(max_length=QUANTILES)]
 
 
 class OutputEntry(_Record):

@@ -121,6 +121,7 @@ class Transformation:
                 graphs[graph] = dataclasses.replace(capture, exported=with_graph(capture.exported, made, where))
             except PackageError as error:
                 raise PassError(error.problem, where=error.where, expected=error.expected, got=error.got) from error
+            _check_sizes(graphs[graph], where)
         after = dataclasses.replace(self.program, graphs=graphs)
         differences = tuple(compare(graph, self._before, after, self._batches[graph]) for graph in graphs)
         entry = _entry(function, name, options, preserving=all(difference.equal for difference in differences))
@@ -218,6 +219,21 @@ def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tens
         {name: tensor for name, tensor in rows.batch(np.arange(seed, seed + rows_of(capture, more)) % rows.size).items() if name in names}
         for seed, more in enumerate(_REPLAYS)
     ]
+
+
+def _check_sizes(capture: GraphCapture, where: str) -> None:
+    """Demands that what was dynamic still is: torch fixes a symbol to the example's size wherever Python asks whether they are equal."""
+    placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
+    for spec, node in zip(capture.inputs, placeholders[len(placeholders) - len(capture.inputs) :], strict=True):
+        for declared, size in zip(spec.shape, node.meta["val"].shape, strict=True):
+            if isinstance(declared, str) and (isinstance(size, int) or size.node.expr.is_number):
+                raise PassError(
+                    "the pass fixes a size that changes from call to call",
+                    where=f"{where}, input {spec.name}",
+                    expected=declared,
+                    got=str(size),
+                    cure="Do not compare sizes with numbers in Python: a comparison of symbols is a decision about them.",
+                )
 
 
 def _complete(module: GraphModule, where: str) -> None:

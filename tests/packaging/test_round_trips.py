@@ -73,7 +73,6 @@ def gpt() -> Job:
 
 
 JOBS: dict[str, Callable[[], Job]] = {
-    "linear": lambda: small_job(Model()),
     "tied": lambda: small_job(Model(tied)),
     "cond": lambda: small_job(Model(branched)),
     "net": lambda: small_job(Net()),
