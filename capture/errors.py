@@ -7,6 +7,7 @@
     │   ├── PackageError                a package cannot be used
     │   │   ├── IntegrityError          its bytes are not what its manifest says
     │   │   └── UnsafePackageError      it holds something that this format does not allow
+    │   ├── PassError                   a pass cannot be applied, or changes what is computed
     │   ├── DataError                   a data set does not fit the package's inputs
     │   ├── PlanError                   no plan can be made, or a plan does not fit its package
     │   ├── ClusterError                the cluster cannot hold the plan
@@ -113,6 +114,10 @@ class IntegrityError(PackageError):
 
 class UnsafePackageError(PackageError):
     """A package holds something that the format does not allow."""
+
+
+class PassError(RequestError):
+    """A pass cannot be applied, or changes what is computed."""
 
 
 class DataError(RequestError):

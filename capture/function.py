@@ -5,6 +5,7 @@ The user's functions are given the batch nested as `Job.batch` is, with its cons
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -68,7 +69,8 @@ class StepFunction(Traced):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job.model, job.batch)
-        self._loss = (job.loss,)  # in a tuple, so that a loss that is a module is not registered as one
+        # In a tuple, so that a loss that is a module is not registered as one.
+        self._loss = (None if job.loss is None else _traced_as_forward(job.loss),)
         _refuse_state(job.loss, "Job.loss")
 
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -113,7 +115,7 @@ class PredictFunction(Traced):
             )
         super().__init__(job.model, {name: value for name, value in job.batch.items() if name in names})
         assert job.predict is not None
-        self._predict = (job.predict,)
+        self._predict = (_traced_as_forward(job.predict),)
         _refuse_state(job.predict, "Job.predict")
 
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -144,6 +146,17 @@ def functions_of(job: Job) -> dict[str, StepFunction | PredictFunction]:
     if job.predict is not None:
         found["predict"] = PredictFunction(job)
     return found
+
+
+def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the name forward: torch.export keeps only frames of that name, and a node would not know its line in the loss."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    renamed = types.FunctionType(
+        function.__code__.replace(co_name="forward"), function.__globals__, "forward", function.__defaults__, function.__closure__
+    )
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return renamed
 
 
 def _described(value: object) -> str:

@@ -24,11 +24,15 @@ class OutputRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One entry of a batch: `dtype` as torch spells it ("int64"), `shape` with symbols for dynamic sizes."""
+    """One entry of a batch: `dtype` as torch spells it ("int64"), `shape` with symbols for dynamic sizes.
+
+    `quantiles`: values of the example batch, ascending, from which a batch like it can be made; see capture/synthesise.py.
+    """
 
     name: str
     dtype: str
     shape: tuple[SizeLike, ...]
+    quantiles: tuple[int | float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

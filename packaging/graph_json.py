@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -127,6 +128,42 @@ def graph_from_json(
             module_call_graph=calls,
             example_inputs=None,
             constants=held,
+            verifiers=[load_verifier(_DIALECT)],
+        )
+
+
+def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph") -> ExportedProgram:
+    """The same program with another graph, of the same inputs and as many outputs.
+
+    Raises:
+        PackageError: the inputs are others, or torch refuses the graph.
+    """
+    signature = exported.graph_signature
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    expected = [spec.arg.name for spec in signature.input_specs]
+    if names != expected:
+        changed = sorted(set(names) ^ set(expected)) or ["their order"]
+        raise PackageError(
+            "the new graph has other inputs", where=where, expected="the old one's", got=f"a change of {', '.join(changed[:4])}"
+        )
+    results = next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]
+    if not isinstance(results, tuple | list) or len(results) != len(signature.output_specs):
+        got = str(len(results)) if isinstance(results, tuple | list) else "something else"
+        raise PackageError("the new graph has other outputs", where=where, expected=f"{len(signature.output_specs)} values", got=got)
+    outputs = [
+        OutputSpec(kind=spec.kind, arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg, target=spec.target)
+        for spec, node in zip(signature.output_specs, results, strict=True)
+    ]
+    with _refused(where), _serialisable_values(module):
+        return ExportedProgram(
+            root=module,
+            graph=module.graph,
+            graph_signature=ExportGraphSignature(list(signature.input_specs), outputs),
+            state_dict=dict(exported.state_dict),
+            range_constraints=dict(exported.range_constraints),
+            module_call_graph=list(exported.module_call_graph),
+            example_inputs=None,
+            constants=dict(exported.constants),
             verifiers=[load_verifier(_DIALECT)],
         )
 
@@ -262,6 +299,7 @@ def _serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
                 del node.meta["val"]
 
 
+_CALL = re.compile(r"@\d{1,6}$")
 _NODE_FIELDS = ("target", "inputs", "outputs", "metadata", "is_hop_single_tensor_return", "name")
 _GRAPH_FIELDS = (
     "inputs",
@@ -277,8 +315,10 @@ _GRAPH_FIELDS = (
 
 
 def _strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: str) -> None:
-    """Keep the format's own fields, and of the metadata only the paths of modules; the rest goes to `notes`."""
+    """Keep the format's own fields, and of the metadata only the paths and calls of modules; the rest goes to `notes`."""
     _keep(graph, _GRAPH_FIELDS, where)
+    for meta in graph["tensor_values"].values():
+        meta["storage_offset"] = {"as_int": 0}  # torch's reader knows no other, and a graph read back is to be written as it was
     for node in graph["nodes"]:
         _keep(node, _NODE_FIELDS, where)
         metadata = node["metadata"]
@@ -301,14 +341,19 @@ def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
 
 
 def _module_paths(stack: str) -> str:
-    """From "key,path,class;..." to "path,path,torch.nn.Module;...": classes, and the keys of strict mode, name the source."""
-    paths: list[str] = []
+    """From "key,path,class;..." to "path@1,path,torch.nn.Module;...": classes, and the keys of strict mode, name the source.
+
+    Of a key its number stays, which tells a module's second call from its first: unflattening needs it.
+    """
+    entries: list[str] = []
     for item in stack.split(";") if stack else ():
         parts = item.split(",")
         path = parts[1] if len(parts) >= 3 else ""
-        if all((letter.isalnum() and letter.isascii()) or letter in "_.@-" for letter in path) and path not in paths:
-            paths.append(path)
-    return ";".join(f"{path},{path},{MODULE_TYPE}" for path in paths)
+        call = _CALL.search(parts[0])
+        entry = f"{path}{call[0] if call else ''},{path},{MODULE_TYPE}"
+        if all((letter.isalnum() and letter.isascii()) or letter in "_.@-" for letter in path) and entry not in entries:
+            entries.append(entry)
+    return ";".join(entries)
 
 
 def _plain_treespec(text: str) -> str:

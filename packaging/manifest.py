@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from trainload.autograd_trace.graphs import LeanRecord, Recipe, StateSpec
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec
+from trainload.capture.synthesise import QUANTILES
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 
 FORMAT_VERSION = 1
@@ -53,6 +54,12 @@ def _safe_path(path: str) -> str:
     return path
 
 
+def _of_64_bits(value: int | float) -> int | float:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{value} does not fit into 64 bits")
+    return value
+
+
 def _fqn(name: str) -> str:
     if len(name) > 512 or not _FQN.fullmatch(name):
         raise ValueError(f"{name!r} is not a dotted name")
@@ -66,6 +73,9 @@ Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_lengt
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
+Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
+Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
+"""What a pass may be given."""
 
 
 class _Record(LeanRecord):
@@ -81,11 +91,12 @@ class FileEntry(_Record):
 
 
 class InputEntry(_Record):
-    """One entry of a graph's batch."""
+    """One entry of a graph's batch; `quantiles` as in `InputSpec`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     dtype: Identifier
     shape: tuple[Size | Symbolic, ...]
+    quantiles: Annotated[tuple[Quantile, ...], Field(max_length=QUANTILES)]
 
 
 class OutputEntry(_Record):
@@ -155,6 +166,25 @@ class UpdateEntry(_Record):
     shape: tuple[Size, ...] | None = None
 
 
+class PassEntry(_Record):
+    """A pass that made a package's graphs from its parent's.
+
+    Attributes:
+        name: MODULE:FUNCTION.
+        distribution: what provides the module, where known, and its `version`.
+        source: the sha256 of the module's source file, where it has one.
+        options: what the function was given by name.
+        preserving: whether the graphs before and after it gave the same values; if not, the change was allowed by who ran it.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+:[A-Za-z0-9_]+$", max_length=512)]
+    distribution: Annotated[str, Field(max_length=256)] | None
+    version: Annotated[str, Field(max_length=256)] | None
+    source: Sha256 | None
+    options: dict[Identifier, Option]
+    preserving: bool
+
+
 class Manifest(_Record):
     """manifest.json.
 
@@ -174,6 +204,8 @@ class Manifest(_Record):
     higher_order_ops: tuple[Identifier, ...]
     op_libraries: dict[Identifier, str | None]
     """Namespace that is not built in -> the distribution that provides it, where known."""
+    passes: tuple[PassEntry, ...]
+    """What was done to the graphs since they were captured, in order."""
     parent: Sha256 | None
     files: dict[SafePath, FileEntry]
 
@@ -314,14 +346,14 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
     """What the manifest says of a captured graph."""
     return GraphEntry(
         file=file,
-        inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape)) for i in graph.inputs),
+        inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
         outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
     )
 
 
 def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
     """The inverse of `graph_entry`."""
-    inputs = tuple(InputSpec(i.name, i.dtype, i.shape) for i in entry.inputs)
+    inputs = tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in entry.inputs)
     return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
 
 

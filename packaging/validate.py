@@ -31,6 +31,7 @@ _FQN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,255}")
 _SYMBOL = re.compile(r"[a-z]{1,8}\d{1,6}")
 _MODULE = re.compile(r"[A-Za-z0-9_.@-]{0,512}")
+_CALL = re.compile(r"@\d{1,6}")
 _DEVICES = frozenset({"cpu", "cuda", "meta"})
 _SCALAR_TYPES = frozenset([*range(1, 14), *range(28, 36)])
 _INFINITE = frozenset({"Infinity", "-Infinity", "NaN"})
@@ -308,7 +309,7 @@ class _Validator:
             key, _, rest = item.partition(",")
             path, _, kind = rest.partition(",")
             self.matching(path, _MODULE, "a module's path")
-            if key != path or kind != MODULE_TYPE:
+            if not (key == path or (key.startswith(f"{path}@") and _CALL.fullmatch(key[len(path) :]))) or kind != MODULE_TYPE:
                 self.refuse("module stacks hold paths only", item)
 
     def expression(self, value: Any) -> None:

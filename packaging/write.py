@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
-from trainload.capture.errors import PackageError, StorageError
-from trainload.capture.program import Program
+from trainload.capture.errors import IntegrityError, PackageError, StorageError
+from trainload.capture.program import BufferSpec, ParameterSpec, Program
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_file
 from trainload.packaging.debug import write_debug
 from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes, write_copy
@@ -28,13 +28,18 @@ from trainload.packaging.manifest import (
     ConstantEntry,
     FileEntry,
     Manifest,
+    PassEntry,
     UpdateEntry,
     buffer_entry,
+    buffer_spec,
     graph_entry,
     parameter_entry,
+    parameter_spec,
     state_entry,
 )
 from trainload.packaging.read import Package, check_graphs, open_package
+from trainload.packaging.source_map import NAME as SOURCE_MAP
+from trainload.packaging.source_map import SourceMap, make_source_map, restore_traces
 from trainload.packaging.tensors import write_tensors
 from trainload.packaging.validate import GraphFacts, validate_graph
 from trainload.packaging.weights import MAX_SHARD, stored_tensors, write_weights
@@ -61,7 +66,7 @@ def write_package(
         updates: one for each group of `recipe`.
         recipe: how the graphs are driven.
         assets: file name -> path of files to copy into assets/.
-        parent: digest of the package that this one was trained from.
+        parent: digest of the package that this one was made from.
         debug: name -> JSON value of further files in debug/, outside the digest.
         max_shard: bytes of tensors in one file of weights.
 
@@ -72,29 +77,89 @@ def write_package(
         StorageError: the path is taken, an asset cannot be read, or the disk is full; nothing is left behind.
     """
     path = Path(path)
-    exported = _exported(program, updates)
-    written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
-    # Read back from its bytes: what is validated here is what will be read.
-    documents = {name: parse_canonical(canonical_json(graph.document), name) for name, graph in written.items()}
-    spaces = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values())) - BUILT_IN_NAMESPACES
-    facts = [validate_graph(documents[name], f"graphs/{name}.json", spaces) for name in exported]
+    graphs = _Graphs(program, updates)
     constants = _constants(program, updates)
     with new_folder(path) as root:
-        for name, document in documents.items():
-            write_bytes(root / f"graphs/{name}.json", canonical_json(document))
+        graphs.write(root)
         if constants:
             write_tensors(root / CONSTANTS, constants)
         for name, source in assets.items():
             _copy_asset(root, name, Path(source))
-        try:
-            bare = _bare_manifest(program, updates, recipe, constants, facts, parent)
-        except ValidationError as error:
-            raise PackageError(f"the package cannot be described: {error.errors(include_url=False)[0]['msg']}") from error
+        bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, (), parent)
         write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
         _finish(root, bare)
-        check_graphs(Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST), documents)
-        write_debug(root, {**debug, **{name: graph.debug for name, graph in written.items()}})
-    return open_package(path, namespaces=spaces)
+        graphs.check(root)
+        write_debug(root, {**debug, **graphs.debug({})})
+    return open_package(path, namespaces=graphs.namespaces)
+
+
+class _Graphs:
+    """All graphs of a package that is being written, as JSON, validated."""
+
+    def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
+        exported = _exported(program, updates)
+        self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
+        # Read back from its bytes: what is validated here is what will be read.
+        self._documents = {name: parse_canonical(canonical_json(graph.document), name) for name, graph in self._written.items()}
+        used = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values()))
+        self.namespaces = used - BUILT_IN_NAMESPACES
+        self.facts = [validate_graph(document, f"graphs/{name}.json", self.namespaces) for name, document in self._documents.items()]
+
+    def write(self, root: Path) -> None:
+        for name, document in self._documents.items():
+            write_bytes(root / f"graphs/{name}.json", canonical_json(document))
+
+    def check(self, root: Path) -> None:
+        """Demand that the graphs are those of the manifest that was written."""
+        check_graphs(Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST), self._documents)
+
+    def debug(self, known: Mapping[str, str | None]) -> dict[str, object]:
+        """debug/'s documents of the graphs; `known`: source files whose digests are known from the capture."""
+        notes = {name: graph.debug for name, graph in self._written.items()}
+        return {**notes, SOURCE_MAP: make_source_map({name: note["nodes"] for name, note in notes.items()}, known)}
+
+
+def with_graphs(package: Package, path: Path, program: Program, passes: Sequence[PassEntry]) -> Package:
+    """Write a package with the weights, updates, recipe and assets of another and the graphs of a program; its parent is the other.
+
+    Args:
+        package: the one whose weights and assets are shared (hard links where the file system can).
+        path: a folder that does not exist.
+        program: the other's, with other graphs. Its parameters and buffers are the same.
+        passes: what was done to the graphs, in order; they are recorded after those that the other has.
+
+    Raises:
+        PackageError: a graph cannot be serialised, or does not fit the package.
+        StorageError: the path is taken, or the disk is full; nothing is left behind.
+    """
+    assert (program.parameters, program.buffers) == _state_specs(package.manifest)
+    updates = package.updates()
+    for update in updates:
+        restore_traces(package.path, f"update-{update.group}-first", update.first)
+        restore_traces(package.path, f"update-{update.group}-following", update.following)
+    graphs = _Graphs(program, updates)
+    constants = _constants(program, updates)
+    with new_folder(Path(path)) as root:
+        graphs.write(root)
+        if constants:
+            write_tensors(root / CONSTANTS, constants)
+        for file in package.manifest.files:
+            if file.split("/")[0] in ("weights", "assets"):
+                link_or_copy(package.path / file, root / file)
+        done = (*package.manifest.passes, *passes)
+        bare = _bare_manifest(program, updates, package.recipe, constants, graphs.facts, done, package.digest)
+        _finish(root, bare)
+        written = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
+        for file, entry in package.manifest.files.items():
+            if file.split("/")[0] in ("weights", "assets") and written[file] != entry:
+                raise IntegrityError("a file is not the one that the manifest lists", where=file, cure="Fetch the package again.")
+        graphs.check(root)
+        write_debug(root, graphs.debug(SourceMap(package.path).files))
+    return open_package(Path(path), namespaces=package.namespaces)
+
+
+def _state_specs(manifest: Manifest) -> tuple[tuple[ParameterSpec, ...], tuple[BufferSpec, ...]]:
+    return tuple(parameter_spec(entry) for entry in manifest.parameters), tuple(buffer_spec(entry) for entry in manifest.buffers)
 
 
 def with_weights(package: Package, path: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard: int = MAX_SHARD) -> Package:
@@ -167,9 +232,14 @@ def _bare_manifest(
     recipe: Recipe,
     constants: Mapping[str, torch.Tensor],
     facts: Sequence[GraphFacts],
+    passes: tuple[PassEntry, ...],
     parent: str | None,
 ) -> Manifest:
-    """The manifest but for its files."""
+    """The manifest but for its files.
+
+    Raises:
+        PackageError: it cannot be described: a name, say, is not one that the format allows.
+    """
     operators = frozenset[str]().union(*(fact.operators for fact in facts))
     libraries = frozenset[str]().union(*(fact.namespaces for fact in facts)) - BUILT_IN_NAMESPACES
     providers = packages_distributions() if libraries else {}
@@ -188,33 +258,37 @@ def _bare_manifest(
         if schema is None:
             raise PackageError(f"the operator {name} is not one of torch's dispatcher")
         schemas[name] = schema
-    return Manifest(
-        features=tuple(sorted(features)),
-        graphs={name: graph_entry(graph, f"graphs/{name}.json") for name, graph in sorted(program.graphs.items())},
-        parameters=tuple(parameter_entry(spec) for spec in program.parameters),
-        buffers=tuple(buffer_entry(spec) for spec in program.buffers),
-        constants=tuple(
-            ConstantEntry(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-            for name, tensor in constants.items()
-        ),
-        recipe=recipe,
-        updates=tuple(
-            UpdateEntry(
-                group=update.group,
-                first=f"graphs/update-{update.group}-first.json",
-                following=f"graphs/update-{update.group}-following.json",
-                state=tuple(state_entry(spec) for spec in update.state),
-                elementwise=update.elementwise,
-                shape=update.shape,
-            )
-            for update in updates
-        ),
-        ops=schemas,
-        higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),
-        op_libraries={name: next(iter(providers.get(name, ())), None) for name in sorted(libraries)},
-        parent=parent,
-        files={},
-    )
+    try:
+        return Manifest(
+            features=tuple(sorted(features)),
+            graphs={name: graph_entry(graph, f"graphs/{name}.json") for name, graph in sorted(program.graphs.items())},
+            parameters=tuple(parameter_entry(spec) for spec in program.parameters),
+            buffers=tuple(buffer_entry(spec) for spec in program.buffers),
+            constants=tuple(
+                ConstantEntry(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+                for name, tensor in constants.items()
+            ),
+            recipe=recipe,
+            updates=tuple(
+                UpdateEntry(
+                    group=update.group,
+                    first=f"graphs/update-{update.group}-first.json",
+                    following=f"graphs/update-{update.group}-following.json",
+                    state=tuple(state_entry(spec) for spec in update.state),
+                    elementwise=update.elementwise,
+                    shape=update.shape,
+                )
+                for update in updates
+            ),
+            ops=schemas,
+            higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),
+            op_libraries={name: next(iter(providers.get(name, ())), None) for name in sorted(libraries)},
+            passes=passes,
+            parent=parent,
+            files={},
+        )
+    except ValidationError as error:
+        raise PackageError(f"the package cannot be described: {error.errors(include_url=False)[0]['msg']}") from error
 
 
 def _state_names(manifest: Manifest) -> list[str]:

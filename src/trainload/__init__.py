@@ -22,6 +22,7 @@ from trainload.capture.errors import (
     IntegrityError,
     JobError,
     PackageError,
+    PassError,
     PlanError,
     RequestError,
     RunInterrupted,
@@ -49,8 +50,10 @@ if TYPE_CHECKING:
     from trainload.capture.parameter_groups import parameter_groups as parameter_groups
     from trainload.capture.shape_report import ShapeReport as ShapeReport
     from trainload.packaging.read import Package as Package
+    from trainload.passes import Pass as Pass
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
+    from trainload.transformation import transform as transform
 
 __version__ = "0.1.0"
 
@@ -68,6 +71,8 @@ __all__ = [
     "LossScaling",
     "Package",
     "PackageError",
+    "Pass",
+    "PassError",
     "Plan",
     "PlanError",
     "RequestError",
@@ -88,6 +93,7 @@ __all__ = [
     "parameter_groups",
     "plan",
     "resume",
+    "transform",
 ]
 
 _HOMES = {
@@ -97,6 +103,7 @@ _HOMES = {
     "Loss": "trainload.capture.job",
     "LossScaling": "trainload.capture.job",
     "Package": "trainload.packaging.read",
+    "Pass": "trainload.passes",
     "Plan": "trainload.sharding.plan",
     "ShapeReport": "trainload.capture.shape_report",
     "dry_run": "trainload.api",
@@ -106,6 +113,7 @@ _HOMES = {
     "parameter_groups": "trainload.capture.parameter_groups",
     "plan": "trainload.api",
     "resume": "trainload.api",
+    "transform": "trainload.transformation",
 }
 """Where each name that is imported on first use lives."""
 

@@ -19,6 +19,7 @@ from trainload.capture.job import Job
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
+from trainload.capture.synthesise import with_quantiles
 from trainload.capture.trace import capture
 from trainload.launch.build import build_key, derived_key, device_of
 from trainload.launch.dataset import check_schema
@@ -68,8 +69,8 @@ def freeze(
     for fix in fixes:
         if on_fix is not None:
             on_fix(fix)
-    program = capture(declared)
     leaves = leaves_of(job.batch)
+    program = with_quantiles(capture(declared), leaves)
     recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
     check_step(program, steps["train"], {name: leaf.detach().cpu() for name, leaf in leaves.items()})

@@ -36,7 +36,7 @@ def load_job(spec: str) -> Job:
     location, _, name = spec.rpartition(":")
     if not location or not name.isidentifier():
         raise JobError("this does not name a job", where=spec, expected=FORMS, got=repr(spec))
-    module = _from_file(location) if location.endswith(".py") else _from_name(location)
+    module = load_module(location)
     if not hasattr(module, name):
         candidates = _candidates(module, Job)
         close = difflib.get_close_matches(name, candidates, n=1)
@@ -59,6 +59,15 @@ def load_job(spec: str) -> Job:
             "this is not a job", where=where, expected="a trainload.Job, or a function without arguments that returns one", got=got
         )
     return found
+
+
+def load_module(location: str) -> ModuleType:
+    """Import what stands before the colon: a file or a module. The current folder, or the file's, comes first on `sys.path`.
+
+    Raises:
+        JobError: it is missing, or does not import.
+    """
+    return _from_file(location) if location.endswith(".py") else _from_name(location)
 
 
 def _from_file(location: str) -> ModuleType:

@@ -18,7 +18,8 @@ def stage_files() -> list[Path]:
 
 
 def face_files() -> list[Path]:
-    return sorted((ROOT / "src" / "trainload").glob("*.py"))
+    face = ROOT / "src" / "trainload"
+    return sorted([*face.glob("*.py"), *face.glob("commands/*.py")])
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

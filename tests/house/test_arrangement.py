@@ -53,7 +53,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("trainload/")}
     stages = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in stage_files()}
-    face = {f"trainload/{path.name}" for path in face_files()}
+    face = {path.relative_to(ROOT / "src").as_posix() for path in face_files()}
     assert held == {*stages, *face, "trainload/py.typed"}
 
 

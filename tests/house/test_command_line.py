@@ -11,8 +11,9 @@ import pytest
 
 from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
+from trainload.commands import runs, shared
 
-COMMANDS = ("freeze", "inspect", "verify", "plan", "launch", "resume")
+COMMANDS = ("freeze", "inspect", "verify", "show", "ops", "transform", "plan", "launch", "resume")
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -54,6 +55,12 @@ BAD_REQUESTS = {
     "no such package": ["inspect", "none.tl"],
     "no such package to verify": ["verify", "none.tl"],
     "no such package to plan": ["plan", "none.tl"],
+    "no such package to show": ["show", "none.tl", "--module", "layers.3"],
+    "no such package to list operators of": ["ops", "none.tl"],
+    "no such package to transform": ["transform", "none.tl", "--pass", "m:f", "-o", "new.tl"],
+    "no pass": ["transform", "none.tl", "-o", "new.tl"],
+    "an operator set chosen twice": ["ops", "none.tl", "--set", "core", "--interactive"],
+    "a package of no chosen set": ["ops", "none.tl", "-o", "new.tl"],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
     "no such run": ["resume", "none"],
     "no such command": ["fly"],
@@ -105,7 +112,7 @@ def test_freeze_does_not_overwrite(empty: Path, capsys: pytest.CaptureFixture[st
 def test_a_file_that_is_no_plan_is_refused(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty / "plan.json").write_text('{"version": 1}')
     with pytest.raises(PlanError, match="this is not a plan"):
-        cli._read_plan(Path("plan.json"))
+        runs._read_plan(Path("plan.json"))
 
 
 def test_ctrl_c_says_how_to_resume(empty: Path) -> None:
@@ -115,7 +122,7 @@ def test_ctrl_c_says_how_to_resume(empty: Path) -> None:
     (empty / "my run").mkdir()
     (empty / "my run" / "run.json").touch()
     with pytest.raises(RunInterrupted, match=r"Continue with: trainload resume 'my run'"):
-        cli._watch(work, Path("my run"))
+        runs._watch(work, Path("my run"))
 
 
 def test_ctrl_c_before_the_run_began_says_so(empty: Path) -> None:
@@ -123,14 +130,14 @@ def test_ctrl_c_before_the_run_began_says_so(empty: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(RunInterrupted, match=r"It had not begun: launch it again"):
-        cli._watch(work, Path("my run"))
+        runs._watch(work, Path("my run"))
 
 
 def test_an_error_of_ours_that_is_no_request_exits_with_1(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
     def fails(_path: Path) -> None:
         raise RunInterrupted("stopped")
 
-    monkeypatch.setattr(cli, "_open", fails)
+    monkeypatch.setattr(shared, "open_package", fails)
     assert cli.run(["inspect", "x.tl"]) == 1
 
 
@@ -138,6 +145,6 @@ def test_any_other_error_is_not_turned_into_a_line(monkeypatch: pytest.MonkeyPat
     def fails(_path: Path) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_open", fails)
+    monkeypatch.setattr(shared, "open_package", fails)
     with pytest.raises(ZeroDivisionError):
         cli.run(["inspect", "x.tl"])

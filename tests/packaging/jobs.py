@@ -11,6 +11,7 @@ from torch.export import Dim, ExportedProgram, export
 
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, UpdateGraph
 from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec, Program
+from trainload.capture.synthesise import with_quantiles
 
 Batch = dict[str, torch.Tensor]
 
@@ -144,5 +145,5 @@ def make_job(seed: int = 0) -> Job:
         steps=2,
         global_batch=4,
     )
-    program = Program({"train": train, "eval": evaluate}, parameters, buffers, state, constants)
+    program = with_quantiles(Program({"train": train, "eval": evaluate}, parameters, buffers, state, constants), batch_of(4))
     return Job(program, (update_graph("matrices"), update_graph("rest")), recipe)

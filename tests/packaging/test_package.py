@@ -237,6 +237,23 @@ def test_a_manifest_without_a_version_is_refused(copied: Path, version: object) 
         open_package(copied)
 
 
+@pytest.mark.parametrize("quantiles", [[0] * 18, ["0"], [2**64], None, [[1]]])
+def test_quantiles_that_are_no_few_numbers_are_refused(copied: Path, quantiles: object) -> None:
+    edit_manifest(copied, lambda m: m["graphs"]["train"]["inputs"][0].update(quantiles=quantiles))
+    with pytest.raises(PackageError, match=r"graphs\.train\.inputs\.0\.quantiles"):
+        open_package(copied)
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "os.system"}, {"options": {"a": {"b": 1}}}, {"options": {"a-b": 1}}, {"preserving": 1}, {"source": "x"}]
+)
+def test_a_record_of_a_pass_that_is_none_is_refused(copied: Path, change: dict[str, object]) -> None:
+    entry: dict[str, object] = {"name": "a:b", "distribution": None, "version": None, "source": None, "options": {}, "preserving": True}
+    edit_manifest(copied, lambda m: m.update(passes=[entry | change]))
+    with pytest.raises(PackageError, match=r"passes\.0"):
+        open_package(copied)
+
+
 def test_an_unknown_field_is_refused(copied: Path) -> None:
     edit_manifest(copied, lambda m: m.update(surprise=1))
     with pytest.raises(PackageError, match="surprise"):

@@ -1,0 +1,109 @@
+"""What is kept of an example batch, and batches made up from it, so that a graph can be run where no data is.
+
+The rows themselves are not kept: they may be private, and a package would grow by them. Of each input a few evenly spaced values
+are. They are the example's own, so a made-up batch holds no token beyond the vocabulary, and the -100 that a loss ignores as often as
+it was there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.export.graph_signature import InputKind
+
+from trainload.capture.errors import DataError
+from trainload.capture.program import GraphCapture, InputSpec, Program
+
+QUANTILES = 17
+"""How many values of an input are kept: the smallest, the greatest and what lies at each sixteenth between."""
+_CURE = "Give rows to compare on: --data, or data=."
+
+
+def with_quantiles(program: Program, batch: Mapping[str, Tensor]) -> Program:
+    """The program, its inputs knowing what the example batch holds."""
+    quantiles = {name: quantiles_of(tensor) for name, tensor in batch.items()}
+    graphs = {
+        name: dataclasses.replace(graph, inputs=tuple(dataclasses.replace(i, quantiles=quantiles[i.name]) for i in graph.inputs))
+        for name, graph in program.graphs.items()
+    }
+    return dataclasses.replace(program, graphs=graphs)
+
+
+def quantiles_of(values: Tensor) -> tuple[int | float, ...]:
+    """QUANTILES entries of `values` (any shape), ascending, evenly spaced in rank; () where none is a finite real number.
+
+    bool counts as 0 and 1.
+    """
+    if values.is_complex():
+        return ()
+    flat = values.detach().flatten().cpu()
+    if flat.is_floating_point():
+        flat = flat.double()
+        flat = flat[flat.isfinite()]
+    elif flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    if not flat.numel():
+        return ()
+    ordered = np.sort(flat.numpy())
+    return tuple(value.item() for value in ordered[np.linspace(0, len(ordered) - 1, QUANTILES).round().astype(np.int64)])
+
+
+def synthesise(capture: GraphCapture, seed: int, more_rows: int = 0) -> dict[str, Tensor]:
+    """A batch that is like the graph's example: of its sizes, with values between its quantiles.
+
+    Args:
+        capture: the graph; its sizes' hints are the example's.
+        seed: another one gives another batch.
+        more_rows: rows beyond the example's; fewer where the graph does not take more, none where their number is fixed.
+
+    Raises:
+        DataError: the graph does not say what integers an input holds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = _shapes(capture, more_rows)
+    return {spec.name: _values(spec, shape, generator) for spec, shape in zip(capture.inputs, shapes, strict=True)}
+
+
+def rows_of(capture: GraphCapture, more_rows: int = 0) -> int:
+    """How many rows `synthesise` gives a batch."""
+    return _shapes(capture, more_rows)[0][0]
+
+
+def _shapes(capture: GraphCapture, more_rows: int) -> list[list[int]]:
+    placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
+    values = [
+        node.meta["val"]
+        for node, spec in zip(placeholders, capture.exported.graph_signature.input_specs, strict=True)
+        if spec.kind is InputKind.USER_INPUT
+    ]
+    sizes = [size for value in values for size in value.shape if isinstance(size, torch.SymInt)]
+    hints = {size.node.expr: size.node.hint for size in sizes}
+    rows = values[0].shape[0].node.expr.free_symbols if isinstance(values[0].shape[0], torch.SymInt) else set()
+    chosen: dict[Any, int] = {}
+    for symbol in {symbol for size in sizes for symbol in size.node.expr.free_symbols}:
+        span = capture.exported.range_constraints[symbol]
+        value = max(hints.get(symbol) or 2, int(span.lower))
+        if symbol in rows and more_rows:
+            value = value + more_rows if value + more_rows <= span.upper else max(value - more_rows, int(span.lower))
+        chosen[symbol] = value
+    return [[size if isinstance(size, int) else int(size.node.expr.subs(chosen)) for size in value.shape] for value in values]
+
+
+def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if not spec.quantiles:
+        if dtype == torch.bool:
+            return torch.rand(shape, generator=generator) < 0.5
+        if not dtype.is_floating_point:
+            raise DataError("the package does not say which values an input takes", where=f"input {spec.name}", cure=_CURE)
+        return torch.randn(shape, generator=generator).to(dtype)
+    held = np.asarray(spec.quantiles)
+    rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (len(held) - 1)
+    whole = all(float(value).is_integer() for value in spec.quantiles)  # a mask of 0.0 and 1.0 has nothing between
+    made = held[rank.round().astype(np.int64)] if whole else np.interp(rank, np.arange(len(held)), held)
+    return torch.from_numpy(np.asarray(made)).to(dtype)

@@ -1,0 +1,1 @@
+"""The commands, by topic. Importing one imports neither torch nor Ray."""

@@ -1,0 +1,93 @@
+"""Commands that look at a package: inspect, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload import view
+from trainload.capture.errors import PackageError
+from trainload.capture.versions import demand_supported_torch
+from trainload.commands import shared
+from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
+
+if TYPE_CHECKING:
+    from trainload.packaging.manifest import Manifest
+
+
+@click.command(short_help="Say what a package holds.")
+@package_argument
+@json_option
+def inspect(package: Path, as_json: bool) -> None:
+    """Say what a package holds: its inputs, parameters, graphs and recipe."""
+    opened = shared.open_package(package)
+    manifest = opened.manifest
+    if as_json:
+        print_json({"path": package, "digest": opened.digest, "manifest": manifest})
+        return
+    out().print(view.table(_summary(package, opened.digest, manifest)))
+
+
+@click.command(short_help="Check every byte of a package.")
+@package_argument
+@json_option
+def verify(package: Path, as_json: bool) -> None:
+    """Check every byte of a package against its manifest, and its graphs.
+
+    Exits with 1 where the package is damaged or unsafe, and names each file.
+    """
+    if not package.exists():
+        raise PackageError("there is no such package", where=str(package))
+    demand_supported_torch()
+    from trainload.packaging.verify import verify_package
+
+    report = verify_package(package)
+    if as_json:
+        print_json(report)
+    elif not report.problems:
+        sound = f"{package}: {report.files} files, {view.size(report.bytes)}: every byte is what the manifest says"
+        out().print(sound, markup=False, highlight=False, soft_wrap=True)
+    else:
+        for problem in report.problems:
+            err().print(f"{package / problem.file}: {problem.problem}", markup=False, highlight=False, soft_wrap=True)
+    if report.problems:
+        raise click.exceptions.Exit(FAILED)
+
+
+def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any]]:
+    tensors = [p for p in manifest.parameters if p.alias_of is None]
+    aliases = len(manifest.parameters) - len(tensors)
+    count = sum(_product(p.shape) for p in tensors)
+    frozen = sum(_product(p.shape) for p in tensors if not p.trainable)
+    recipe = manifest.recipe
+    inputs = manifest.graphs["train"].inputs
+    rows: list[tuple[str, Any]] = [
+        ("package", str(path)),
+        ("digest", digest),
+        ("parameters", f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else "")),
+        ("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs)),
+        ("graphs", ", ".join(manifest.graphs)),
+        ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
+        ("run", f"{recipe.steps} steps of {recipe.global_batch} rows, seed {recipe.seed}"),
+        ("operators", len(manifest.ops) + len(manifest.higher_order_ops)),
+        ("bytes", sum(entry.size for entry in manifest.files.values())),
+    ]
+    if frozen:
+        rows.insert(3, ("frozen", f"{frozen:,} parameters"))
+    if recipe.clip_norm is not None:
+        rows.insert(-2, ("clipping", f"gradient norm {recipe.clip_norm}"))
+    if manifest.passes:
+        rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
+    if manifest.parent is not None:
+        rows.append(("parent", manifest.parent))
+    return rows
+
+
+def _product(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

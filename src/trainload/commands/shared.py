@@ -1,0 +1,64 @@
+"""What the commands share: options, opening a package, and what goes to stdout and stderr."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from trainload import view
+from trainload.capture.errors import PackageError, StorageError
+from trainload.capture.versions import demand_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.packaging.read import Package
+
+DONE, FAILED, WRONG = 0, 1, 2
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
+positive = click.IntRange(min=1)
+
+
+def open_package(path: Path) -> Package:
+    """Open the package that a command was given."""
+    if not path.exists():
+        raise PackageError("there is no such package", where=str(path))
+    demand_supported_torch()
+    from trainload import api
+
+    return api.open(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that a command was asked for."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def show_record(result: Any, as_json: bool) -> None:
+    """Print a record: as JSON, or as a table."""
+    if as_json:
+        print_json(result)
+    else:
+        out().print(view.record_table(result))
+
+
+def out() -> Console:
+    """Where results go."""
+    return Console(file=sys.stdout)
+
+
+def err() -> Console:
+    """Where progress and complaints go."""
+    return Console(file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON value."""
+    sys.stdout.write(view.dump_json(value) + "\n")

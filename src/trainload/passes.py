@@ -1,0 +1,169 @@
+"""Passes: functions that rewrite a captured graph, and some of them.
+
+    trainload transform gpt.tl --pass trainload.passes:eliminate_dead_code -o new.tl
+
+A pass works on the training IR, before autograd: what torch.export traced, with no_grad and autocast regions and the bodies of control flow
+as submodules. Every node has `meta["val"]` (a fake tensor with the node's shape, dtype and device), and those that a module made have
+`meta["nn_module_stack"]`. docs/passes.md says more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from trainload.autograd_trace import decompose as operator_set
+from trainload.autograd_trace.draws import is_random
+from trainload.capture.errors import JobError, PassError
+from trainload.capture.operators import is_higher_order, is_overload
+from trainload.capture.program import Program
+from trainload.spec import load_module
+
+aten = torch.ops.aten
+
+__all__ = ["GRAPH", "Pass", "decompose", "eliminate_common_subexpressions", "eliminate_dead_code", "gelu_tanh", "load_pass"]
+
+GRAPH = "trainload_graph"
+"""Key of `graph.meta` under which a pass finds the graph's name: "train", "eval", "predict"."""
+
+
+class Pass(Protocol):
+    """What `trainload.transform` applies.
+
+    Called once for each captured graph of a package, with a copy that it may change and return, or leave for another. The inputs
+    (placeholders, by name and order) and the number of outputs must stay. A new node without `meta["val"]` gets one.
+
+    Args:
+        graph: the graph; `graph.meta[GRAPH]` is its name.
+        program: all graphs as they were, the parameters and the state. Not to be changed.
+        options: what the user gave, by name: numbers, strings, booleans, tuples of strings.
+    """
+
+    def __call__(self, graph: GraphModule, program: Program, *_: Any, **options: Any) -> GraphModule: ...
+
+
+def eliminate_dead_code(graph: GraphModule, program: Program) -> GraphModule:
+    """Removes what no output and no buffer depends on. What draws random numbers stays, since what is drawn after it would change."""
+    for part in operator_set.graphs_in(graph):
+        part.graph.eliminate_dead_code(is_impure_node=_has_effect)
+    return graph
+
+
+def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> GraphModule:
+    """Computes once what a graph computes several times from the same values.
+
+    Left alone: random operators, regions and control flow, and whatever reads or is a tensor that the graph writes to in place.
+    """
+    for part in operator_set.graphs_in(graph):
+        written = _written(part)
+        seen: dict[Any, Node] = {}
+        for node in list(part.graph.nodes):
+            if node.op != "call_function" or is_higher_order(node.target) or _has_effect(node):
+                continue
+            if node in written or not written.isdisjoint(node.all_input_nodes):
+                continue
+            key = (node.target, _hashable(node.args), _hashable(tuple(sorted(node.kwargs.items()))))
+            first = seen.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                part.graph.erase_node(node)
+    return graph
+
+
+def gelu_tanh(graph: GraphModule, program: Program) -> GraphModule:
+    """Computes GELU by its tanh approximation, as some published models do. It changes numbers, so it needs to be allowed."""
+    for node in operator_set.calls_in(graph):
+        if node.target is aten.gelu.default:
+            node.kwargs = {**node.kwargs, "approximate": "tanh"}
+    return graph
+
+
+def decompose(graph: GraphModule, program: Program, *, operators: str | Sequence[str] = "core") -> GraphModule:
+    """Chooses the operator set of a graph, as `trainload ops --set` does.
+
+    Args:
+        graph: see `Pass`.
+        program: see `Pass`.
+        operators: names of operators to decompose ("aten.linear.default"), or "core": every one outside core ATen.
+    """
+    if operators == "core":
+        return operator_set.decompose(graph, lambda target: not operator_set.is_core(target))
+    names = frozenset([operators] if isinstance(operators, str) else operators)
+    return operator_set.decompose(graph, lambda target: operator_set.spelled(target) in names)
+
+
+def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
+    """The pass that a command line names: `module:function` or `path/to/file.py:function`, then `,name=value` for each option.
+
+    A value is read as JSON where it is JSON (`3`, `0.5`, `true`), else as a string.
+
+    Raises:
+        PassError: it does not import, or is no function.
+    """
+    first, *rest = spec.split(",")
+    location, _, name = first.rpartition(":")
+    if not location or not name.isidentifier() or not all(option.partition("=")[0].isidentifier() and "=" in option for option in rest):
+        raise PassError("this does not name a pass", where=spec, expected="module:function or file.py:function[,name=value...]")
+    try:
+        found = getattr(load_module(location), name, None)
+    except JobError as error:
+        raise PassError(error.problem, where=error.where) from error
+    if not callable(found):
+        raise PassError(f"there is no function {name!r} in it", where=location)
+    return found, {key: _option(value) for key, _, value in (option.partition("=") for option in rest)}
+
+
+def _option(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float | None) else text
+
+
+def _has_effect(node: Node) -> bool:
+    """Whether a call does more than return a value: writes, draws or asserts; for a region or control flow, whether its body does."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if is_overload(node.target):
+        schema = node.target._schema
+        return schema.is_mutable or is_random(node) or not schema.returns or "assert" in schema.name
+    owner = node.graph.owning_module
+    bodies = (
+        [getattr(owner, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"] if is_higher_order(node.target) else []
+    )
+    return any(_has_effect(call) for body in bodies if isinstance(body, GraphModule) for call in operator_set.calls_in(body))
+
+
+def _written(part: GraphModule) -> set[Node]:
+    """Nodes whose memory the graph writes to, as far as it can be: what is given to an operator that writes, and all that led there."""
+    found: set[Node] = set()
+    stack: list[Node] = []
+    for node in part.graph.nodes:
+        if is_higher_order(node.target) and _has_effect(node):
+            stack += [source for source in node.all_input_nodes if source.op != "get_attr"]
+        elif is_overload(node.target) and node.target._schema.is_mutable:
+            for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    map_arg(value, stack.append)
+            stack.append(node)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes[:1] if node.op == "call_function" else []  # a view's first argument is what it is a view of
+    return found
+
+
+def _hashable(value: Any) -> Any:
+    """A key that tells 1 from 1.0 and True; nodes by identity."""
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(entry) for entry in value)
+    if isinstance(value, slice):
+        return slice, _hashable((value.start, value.stop, value.step))
+    return type(value), value
