@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind
 
+from trainload.capture.distance import absolute_distance, noise_floor, norm_of, relative_distance
 from trainload.capture.errors import CaptureError, DataError
 from trainload.capture.parity import tolerance_of
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
-_NOISE = 1e-6
-"""Gradients whose norm is below this part of all gradients' norm are compared with that part."""
 _LAST_BIT = 2.0**-23
 _MARGIN = 8.0
 """A gradient may differ by so many times what it moves when the weights change in their last bit, as long as that is little beside all
@@ -77,13 +76,14 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
         generator = torch.Generator().manual_seed(0)
         nudged = nudged or {key: _nudged(value, generator) for key, value in state.items()}
         moved = _replay(first, before, nudged, batch, seed, "the graph before the pass")
-        total = sum(float(v.double().norm()) ** 2 for k, v in expected.items() if v is not None and k.startswith("gradient")) ** 0.5
+        gradients = [v for k, v in expected.items() if k.startswith("gradient")]
+        total = norm_of(gradients)
         for key, value in expected.items():
             other = moved[key]
             floor = 0.0
             if key.startswith("gradient") and value is not None and other is not None:
-                floor = max(_NOISE * total, min(_MARGIN * _apart(value, other) / worst.tolerance, total))
-            distance = _distance(value, got.get(key), floor)
+                floor = max(noise_floor(gradients), min(_MARGIN * absolute_distance(value, other) / worst.tolerance, total))
+            distance = relative_distance(value, got.get(key), floor)
             if distance > worst.distance:
                 worst = Difference(name, key, distance, worst.tolerance)
     return worst
@@ -155,17 +155,3 @@ def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
 
 def _same(expected: Tensor | None, got: Tensor | None) -> bool:
     return (expected is None and got is None) or (expected is not None and got is not None and torch.equal(expected, got))
-
-
-def _apart(expected: Tensor, got: Tensor) -> float:
-    return float((expected.double().nan_to_num() - got.double().nan_to_num()).norm())
-
-
-def _distance(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
-    if expected is None or got is None:
-        present = got if expected is None else expected
-        return 0.0 if present is None or not bool((present != 0).any()) else float("inf")
-    if expected.shape != got.shape or expected.dtype != got.dtype or not torch.equal(expected.isnan(), got.isnan()):
-        return float("inf")
-    distance = _apart(expected, got)
-    return distance / max(float(expected.double().nan_to_num().norm()), floor, 1e-30) if distance else 0.0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.blame import replay_error
+from trainload.capture.distance import noise_floor, relative_distance
 from trainload.capture.errors import CaptureError, RequestError
 from trainload.capture.locate import part_company
 from trainload.capture.program import GraphCapture, OutputRole
@@ -22,8 +23,6 @@ FULL_PRECISION_TOLERANCE = 1e-5
 """Greatest L2 distance between a captured and an eager tensor, relative to the eager tensor's norm."""
 LOW_PRECISION_TOLERANCE = 1e-3
 """The same for graphs that compute in float16 or bfloat16 somewhere."""
-_NOISE = 1e-6
-"""Tensors whose norm is below this part of all gradients' norm are compared with that part."""
 _SEED = 20_240_229
 
 
@@ -129,7 +128,7 @@ def _compare(
         again = _arguments(captured, batch, {**own, **fresh}, constants)
         with _replay(training):
             return part_company(
-                captured.exported.graph_module, function, batch, again, lambda a, b: _distance(a.detach(), b.detach(), 0.0), tolerance
+                captured.exported.graph_module, function, batch, again, lambda a, b: relative_distance(a.detach(), b.detach()), tolerance
             )
 
     for spec, a, b in zip(captured.outputs, eager_outputs, got, strict=True):
@@ -226,19 +225,8 @@ def tolerance_of(captured: GraphCapture) -> float:
     return FULL_PRECISION_TOLERANCE
 
 
-def _distance(expected: Tensor, got: Tensor, floor: float) -> float:
-    """Relative L2 distance; infinite if shapes differ or only one has a NaN."""
-    if expected.shape != got.shape or expected.dtype != got.dtype:
-        return float("inf")
-    a, b = expected.double(), got.double()
-    if torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()):
-        return 0.0
-    distance = float((a - b).norm())
-    return distance / max(float(a.norm()), floor, 1e-30) if distance == distance else float("inf")
-
-
 def _check(what: str, expected: Tensor, got: Tensor, tolerance: float, captured: GraphCapture, rows: int, where: Callable[[], str]) -> None:
-    distance = _distance(expected, got, 0.0)
+    distance = relative_distance(expected, got)
     if not distance <= tolerance:
         raise CaptureError(
             f"the captured {captured.name} graph differs from eager in its {what} on {rows} rows by {distance:.2g} of its size",
@@ -259,18 +247,9 @@ def _check_gradients(
     order: list[str],
     where: Callable[[], str],
 ) -> None:
-    total = sum(float(g.double().norm()) ** 2 for g in expected.values() if g is not None) ** 0.5
-    wrong: dict[str, float] = {}
-    for name, gradient in expected.items():
-        other = got[name]
-        if gradient is None or other is None:
-            present = gradient if other is None else other
-            if present is not None and bool((present != 0).any()):
-                wrong[name] = float("inf")
-        else:
-            distance = _distance(gradient, other, _NOISE * total)
-            if not distance <= tolerance:
-                wrong[name] = distance
+    floor = noise_floor(expected.values())
+    distances = {name: relative_distance(gradient, got[name], floor) for name, gradient in expected.items()}
+    wrong = {name: distance for name, distance in distances.items() if not distance <= tolerance}
     if wrong:
         last = max(wrong, key=order.index)
         module = last.rpartition(".")[0] or "the model itself"
