@@ -25,6 +25,8 @@ from trainload.capture.quiet import quiet_torch
 _EXAMPLE = 64
 _CHECKED_RATES = (0.1, 0.05, 0.2)
 """Learning rates that differ, so that one that was frozen into a graph shows, and are large enough for an error to show."""
+_LEAST_RATE = 1e-30
+"""Stands for a learning rate of 0: no parameter moves by it."""
 _HOP = torch.ops.higher_order
 _ATEN = torch.ops.aten
 _COPIES: set[Any] = {
@@ -234,6 +236,8 @@ def _bound(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Te
             options[name] = False
     if "capturable" in options and isinstance(lr, Tensor):
         options["capturable"] = True
+        # That path divides by the learning rate: at 0 (the first step of a warmup) a gradient of 0 would give NaN.
+        options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
     bound.param_groups = [options]
     bound.state = defaultdict(dict)
     return bound

@@ -110,6 +110,17 @@ def test_several_steps_are_torchs(program: Program, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_learning_rate_of_zero_moves_nothing(program: Program, name: str) -> None:
+    """As the first step of a warmup, with elements that get no gradient (an embedding's rows that the batch lacks)."""
+    (update,) = captured(program, OPTIMIZERS[name])[1]
+    start, gradient = torch.randn(12), torch.cat([torch.zeros(6), torch.ones(6)])
+    moved, *_ = update.first.module()(start, gradient, torch.tensor(0.0), ())
+    if name != "Rprop":  # its steps are sizes of its own
+        assert torch.equal(moved, start)
+    assert bool(moved.isfinite().all())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_each_element_by_itself_is_elementwise(program: Program, name: str) -> None:
     assert all(u.elementwise for u in captured(program, OPTIMIZERS[name])[1])
 

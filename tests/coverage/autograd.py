@@ -313,6 +313,18 @@ def _() -> Any:
     return model, batch, loss
 
 
+@add("hook after a gradient is accumulated", refused="it runs after the step's gradients are there, and may change parameters: no graph of the step has a place for it")
+def _() -> Any:
+    model, batch, loss = small(lambda _, x: x.relu())
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+
+    model.get_parameter("last.weight").register_post_accumulate_grad_hook(halve)
+    return model, batch, loss
+
+
 @add("module forward pre-hook")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())

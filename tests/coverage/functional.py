@@ -370,12 +370,12 @@ def _() -> Any:
 
 @add("gumbel_softmax")
 def _() -> Any:
-    return small(lambda model, x: functional.gumbel_softmax(x, tau=0.7))
+    return small(lambda model, x: functional.gumbel_softmax(x, tau=0.7) if model.training else x.softmax(-1))
 
 
 @add("gumbel_softmax, hard")
 def _() -> Any:
-    return small(lambda model, x: functional.gumbel_softmax(x, hard=True))
+    return small(lambda model, x: functional.gumbel_softmax(x, hard=True) if model.training else x.softmax(-1))
 
 
 @add("a variational autoencoder")
@@ -388,7 +388,7 @@ def _() -> Any:
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             mean, log_variance = self.encoder(x).chunk(2, -1)
-            z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+            z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp() if self.training else mean
             return self.decoder(z), mean, log_variance
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -406,8 +406,10 @@ def _() -> Any:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x = batch["x"]
-        t = torch.randint(0, 100, (x.shape[0],))
-        noise = torch.randn_like(x)
+        if model.training:
+            t, noise = torch.randint(0, 100, (x.shape[0],)), torch.randn_like(x)
+        else:
+            t, noise = torch.full((x.shape[0],), 50), torch.ones_like(x)
         level = (t.float() / 100).unsqueeze(1)
         out: Tensor = (model(x * (1 - level) + noise * level) - noise).square().mean(1).mean()
         return out
@@ -421,7 +423,7 @@ def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         mean, scale = model(batch["x"]).chunk(2, -1)
         distribution = torch.distributions.Normal(mean, functional.softplus(scale) + 0.1, validate_args=False)
-        value = distribution.rsample()
+        value = distribution.rsample() if model.training else distribution.mean
         return -distribution.log_prob(value.detach()).mean(1).mean() + value.square().mean(1).mean()
 
     model, batch, _ = small(lambda _, x: x.relu())
@@ -434,7 +436,7 @@ def _() -> Any:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["x"])
-        action = torch.multinomial(logits.softmax(-1), 1)
+        action = torch.multinomial(logits.softmax(-1), 1) if model.training else logits.argmax(-1, keepdim=True)
         return -(functional.log_softmax(logits, -1).gather(1, action).squeeze(1) * action.squeeze(1).float()).mean()
 
     model, batch, _ = small(lambda _, x: x.relu())
@@ -444,17 +446,28 @@ def _() -> Any:
 @add("randperm", mixes_rows=True)
 def _() -> Any:
     """A shuffle of features."""
-    return small(lambda _, x: x + x[:, torch.randperm(WIDTH)])
+    return small(lambda model, x: x + x[:, torch.randperm(WIDTH)] if model.training else x)
 
 
-@add("poisson and other draws from given rates")
+@add("poisson")
 def _() -> Any:
-    return small(lambda _, x: x + torch.poisson(x.detach().abs()))
+    return small(lambda model, x: x + torch.poisson(x.detach().abs()) if model.training else x)
+
+
+@add("noise in evaluation too")
+def _() -> Any:
+    """As in a variational autoencoder whose validation loss is drawn."""
+    return small(lambda _, x: x + 0.1 * torch.randn_like(x))
 
 
 @add("bernoulli masks")
 def _() -> Any:
-    return small(lambda _, x: x * torch.bernoulli(torch.full_like(x, 0.7)) + torch.empty_like(x).bernoulli_(0.5))
+    def middle(model: Any, x: Tensor) -> Tensor:
+        if not model.training:
+            return x
+        return x * torch.bernoulli(torch.full_like(x, 0.7)) + torch.empty_like(x).bernoulli_(0.5)
+
+    return small(middle)
 
 
 @add("mixup", mixes_rows=True)
@@ -462,7 +475,8 @@ def _() -> Any:
     """Rows are mixed with their neighbours by a drawn factor."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        factor = torch.rand(batch["x"].shape[0], 1)
+        rows = batch["x"].shape[0]
+        factor = torch.rand(rows, 1) if model.training else torch.full((rows, 1), 0.5)
         x = factor * batch["x"] + (1 - factor) * batch["x"].flip(0)
         return mean_square(model, {"x": x})
 

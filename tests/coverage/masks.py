@@ -98,6 +98,16 @@ def _rrelu(
     return x * noise
 
 
+def _multinomial(draws: StatelessDraws, weights: Tensor, count: int, replacement: bool = False, *, generator: None = None) -> Tensor:
+    assert not replacement
+    clocks = -torch.log(1.0 - draws.uniform(weights.shape, torch.float32))
+    return (weights / clocks).topk(count, -1)[1]
+
+
+for _operator in (torch.ops.higher_order.scan, torch.ops.higher_order.cond, torch.ops.higher_order.while_loop, torch.ops.higher_order.map_impl):
+    _operator.py_impl(StatelessDraws)(lambda _, *args, _operator=_operator, **kwargs: _operator(*args, **kwargs))  # draws stand outside
+
+
 _RULES: dict[Any, Callable[..., Tensor]] = {
     aten.bernoulli_.float: lambda d, x, p=0.5, **_: x.copy_(d.heads(x.shape, p)),
     aten.bernoulli.p: lambda d, x, p=0.5, **_: d.heads(x.shape, p).to(x.dtype),
@@ -106,6 +116,11 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     aten.normal_.default: _normal_,
     aten.exponential_.default: _exponential_,
     aten.rrelu_with_noise.default: _rrelu,
+    aten.multinomial.default: _multinomial,
+    aten.randperm.default: lambda d, n, *, dtype=None, **_: d.integers(0, 1 << 32, [n], None).argsort().to(dtype or torch.int64),
+    aten.normal.Tensor_float: lambda d, mean, std=1.0, **_: mean + std * d.normal(mean.shape, mean.dtype),
+    aten.normal.float_Tensor: lambda d, mean, std, **_: mean + std * d.normal(std.shape, std.dtype),
+    aten.normal.Tensor_Tensor: lambda d, mean, std, **_: mean + std * d.normal((mean + std).shape, mean.dtype),
     aten.rand.default: lambda d, size, *, dtype=None, **_: d.uniform(size, dtype),
     aten.randn.default: lambda d, size, *, dtype=None, **_: d.normal(size, dtype),
     aten.rand_like.default: lambda d, x, *, dtype=None, **_: d.uniform(x.shape, dtype or x.dtype),
