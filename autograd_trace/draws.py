@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -166,6 +167,16 @@ def _attention(
     return (torch.where(keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities))) @ value
 
 
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """As torch.backends.mkldnn.flags, which warns on every build without Intel's GPUs."""
+    enabled, *_ = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # torch's
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(enabled)  # type: ignore[no-untyped-call]  # as above
+
+
 def _recurrent(operator: Any) -> Callable[..., Any]:
     """A recurrent operator layer by layer, with stateless dropout between the layers.
 
@@ -184,7 +195,7 @@ def _recurrent(operator: Any) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        with torch.backends.mkldnn.flags(enabled=False):
+        with _without_mkldnn():
             if not train or dropout == 0 or num_layers == 1:
                 whole: tuple[Tensor, ...] = operator(x, state, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first)
                 return whole

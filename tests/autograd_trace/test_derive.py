@@ -181,6 +181,18 @@ def test_a_prediction_is_eagers() -> None:
     assert torch.equal(out["prediction/weight"], model.last.weight)
 
 
+def recurrent(operator: Any, m: Model, x: Tensor) -> Tensor:
+    """Two layers with dropout between them, over eight steps of one value each; the layers' parameters are parts of `m`'s."""
+    gates = 4 if operator is torch.lstm else 3
+    hidden = torch.zeros(2, x.shape[0], 2)
+    weights = [m.first.weight.flatten()[: gates * 2].view(-1, 1), *(m.last.weight.flatten()[i : i + gates * 4].view(-1, 2) for i in range(3))]
+    layers = [weights[0], weights[1], weights[2], weights[3]]
+    state = (hidden, hidden) if operator is torch.lstm else hidden
+    out, *_ = operator(x.unsqueeze(-1), state, layers, False, 2, 0.5, m.training, False, True)
+    result: Tensor = out.sum(-1)
+    return result
+
+
 DRAWS = {
     "dropout": lambda m, x: functional.dropout(x, 0.5, m.training),
     "dropout in place": lambda m, x: functional.dropout(x * 1, 0.5, m.training, inplace=True),
@@ -193,6 +205,14 @@ DRAWS = {
     "noise": lambda m, x: x + torch.randn_like(x) if m.training else x,
     "gumbel": lambda m, x: functional.gumbel_softmax(x) if m.training else x,
     "bernoulli": lambda m, x: x * torch.bernoulli(torch.full_like(x, 0.5)) if m.training else x,
+    "alpha dropout": lambda m, x: functional.alpha_dropout(x, 0.5, m.training),
+    "alpha dropout of features": lambda m, x: functional.feature_alpha_dropout(x.view(-1, 2, 4), 0.5, m.training).reshape(x.shape),
+    "rrelu": lambda m, x: functional.rrelu(x, training=m.training),
+    "normal": lambda m, x: x + torch.normal(x.detach(), 0.5) if m.training else x,
+    "multinomial": lambda m, x: x * torch.multinomial(x.detach().sigmoid(), 2).sum(1, keepdim=True) if m.training else x,
+    "multinomial with replacement": lambda m, x: x * (torch.multinomial(x.sigmoid(), 2, True) if m.training else x).sum(1, keepdim=True),
+    "LSTM": lambda m, x: recurrent(torch.lstm, m, x),
+    "GRU": lambda m, x: recurrent(torch.gru, m, x),
     "randint": lambda m, x: x * torch.randint(0, 3, (x.shape[0], 1)) if m.training else x,
 }
 
@@ -235,8 +255,8 @@ def test_dropout_over_rows_merged_inside_out_is_refused_with_its_line() -> None:
 
 
 def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -> None:
-    program = program_of(job(Model(lambda m, x: functional.alpha_dropout(x, 0.5, m.training))))
-    with pytest.raises(CaptureError, match=r"jobs\.py.*alpha_dropout"):
+    program = program_of(job(Model(lambda m, x: torch.poisson(x.abs()) + x if m.training else x)))
+    with pytest.raises(CaptureError, match=r"jobs\.py.*poisson"):
         derive(program, "train", CPU)
 
 

@@ -26,6 +26,7 @@ class Case:
         family: the file that it stands in.
         build: makes the job. Called under one seed, it makes the same job each time, and imports what it needs itself.
         refused: why no sound capture of it exists, so that the freeze must refuse it; "": it must be captured.
+        gap: why it is not captured yet, though a sound capture exists. Such a case may be refused, and may pass one day.
         mixes_rows: a row's result depends on the other rows of its call (batch statistics, in-batch negatives), so that two workers of
             half the rows each compute the mean over the halves, as eager data parallel training does.
         note: what a reader of the table should know.
@@ -35,6 +36,7 @@ class Case:
     family: str
     build: Callable[[], Job]
     refused: str = ""
+    gap: str = ""
     mixes_rows: bool = False
     note: str = ""
 
@@ -45,8 +47,9 @@ class Case:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of every case: the suite is about gradients."""
-    return torch.optim.SGD(model.parameters(), lr=0.01)
+    """The optimizer of every case: the suite is about gradients. One group for each dtype."""
+    dtypes = dict.fromkeys(p.dtype for p in model.parameters())
+    return torch.optim.SGD([{"params": [p for p in model.parameters() if p.dtype is dtype]} for dtype in dtypes], lr=0.01)
 
 
 def make_job(model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[nn.Module, Batch], Any] | None, **options: Any) -> Job:
@@ -64,12 +67,14 @@ class Family:
         self.name = name
         self.cases: list[Case] = []
 
-    def add(self, name: str, *, refused: str = "", mixes_rows: bool = False) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def add(
+        self, name: str, *, refused: str = "", gap: str = "", mixes_rows: bool = False
+    ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         """Registers the decorated builder under `name`."""
 
         def register(build: Callable[[], Any]) -> Callable[[], Any]:
             note = (build.__doc__ or "").strip().splitlines()
-            self.cases.append(Case(name, self.name, lambda: _as_job(build()), refused, mixes_rows, note[0] if note else ""))
+            self.cases.append(Case(name, self.name, lambda: _as_job(build()), refused, gap, mixes_rows, note[0] if note else ""))
             return build
 
         return register

@@ -13,7 +13,7 @@ from tests.coverage.case import ROWS, WIDTH, Batch, Family, make_job, mean_squar
 
 FAMILY = Family("inputs")
 add = FAMILY.add
-_BY_SHAPE = "a batch is named tensors so far: what a data set holds as columns"
+_COLUMNS = "a batch is what a data set holds as columns so far: named tensors of one number of rows"
 
 
 class Two(nn.Module):
@@ -124,37 +124,37 @@ def _() -> Any:
     return Model(), {"x": torch.randn(ROWS, WIDTH), "y": torch.tensor([0, 1, 2, 3])}, None
 
 
-@add("a number in the batch")
+@add("a number in the batch", gap=_COLUMNS)
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "scale": 0.5}, lambda m, b: loss(m, b) * b["scale"])  # type: ignore[dict-item]  # what is tried
 
 
-@add("a string in the batch")
+@add("a string in the batch", gap=_COLUMNS)
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "mode": "mean"}, lambda m, b: loss(m, b) if b["mode"] == "mean" else loss(m, b) * 2)  # type: ignore[dict-item]  # what is tried
 
 
-@add("a flag in the batch")
+@add("a flag in the batch", gap=_COLUMNS)
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "on": True}, lambda m, b: loss(m, b) * (2 if b["on"] else 1))  # type: ignore[dict-item]  # what is tried
 
 
-@add("None in the batch")
+@add("None in the batch", gap=_COLUMNS)
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "mask": None}, loss)  # type: ignore[dict-item]  # what is tried
 
 
-@add("nested mappings in the batch")
+@add("nested mappings in the batch", gap=_COLUMNS)
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {"inputs": batch}, lambda m, b: loss(m, b["inputs"]))  # type: ignore[dict-item, arg-type]  # what is tried
 
 
-@add("a 0-dim tensor in the batch")
+@add("a 0-dim tensor in the batch", gap=_COLUMNS)
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "scale": torch.tensor(0.5)}, lambda m, b: loss(m, b) * b["scale"])
@@ -194,6 +194,12 @@ def _() -> Any:
 
 @add("a reshape by the number of rows")
 def _() -> Any:
+    return small(lambda _, x: x.view(x.shape[0], 2, -1).transpose(1, 2).reshape(x.shape[0], -1))
+
+
+@add("len of a tensor")
+def _() -> Any:
+    """len is a plain number, which torch.export takes as it is; x.shape[0] is the size."""
     return small(lambda _, x: x.view(x.shape[0], 2, -1).transpose(1, 2).reshape(len(x), -1))
 
 

@@ -104,7 +104,8 @@ def _() -> Any:
     """As in momentum contrast."""
 
     def middle(model: Any, x: Tensor) -> Tensor:
-        out = x + (x @ model.queue.t()).softmax(-1) @ model.queue
+        queue = model.queue.clone()
+        out = x + (x @ queue.t()).softmax(-1) @ queue
         with torch.no_grad():
             model.queue.copy_(torch.cat([model.queue, x.detach()])[-6:])
         return out
@@ -259,7 +260,7 @@ def _() -> Any:
 
 @add("orthogonal parametrization")
 def _() -> Any:
-    return small(lambda model, x: model.part(x), part=parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), "cayley"))
+    return small(lambda model, x: model.part(x), part=parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), orthogonal_map="cayley"))
 
 
 @add("a parametrization of one's own")

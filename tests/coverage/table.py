@@ -33,7 +33,7 @@ A case is a model with seeded random weights and a loss. The stages, each of whi
 | two workers | two processes on gloo, {shared} rows between them, have the loss and the gradients of one worker (twice the tolerance) |
 
 Eager is a plain training step of the case's own code: `loss.backward()`, no part of trainload. Differences are relative L2 distances: at most
-{full:g} in float32, {low:g} where something computes in 16 bits; gradients below 1e-6 of all gradients' norm are compared with that part.
+{full:g} in float32, {low:g} where something computes in 16 bits; gradients below {noise:g} of all gradients' norm are compared with that part.
 trainload's random numbers are a function of (seed, step, site, element), so the eager step is run with its random kernels (`bernoulli_`,
 `rand_like`, ...) drawing those numbers: dropout stays on, and everything around the draw is torch's own code. Rows that depend on one
 another (batch statistics, in-batch negatives) make two workers compute the mean over two halves, as in any data parallel training: there the
@@ -58,8 +58,13 @@ def became(found: Mapping[str, Any]) -> str:
 
 
 def bad(case: Case, found: Mapping[str, Any]) -> bool:
-    """Whether a case is not as it ought to be."""
-    return became(found) != ought(case)
+    """Whether a case is not as it ought to be. A known gap may be refused."""
+    return became(found) != ought(case) and not is_gap(case, found)
+
+
+def is_gap(case: Case, found: Mapping[str, Any]) -> bool:
+    """Whether a case is refused that is known not to be captured yet."""
+    return bool(case.gap) and became(found) == REFUSED
 
 
 def wrong_gradients(found: Mapping[str, Any]) -> bool:
@@ -85,27 +90,29 @@ def write_table(results: Mapping[str, Outcome]) -> None:
     from tests.coverage import stages
 
     head = _HEAD.format(
-        compared=stages.ROWS_COMPARED, again=stages.ROWS_AGAIN, shared=stages.ROWS_SHARED, full=stages.FULL, low=stages.LOW
+        compared=stages.ROWS_COMPARED, again=stages.ROWS_AGAIN, shared=stages.ROWS_SHARED, full=stages.FULL, low=stages.LOW, noise=stages.NOISE
     )
     parts = [head, _summary(results)]
     for module in FAMILIES:
         parts.append(_family(module.FAMILY.name, module.FAMILY.cases, results))
     parts.append(_refusals(results))
+    parts.append(_gaps(results))
     parts.append(_failures(results))
     TABLE.write_text("\n".join(parts).rstrip() + "\n")
 
 
 def _summary(results: Mapping[str, Outcome]) -> str:
     used = ", ".join(f"{name} {value}" for name, value in versions().items() if name not in ("cores",))
-    lines = [f"## Summary\n\n{used}.\n", "| family | cases | captured and right | refused, as it must be | failing | wrong gradients |"]
-    lines.append("|---|---:|---:|---:|---:|---:|")
-    total = [0] * 5
+    lines = [f"## Summary\n\n{used}.\n", "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    total = [0] * 6
     for module in FAMILIES:
         found = [(case, results[case.name]) for case in module.FAMILY.cases if case.name in results]
         counts = [
             len(module.FAMILY.cases),
             sum(became(r) == PASSED and not case.refused for case, r in found),
             sum(became(r) == REFUSED and bool(case.refused) for case, r in found),
+            sum(is_gap(case, r) for case, r in found),
             sum(bad(case, r) for case, r in found),
             sum(wrong_gradients(r) for _, r in found),
         ]
@@ -133,6 +140,15 @@ def _refusals(results: Mapping[str, Outcome]) -> str:
         found = results.get(case.name)
         if case.refused and found is not None and became(found) == REFUSED:
             lines.append(f"| {case.family}: {case.name} | {case.refused} | {_message(found)} |")
+    return "\n".join([*lines, ""])
+
+
+def _gaps(results: Mapping[str, Outcome]) -> str:
+    lines = ["## Known gaps\n", "Refused so far, though a sound capture exists.\n", "| case | why | message |", "|---|---|---|"]
+    for case in CASES:
+        found = results.get(case.name)
+        if found is not None and is_gap(case, found):
+            lines.append(f"| {case.family}: {case.name} | {case.gap} | {_message(found)} |")
     return "\n".join([*lines, ""])
 
 
