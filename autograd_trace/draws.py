@@ -261,7 +261,7 @@ def _randperm(run: Run, n: int, *, dtype: torch.dtype | None = None, **_: Any) -
 
 
 def _multinomial(run: Run, weights: Tensor, num_samples: int, replacement: bool = False, *, generator: None = None) -> Tensor:
-    """weights (rows, n) or (n,) -> (..., num_samples): the places that win a race of exponential clocks, which go as fast as their weights."""
+    """Weights (rows, n) or (n,) -> (..., num_samples): the winners of a race of exponential clocks that go as fast as their weights."""
     shape: list[Any] = [*weights.shape]
     if replacement:
         shape.insert(-1, num_samples)

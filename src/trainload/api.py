@@ -58,7 +58,7 @@ def freeze(job: Job, path: str | Path) -> Package:
     program = capture(job)
     recipe, updates = capture_optimizer(job, program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
-    check_step(program, steps["train"], {name: tensor.detach().cpu() for name, tensor in job.batch.items()})
+    check_step(program, steps["train"], {name: tensor.detach().cpu().contiguous() for name, tensor in job.batch.items()})
     package = write_package(path, program, updates, recipe, assets={name: Path(source) for name, source in job.assets.items()})
     try:
         write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])

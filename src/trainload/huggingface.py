@@ -48,10 +48,10 @@ _UNTABLED = ("reduce_lr_on_plateau", "greedy")
 def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, **options: Any) -> Job:
     """The job that `transformers.Trainer(model, args)` would train.
 
-    The loss is the model's own. Its weight is the number of labels that are not -100 (without the first of each row where the model shifts
-    its labels), so that microbatches and workers with unlike padding combine as Trainer's do; where labels are no integers, there are none, or
-    the loss is CTC's, it is the number of rows. The weight decay spares biases and norms. predict gives the model's logits; an encoder-decoder
-    has none, since it predicts token by token.
+    The loss is the model's own. Its weight is the number of labels that are not -100 (without the first of each row where the model
+    shifts its labels), so that microbatches and workers with unlike padding combine as Trainer's do; it is the number of rows where labels
+    are no integers, where there are none, and for a CTC loss. The weight decay spares biases and norms. predict gives the model's logits;
+    an encoder-decoder has none, since it predicts token by token.
 
     Args:
         model: a transformers model with a loss of its own.
@@ -205,7 +205,9 @@ def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mappi
     if type(model).__name__.endswith("ForCTC"):
         reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean")
         if reduction != "mean":
-            raise JobError("a loss that is a sum depends on the batch size", where="model.config.ctc_loss_reduction", expected="mean", got=reduction)
+            raise JobError(
+                "a loss that is a sum depends on the batch size", where="model.config.ctc_loss_reduction", expected="mean", got=reduction
+            )
         return lambda _: None
     if labels is None or labels.is_floating_point():
         return lambda _: None

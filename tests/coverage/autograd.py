@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.coverage.case import ROWS, WIDTH, Batch, Family, Small, mean_square, small
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-
-from tests.coverage.case import ROWS, WIDTH, Batch, Family, Small, mean_square, small
 
 FAMILY = Family("autograd")
 add = FAMILY.add
@@ -313,7 +312,10 @@ def _() -> Any:
     return model, batch, loss
 
 
-@add("hook after a gradient is accumulated", refused="it runs after the step's gradients are there, and may change parameters: no graph of the step has a place for it")
+@add(
+    "hook after a gradient is accumulated",
+    refused="it runs after the step's gradients are there, and may change parameters: no graph of the step has a place for it",
+)
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
 

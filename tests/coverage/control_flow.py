@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.coverage.case import ROWS, WIDTH, Batch, Family, mean_square, small
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, map, scan, while_loop
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-from tests.coverage.case import ROWS, WIDTH, Batch, Family, mean_square, small
 
 FAMILY = Family("control flow")
 add = FAMILY.add
@@ -406,7 +405,9 @@ def _() -> Any:
 
 @add("a generator and a comprehension")
 def _() -> Any:
-    return small(lambda model, x: sum((head(x) for head in model.heads), torch.zeros(())), heads=nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 2))
+    return small(
+        lambda model, x: sum((head(x) for head in model.heads), torch.zeros(())), heads=nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 2)
+    )
 
 
 @add("a loop over the time steps of a fixed length")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from tests.coverage.case import Case
+from tests.coverage.masks import StatelessDraws
 from torch import Tensor
 from torch.export import Dim
 
 from trainload.capture.job import Job, Loss
-
-from tests.coverage.case import Case
-from tests.coverage.masks import StatelessDraws
 
 SEED = 7
 STEP = 3
@@ -42,6 +41,7 @@ def is_static(job: Job) -> bool:
 def eager_step(case: Case, rows: int) -> Step:
     """One step of a newly made model on `rows` rows; where it draws random numbers, on those that a step graph would draw."""
     state = torch.random.get_rng_state()
+    torch.compiler.reset()  # eager's own control-flow operators compile; what was compiled for other rows does not know the mode below
     step = _step(case, rows, None)
     if step.random:
         static = is_static(case.job())

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainload.autograd_trace.aot import bind_group, derive
-from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.autograd_trace.graphs import Port, StepGraph
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster
@@ -115,9 +115,10 @@ def two_workers(
     totals = out["totals/totals"]
     found = {}
     for bucket in plan.buckets:
-        flat = out.get(f"bucket_gradient/{bucket.name}")
-        for slot in bucket.slots if flat is not None else ():
-            found[f"gradient/{slot.parameter}"] = flat[slot.offset : slot.offset + slot.length].view(slot.shape)
+        reduced = out.get(f"bucket_gradient/{bucket.name}")
+        for slot in bucket.slots if reduced is not None else ():
+            assert reduced is not None
+            found[f"gradient/{slot.parameter}"] = reduced[slot.offset : slot.offset + slot.length].view(slot.shape)
     names = [n for n in expected if n.startswith("gradient/")]
     assert set(names) <= set(found), "a gradient is missing"
     norm = float(torch.stack([expected[n].double().norm() for n in names]).norm())

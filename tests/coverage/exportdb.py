@@ -12,10 +12,9 @@ from enum import Enum
 from typing import Any
 
 import torch
+from tests.coverage.case import ROWS, WIDTH, Batch, Family, make_job, mean_square, small
 from torch import Tensor, nn
 from torch._higher_order_ops import map
-
-from tests.coverage.case import ROWS, WIDTH, Batch, Family, make_job, mean_square, small
 
 FAMILY = Family("ExportDB")
 add = FAMILY.add
@@ -114,6 +113,7 @@ def _() -> Any:
 @add("cond_predicate")
 def _() -> Any:
     return small(lambda _, x: torch.cond(torch.tensor(x.dim() == 2 and x.shape[1] > 6), lambda t: t.sin(), lambda t: t.cos(), [x]))
+
 
 @add("constrain_as_size_example", mixes_rows=True)
 def _() -> Any:
@@ -342,6 +342,7 @@ def _() -> Any:
 def _() -> Any:
     return small(lambda _, x: torch.ones_like(x) + x if len(x.shape) == 2 else x)
 
+
 @add("tensor_setattr")
 def _() -> Any:
     """An attribute of a tensor, which a graph does not need."""
@@ -376,7 +377,7 @@ def _() -> Any:
 
 @add("user_input_mutation")
 def _() -> Any:
-    """forward writes to its input."""
+    """Forward writes to its input."""
     return small(lambda _, x: x.mul_(2).cos())
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from tests.coverage.case import ROWS, WIDTH, Batch, Family, make_job, mean_square, small
 from torch import Tensor, nn
 from torch.export import Dim
-
-from tests.coverage.case import ROWS, WIDTH, Batch, Family, make_job, mean_square, small
 
 FAMILY = Family("inputs")
 add = FAMILY.add
@@ -173,6 +172,14 @@ def _() -> Any:
     return model, batch, loss
 
 
+@add("columns that are views")
+def _() -> Any:
+    """Neither contiguous nor of one memory each."""
+    model, _, loss = small(lambda _, x: x.relu())
+    whole = torch.randn(WIDTH, ROWS, 2)
+    return model, {"x": whole[..., 0].t(), "y": whole[..., 1].t()}, lambda m, b: loss(m, b) + (b["x"].view(-1) * b["y"].view(-1)).mean()
+
+
 @add("images of bytes")
 def _() -> Any:
     stack = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
@@ -199,7 +206,7 @@ def _() -> Any:
 
 @add("len of a tensor")
 def _() -> Any:
-    """len is a plain number, which torch.export takes as it is; x.shape[0] is the size."""
+    """Len is a plain number, which torch.export takes as it is; x.shape[0] is the size."""
     return small(lambda _, x: x.view(x.shape[0], 2, -1).transpose(1, 2).reshape(len(x), -1))
 
 

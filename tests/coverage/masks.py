@@ -91,7 +91,13 @@ def _exponential_(draws: StatelessDraws, x: Tensor, rate: float = 1.0, *, genera
 
 
 def _rrelu(
-    draws: StatelessDraws, x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: None = None
+    draws: StatelessDraws,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: None = None,
 ) -> Tensor:
     assert training
     noise.copy_(torch.where(x > 0, torch.ones_like(x), draws.uniform(x.shape, x.dtype) * (upper - lower) + lower))
@@ -104,7 +110,12 @@ def _multinomial(draws: StatelessDraws, weights: Tensor, count: int, replacement
     return (weights / clocks).topk(count, -1)[1]
 
 
-for _operator in (torch.ops.higher_order.scan, torch.ops.higher_order.cond, torch.ops.higher_order.while_loop, torch.ops.higher_order.map_impl):
+for _operator in (
+    torch.ops.higher_order.scan,
+    torch.ops.higher_order.cond,
+    torch.ops.higher_order.while_loop,
+    torch.ops.higher_order.map_impl,
+):
     _operator.py_impl(StatelessDraws)(lambda _, *args, _operator=_operator, **kwargs: _operator(*args, **kwargs))  # draws stand outside
 
 

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.coverage.case import Case
+from tests.coverage.eager import ROW, SEED, STEP, Step, eager_step, is_static
+from tests.coverage.elsewhere import Values, one_worker
+from tests.laws.isolated import Environment
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -22,11 +26,6 @@ from trainload.capture.errors import RequestError
 from trainload.launch.build import derived_key
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
-
-from tests.coverage.case import Case
-from tests.coverage.eager import ROW, SEED, STEP, Step, eager_step, is_static
-from tests.coverage.elsewhere import Values, one_worker
-from tests.laws.isolated import Environment
 
 STAGES = ("captured", "loss", "gradients", "dynamic batch", "saved", "loaded", "joint", "two workers")
 PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"
@@ -77,6 +76,7 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
             job = case.job()
             made = time.perf_counter() - start
             trainload.freeze(job, folder / "case.tl")
+            package = open_package(folder / "case.tl")
     except RequestError as error:
         stage = stage_of(error.__traceback__)
         if stage != "captured":
@@ -92,7 +92,6 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
         stages[stage] = {"state": FAILED, "seconds": time.perf_counter() - start, "error": text, "trace": causes(error)}
         return stages, {}
     stages["captured"] = {"state": PASSED, "seconds": time.perf_counter() - start - made, "error": ""}
-    package = open_package(folder / "case.tl")
     stages["saved"] = {"state": PASSED, "seconds": 0.0, "error": ""}
     step = read_derived(package, derived_key("train", torch.device("cpu")))
     assert step is not None
@@ -211,7 +210,7 @@ def computes_low(module: GraphModule) -> bool:
 def stage_of(trace: TracebackType | None) -> str:
     """Which stage a freeze was in when it failed."""
     stages = {"capture": "captured", "derive": "joint", "check_step": "joint", "capture_optimizer": "saved"}
-    stages |= {"write_package": "saved", "write_derived": "saved"}
+    stages |= {"write_package": "saved", "write_derived": "saved", "open_package": "saved"}
     for frame in traceback.extract_tb(trace):
         if "/trainload/" in frame.filename and frame.name in stages:
             return stages[frame.name]

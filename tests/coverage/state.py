@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.coverage.case import ROWS, WIDTH, Batch, Family, Small, mean_square, small
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
-
-from tests.coverage.case import ROWS, WIDTH, Batch, Family, Small, mean_square, small
 
 FAMILY = Family("state")
 add = FAMILY.add

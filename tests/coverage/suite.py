@@ -67,7 +67,9 @@ def run(cases: Sequence[Case], results: dict[str, Outcome], folder: Path, *, kee
     environment = make_environment(folder / "venv", build_wheel(folder / "wheel"))
     environment = dataclasses.replace(environment, prefix=())  # gloo needs a network interface
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "transformers.modeling_utils"] if any(c.family == "transformers" for c in cases) else PRELOADED)
+    context.set_forkserver_preload(
+        [*PRELOADED, "transformers.modeling_utils"] if any(c.family == "transformers" for c in cases) else PRELOADED
+    )
     for start in range(0, len(cases), CHUNK):
         place = folder / f"chunk{start}"
         place.mkdir()
@@ -102,12 +104,14 @@ def run_chunk(
         if "two_rows" in extra:
             reached.append((case, place, {"stages": stages, "extra": extra}))
     visit(environment, [place for _, place, _ in reached], folder)
-    for case, place, told in reached:
-        after_elsewhere(case, place, told["stages"], told["extra"])
-        results[case.name] = outcome(told["stages"], told["extra"])
+    for case, place, record in reached:
+        after_elsewhere(case, place, record["stages"], record["extra"])
+        results[case.name] = outcome(record["stages"], record["extra"])
     for case in cases:
         states = {name: entry["state"] for name, entry in results[case.name]["stages"].items()}
-        first = next((f"{s} at {n}: {results[case.name]['stages'][n]['error'][:150]}" for n, s in states.items() if s in ("failed", "refused")), "")
+        first = next(
+            (f"{s} at {n}: {results[case.name]['stages'][n]['error'][:150]}" for n, s in states.items() if s in ("failed", "refused")), ""
+        )
         print(f"{case.family}: {case.name}: {first or 'passed'}", file=sys.stderr, flush=True)
 
 

@@ -22,6 +22,7 @@ QUICK = (
     "LSTM with dropout between layers",
     "loss with weight and metrics",
     "tied parameters",
+    "columns that are views",
     "a fixed batch size",
 )
 REFUSALS = ("if on a value of the batch", "a write to a parameter in forward")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tests.coverage.case import ROWS, Batch, Family, make_job
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.coverage.case import ROWS, Batch, Family, make_job
 from trainload.capture.job import Job
 
 FAMILY = Family("timm")
@@ -55,11 +55,18 @@ class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _placeholder(name: str) -> type:
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {"__getattr__": lambda _, attribute: attribute, "NEAREST": 0, "BILINEAR": 2, "BICUBIC": 3, "BOX": 4, "HAMMING": 5, "LANCZOS": 1})
+    return type(
+        name,
+        (),
+        {"__getattr__": lambda _, attribute: attribute, "NEAREST": 0, "BILINEAR": 2, "BICUBIC": 3, "BOX": 4, "HAMMING": 5, "LANCZOS": 1},
+    )
 
 
 def _stand_in_for_torchvision() -> None:
-    """timm's data pipelines import torchvision, of which its models need nothing; PyPI's builds of it do not load beside a CPU build of torch."""
+    """The data pipelines of timm import torchvision, of which its models need nothing.
+
+    PyPI's builds of torchvision do not load beside a CPU build of torch.
+    """
     if "torchvision" not in sys.modules and importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Placeholders())
 

@@ -31,7 +31,8 @@ NORM_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**SMALL, **sizes))
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(**SMALL, **sizes))
+    return model
 
 
 def bert(kind: Any = BertForMaskedLM) -> nn.Module:
@@ -100,7 +101,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_losses_are_those_of_a_trainers_loop(package: Any, tmp_path: Path) -> None:
-    np.savez(tmp_path / "rows.npz", **{name: value.numpy() for name, value in batch().items()})
+    columns: dict[str, Any] = {name: value.numpy() for name, value in batch().items()}
+    np.savez(tmp_path / "rows.npz", **columns)
     plan = trainload.plan(package, trainload.Cluster(), "single", accumulate=2)
     losses: list[float] = []
     trainload.launch(
