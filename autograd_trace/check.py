@@ -19,8 +19,8 @@ _NOISE = 1e-6
 
 
 def check_step(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
-    """Runs one batch through the step graph, and through eager autograd with the same stateless random numbers; compares loss,
-    metrics, buffers and every gradient.
+    """Runs a batch through the step graph, and through eager autograd with the same stateless random numbers; compares loss, metrics,
+    buffers and every gradient. Where the number of rows is dynamic, another number is tried too: a derivative may have baked it in.
 
     Args:
         program: what `step` was derived from; its weights are read.
@@ -30,8 +30,13 @@ def check_step(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -
     Raises:
         CaptureError: something differs.
     """
-    capture = program.graphs["train"]
     rows = next(iter(batch.values())).shape[0]
+    for count in [rows] if isinstance(program.graphs["train"].inputs[0].shape[0], int) else [rows, rows + 1]:
+        _check_rows(program, step, {name: value[torch.arange(count) % rows] for name, value in batch.items()}, count)
+
+
+def _check_rows(program: Program, step: StepGraph, batch: Mapping[str, Tensor], rows: int) -> None:
+    capture = program.graphs["train"]
     scalars = {
         Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(rows), Role.SCALE: torch.tensor(1.0 / rows),
     }  # fmt: skip
@@ -51,7 +56,15 @@ def check_step(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -
             case _:
                 arguments.append(scalars[port.role])
     with torch.no_grad():
-        results = step.module(*arguments)
+        try:
+            results = step.module(*arguments)
+        except RuntimeError as error:  # torch's kernels
+            raise CaptureError(
+                f"the joint graph fails on {rows} rows: {str(error).strip().splitlines()[0]}",
+                where="graph train",
+                cure="The derivative of an operator of the model has the number of rows of the example in it: write it with other "
+                "operators (x * mask in place of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+            ) from error
     *expected, objective = module(*(batch[i.name] for i in capture.inputs), *scalars.values())
     objective.backward()
     wanted = {(p.role, p.name): v for p, v in zip(module.output_ports(), expected, strict=True)}

@@ -108,7 +108,7 @@ class Small(nn.Module):
 
 def mean_square(model: nn.Module, batch: Batch) -> Tensor:
     """The mean over rows of a smooth function of the output."""
-    out = model(batch["x"])
+    out: Tensor = model(batch["x"])
     return (out.float().square() + out.float()).flatten(1).mean(1).mean()
 
 

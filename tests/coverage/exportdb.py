@@ -325,7 +325,7 @@ def _() -> Any:
         raise ValueError("bad")
 
     model, batch, loss = small(middle)
-    model.animal, model.number = "moo", 4
+    vars(model).update(animal="moo", number=4)
     return model, batch, loss
 
 

@@ -324,7 +324,7 @@ def _() -> Any:
 @add("channels_last")
 def _() -> Any:
     model, batch, loss = images(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    return model.to(memory_format=torch.channels_last), batch, loss
+    return model.to(memory_format=torch.channels_last), batch, loss  # type: ignore[call-overload]  # its stubs lack this one
 
 
 # Random draws.

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 Shape = Sequence[int]
 
 
-class StatelessDraws(TorchDispatchMode):
+class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """A context in which random kernels draw from a `RandomKey`. Forward and backward belong into one.
 
     Args:
@@ -30,7 +30,7 @@ class StatelessDraws(TorchDispatchMode):
     """
 
     def __init__(self, seed: int, step: int, row: int, rows: int, *, static: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         key = RandomKey.of(torch.tensor(seed), torch.tensor(step), torch.tensor(row), rows)
         self._key = key.of_call() if static else key
         self._rows = None if static else rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import traceback
 import warnings
@@ -61,8 +62,23 @@ def run_case(case: Case, folder: Path, environment: Environment) -> Outcome:
 
 
 def outcome(stages: Mapping[str, Outcome], extra: Mapping[str, Any]) -> Outcome:
-    """The record of a case, with stages that were not reached."""
-    return {**extra, "stages": {name: stages.get(name, {"state": SKIPPED, "seconds": 0.0, "error": ""}) for name in STAGES}}
+    """The record of a case, with stages that were not reached. It names no folders of this machine."""
+    left = {"state": SKIPPED, "seconds": 0.0, "error": ""}
+    named = {name: dict(stages.get(name, left)) for name in STAGES}
+    return {
+        **extra,
+        "stages": {n: {**e, "seconds": round(e["seconds"], 2), "error": without_folders(e["error"])} for n, e in named.items()},
+    }
+
+
+def without_folders(text: str) -> str:
+    """A message whose paths begin in the repository or in the folder of installed packages."""
+    return re.sub(r"/[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text)
+
+
+def _shortened(found: re.Match[str]) -> str:
+    folder = found[0].rstrip("/").rpartition("/")[2]
+    return "" if folder == "site-packages" else f"{folder}/"
 
 
 def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict[str, Any]]:
@@ -82,14 +98,14 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
         if stage != "captured":
             stages["captured"] = {"state": PASSED, "seconds": 0.0, "error": ""}
         state = REFUSED if stage == "captured" else FAILED
-        stages[stage] = {"state": state, "seconds": time.perf_counter() - start, "error": str(error), "trace": causes(error)}
+        stages[stage] = {"state": state, "seconds": time.perf_counter() - start, "error": str(error)}
         return stages, {}
     except Exception as error:  # noqa: BLE001 - whatever a freeze raises is what the table tells
         stage = stage_of(error.__traceback__)
         if stage != "captured":
             stages["captured"] = {"state": PASSED, "seconds": 0.0, "error": ""}
         text = f"{type(error).__name__}: {error}"
-        stages[stage] = {"state": FAILED, "seconds": time.perf_counter() - start, "error": text, "trace": causes(error)}
+        stages[stage] = {"state": FAILED, "seconds": time.perf_counter() - start, "error": text}
         return stages, {}
     stages["captured"] = {"state": PASSED, "seconds": time.perf_counter() - start - made, "error": ""}
     stages["saved"] = {"state": PASSED, "seconds": 0.0, "error": ""}
@@ -106,7 +122,14 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
         stages["dynamic batch"] = {"state": SKIPPED, "seconds": 0.0, "error": "the case fixes its number of rows"}
     else:
         compare(case, package, step, batch, ROWS_AGAIN, tolerance, stages, ("dynamic batch",))
-    request = {"rows": rows, "two_rows": 0 if static else ROWS_SHARED, "seed": SEED, "step": STEP, "tolerance": tolerance * 2}
+    request = {
+        "rows": rows,
+        "two_rows": 0 if static else ROWS_SHARED,
+        "seed": SEED,
+        "step": STEP,
+        "tolerance": tolerance * 2,
+        "scale": 1.0 / expected.weight,
+    }
     (folder / "request.json").write_text(json.dumps({**request, "mixes_rows": case.mixes_rows}))
     save_file(batch, folder / "batch.safetensors")
     named = {f"gradient/{n}": g.contiguous() for n, g in expected.gradients.items()} | {
@@ -127,7 +150,7 @@ def after_elsewhere(case: Case, folder: Path, stages: dict[str, Outcome], extra:
         stages["loaded"] = {"state": FAILED, "seconds": 0.0, "error": f"the process could import {', '.join(answer['foreign'])}"}
     if stages.get("joint", {}).get("state") == PASSED:
         eager = load_file(folder / "eager.safetensors")
-        problem = difference(eager, load_file(folder / "joint.safetensors"), float(eager["weight/weight"]), extra["tolerance"])
+        problem = difference(eager, load_file(folder / "joint.safetensors"), extra["tolerance"])
         if problem:
             stages["joint"] |= {"state": FAILED, "error": problem}
     if "two_workers_apart" in answer:
@@ -151,24 +174,25 @@ def compare(
     try:
         expected = eager_step(case, rows)
         resized = {name: value[torch.arange(rows) % value.shape[0]] for name, value in batch.items()}
-        found = one_worker(package, step, resized, {"seed": SEED, "step": STEP}, ROW)
+        request = {"seed": SEED, "step": STEP, "scale": 1.0 / expected.weight}  # the mean's gradient, rounded as eager's
+        found = one_worker(package, step, resized, request, ROW)
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
-        stages[names[0]] = {"state": FAILED, "seconds": 0.0, "error": f"{type(error).__name__}: {error}", "trace": causes(error)}
+        stages[names[0]] = {"state": FAILED, "seconds": 0.0, "error": f"{type(error).__name__}: {error}"}
         return None
     wanted = {"loss/loss": expected.loss, "weight/weight": torch.tensor(expected.weight)}
     wanted |= {f"gradient/{n}": g for n, g in expected.gradients.items()} | {f"buffer/{n}": b for n, b in expected.buffers.items()}
     parts = [("loss/", "weight/"), ("gradient/", "buffer/")] if len(names) == 2 else [("loss/", "weight/", "gradient/", "buffer/")]
     for name, prefixes in zip(names, parts, strict=True):
         kept = {n: v for n, v in wanted.items() if n.startswith(prefixes)}
-        problem = difference(kept, found, expected.weight, tolerance)
+        problem = difference(kept, found, tolerance)
         seconds = time.perf_counter() - start
         stages[name] = {"state": FAILED if problem else PASSED, "seconds": seconds, "error": problem}
         start = time.perf_counter()
     return expected
 
 
-def difference(eager: Mapping[str, Tensor], graph: Values, weight: float, tolerance: float) -> str:
-    """Says what differs most; "": nothing. The graph's gradients are those of weight * loss."""
+def difference(eager: Mapping[str, Tensor], graph: Values, tolerance: float) -> str:
+    """Says what differs most; "": nothing."""
     squares = [float(v.double().norm()) ** 2 for n, v in eager.items() if n.startswith("gradient/")]
     total = sum(squares) ** 0.5
     worst, where = 0.0, ""
@@ -177,9 +201,8 @@ def difference(eager: Mapping[str, Tensor], graph: Values, weight: float, tolera
         if got is None:
             apart = 0.0 if name.startswith("buffer/") or not bool((expected != 0).any()) else float("inf")
         else:
-            scale = weight if name.startswith("gradient/") else 1.0
             floor = NOISE * total if name.startswith("gradient/") else 1e-30
-            apart = _apart(expected, got, scale, floor)
+            apart = _apart(expected, got, floor)
         if not apart <= max(worst, tolerance):
             worst, where = apart, name
     extra = [n for n, v in graph.items() if n.startswith("gradient/") and n not in eager and bool((v != 0).any())]
@@ -190,11 +213,11 @@ def difference(eager: Mapping[str, Tensor], graph: Values, weight: float, tolera
     return f"the step graph's {where.replace('/', ' ')} differs from eager's by {worst:.2g} of its size (at most {tolerance:g})"
 
 
-def _apart(expected: Tensor, got: Tensor, scale: float, floor: float) -> float:
+def _apart(expected: Tensor, got: Tensor, floor: float) -> float:
     if expected.shape != got.shape:
         return float("inf")
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = expected.to(wide), got.to(wide) / scale
+    a, b = expected.to(wide), got.to(wide)
     if torch.equal(a, b):
         return 0.0
     apart = float((a - b).norm()) / max(float(a.norm()), floor, 1e-30)
@@ -215,11 +238,3 @@ def stage_of(trace: TracebackType | None) -> str:
         if "/trainload/" in frame.filename and frame.name in stages:
             return stages[frame.name]
     return "captured"
-
-
-def causes(error: BaseException) -> str:
-    """The innermost frames of an error and of what caused it, for the list of failures."""
-    innermost = error
-    while innermost.__cause__ is not None:
-        innermost = innermost.__cause__
-    return "".join(traceback.format_exception(innermost, limit=-8, chain=False))[-3000:]

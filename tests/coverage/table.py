@@ -175,8 +175,5 @@ def _failures(results: Mapping[str, Outcome]) -> str:
 
 def _message(found: Mapping[str, Any]) -> str:
     text = next((found["stages"][s]["error"] for s in STAGES if found["stages"][s]["state"] in (FAILED, REFUSED)), "")
-    text = " ".join(text.replace(f"{ROOT}/", "").split())
-    place = text.find("site-packages/")
-    if place > 0:
-        text = text[: text.rfind(" ", 0, place) + 1] + text[place + len("site-packages/") :]
+    text = " ".join(text.split())
     return text.replace("|", "\\|").replace("`", "'")[:420]

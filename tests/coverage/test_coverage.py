@@ -80,11 +80,11 @@ def test_a_refusal_says_why_no_sound_capture_exists() -> None:
 )
 def test_a_wrong_gradient_is_seen(found: torch.Tensor, said: str) -> None:
     eager = {"gradient/first.weight": torch.tensor([1.0, 2.0]), "loss/loss": torch.tensor(3.0)}
-    problem = difference(eager, {"gradient/first.weight": found * 4, "loss/loss": torch.tensor(3.0)}, 4.0, 1e-5)
+    problem = difference(eager, {"gradient/first.weight": found, "loss/loss": torch.tensor(3.0)}, 1e-5)
     assert (said in problem) if said else problem == ""
 
 
 def test_a_missing_gradient_is_seen() -> None:
     eager = {"gradient/a": torch.tensor(1.0), "gradient/b": torch.tensor(0.0)}
-    assert "gradient a" in difference(eager, {"gradient/b": torch.tensor(0.0)}, 1.0, 1e-5)
-    assert difference(eager, {"gradient/a": torch.tensor(1.0)}, 1.0, 1e-5) == ""
+    assert "gradient a" in difference(eager, {"gradient/b": torch.tensor(0.0)}, 1e-5)
+    assert difference(eager, {"gradient/a": torch.tensor(1.0)}, 1e-5) == ""
