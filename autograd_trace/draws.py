@@ -101,7 +101,7 @@ def _alpha(run: Run, x: Tensor, shape: Sequence[Any], p: float, train: bool) -> 
         return x
     if p == 1:
         return x * 0
-    factor = ((_ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
+    factor: float = ((_ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
     keep = run.key().keep(run.site(), shape, run.batch_dim(), p).to(x.dtype)
     return x * (keep * factor) + ((keep - 1.0) * (_ALPHA * factor) + _ALPHA * factor * p)
 
@@ -252,7 +252,7 @@ def _randint_like_low(run: Run, x: Tensor, low: int, high: int, *, dtype: torch.
 
 def _normal_of(run: Run, mean: Tensor | float, std: Tensor | float = 1.0, *, generator: None = None) -> Tensor:
     given = [t for t in (mean, std) if isinstance(t, Tensor)]
-    shape = torch.broadcast_shapes(*(t.shape for t in given))
+    shape = (given[0] + given[-1]).shape
     return run.key().normal(run.site(_NORMAL_SITES), shape, run.batch_dim(), given[0].dtype) * std + mean
 
 

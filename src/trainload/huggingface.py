@@ -63,7 +63,8 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, **options: 
         JobError: a setting has no meaning here; the message names it. Or the batch is none.
     """
     settings = _Settings(args)
-    entries = {name: value for name, value in batch.items() if value is not None}
+    given: Mapping[str, Any] = batch  # unchecked so far
+    entries = {name: value for name, value in given.items() if value is not None}
     for name, value in entries.items():
         if not isinstance(value, Tensor):
             raise JobError(

@@ -13,6 +13,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job, Loss
@@ -277,6 +278,18 @@ def test_an_evaluation_that_draws_is_refused() -> None:
     program = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5))))
     with pytest.raises(CaptureError, match="not for training"):
         derive(program, "eval", CPU)
+
+
+def test_a_derivative_with_the_number_of_rows_in_it_is_refused() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        out: Tensor = model(batch["x"])
+        return torch.masked_select(out, batch["x"] > 0).square().sum() / out.shape[0]
+
+    given = job(Model(), loss=loss)
+    program = program_of(given)
+    step = derive(program, "train", CPU)
+    with pytest.raises(CaptureError, match="the joint graph fails on 5 rows"):
+        check_step(program, step, given.batch)
 
 
 def test_another_device_leaves_the_captured_graph_as_it_is() -> None:
