@@ -461,12 +461,12 @@ def _() -> Any:
     return small(lambda model, x: x + x[:, torch.randperm(WIDTH)] if model.training else x)
 
 
-@add("poisson")
+@add("poisson", gap="its draws have no stateless form yet")
 def _() -> Any:
     return small(lambda model, x: x + torch.poisson(x.detach().abs()) if model.training else x)
 
 
-@add("noise in evaluation too")
+@add("noise in evaluation too", gap="an evaluation that draws has no seed of its own yet")
 def _() -> Any:
     """As in a variational autoencoder whose validation loss is drawn."""
     return small(lambda _, x: x + 0.1 * torch.randn_like(x))

@@ -204,9 +204,8 @@ def _() -> Any:
     return small(lambda _, x: x.view(x.shape[0], 2, -1).transpose(1, 2).reshape(x.shape[0], -1))
 
 
-@add("len of a tensor")
+@add("len of a tensor", gap="len gives a plain number, which torch.export takes as it is; x.shape[0] is a size")
 def _() -> Any:
-    """Len is a plain number, which torch.export takes as it is; x.shape[0] is the size."""
     return small(lambda _, x: x.view(x.shape[0], 2, -1).transpose(1, 2).reshape(len(x), -1))
 
 
@@ -219,9 +218,8 @@ def _() -> Any:
     return small(middle)
 
 
-@add("rows in pairs")
+@add("two halves of the rows", gap="torch.export does not see that the halves of any number of rows make up all of them")
 def _() -> Any:
-    """The batch must be even: an odd one is refused in eager too."""
     return small(lambda _, x: torch.cat([x[: x.shape[0] // 2], x[x.shape[0] // 2 :]]))
 
 
