@@ -172,7 +172,9 @@ def compare(
     """Compares the package's step graph with eager on so many rows; one name: all of it is one stage. None: it could not be run."""
     start = time.perf_counter()
     try:
-        expected = eager_step(case, rows)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of compiling cond in eager
+            expected = eager_step(case, rows)
         resized = {name: value[torch.arange(rows) % value.shape[0]] for name, value in batch.items()}
         request = {"seed": SEED, "step": STEP, "scale": 1.0 / expected.weight}  # the mean's gradient, rounded as eager's
         found = one_worker(package, step, resized, request, ROW)
