@@ -111,10 +111,10 @@ def _summary(results: Mapping[str, Outcome]) -> str:
     used = ", ".join(f"{name} {value}" for name, value in versions().items() if name not in ("cores",))
     lines = [
         f"## Summary\n\n{used}.\n",
-        "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients |",
+        "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients | not run |",
     ]
-    lines.append("|---|---:|---:|---:|---:|---:|---:|")
-    total = [0] * 6
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    total = [0] * 7
     for module in FAMILIES:
         found = [(case, results[case.name]) for case in module.FAMILY.cases if case.name in results]
         counts = [
@@ -124,6 +124,7 @@ def _summary(results: Mapping[str, Outcome]) -> str:
             sum(is_gap(case, r) for case, r in found),
             sum(bad(case, r) for case, r in found),
             sum(wrong_gradients(r) for _, r in found),
+            len(module.FAMILY.cases) - len(found),
         ]
         total = [a + b for a, b in zip(total, counts, strict=True)]
         lines.append(f"| {module.FAMILY.name} | " + " | ".join(map(str, counts)) + " |")
