@@ -2,20 +2,21 @@
 #   make demo    the whole road: corpus, freeze, plan, launch on a local Ray cluster, result
 #   make test    the whole test suite
 #   make check   lint, format, types and the quick tests
+#   make coverage-suite   which models can be frozen: docs/coverage.md, in about an hour
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo mutate bench kills gpu parity clean
+.PHONY: env test check format demo mutate bench kills gpu parity coverage-suite clean
 
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev,transformers]"
 	touch $@
 
 test: env
@@ -50,6 +51,11 @@ gpu: env
 
 parity: env
 	$(BIN)/python benchmarks/parity.py
+
+coverage-suite: env
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps timm
+	$(BIN)/python -m tests.coverage.suite
 
 clean:
 	rm -rf $(VENV) build dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

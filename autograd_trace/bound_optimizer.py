@@ -13,6 +13,8 @@ from torch import Tensor
 from trainload.capture.errors import CaptureError, JobError
 
 _STEPS = 3
+_LEAST_RATE = 1e-30
+"""Stands for a learning rate of 0: no parameter moves by it."""
 
 
 def bound(
@@ -36,6 +38,8 @@ def bound(
             options[name] = False
     if "capturable" in options and isinstance(lr, Tensor):
         options["capturable"] = True
+        # That path divides by the learning rate: at 0 (the first step of a warmup) a gradient of 0 would give NaN.
+        options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
     if not optimizer.state:
         made = object.__new__(type(optimizer))  # copy.copy leaves out what a class of its own adds to torch's attributes
         made.__dict__.update(optimizer.__dict__)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from trainload.capture.operators import is_overload, is_seeded
 
 aten = torch.ops.aten
 _NORMAL_SITES = 2
+_ALPHA = 1.7580993408473766
+"""The product of SELU's two constants."""
 
 
 class Run(Protocol):
@@ -77,7 +80,37 @@ def _bernoulli(run: Run, x: Tensor, *, generator: None = None) -> Tensor:
 
 
 def _bernoulli_p(run: Run, x: Tensor, p: float = 0.5, *, generator: None = None) -> Tensor:
-    return (~run.key().keep(run.site(), x.shape, run.batch_dim(), p)).to(x.dtype)
+    return run.key().keep(run.site(), x.shape, run.batch_dim(), 1.0 - p).to(x.dtype)
+
+
+def _bernoulli_tensor(run: Run, x: Tensor, p: Tensor, *, generator: None = None) -> Tensor:
+    return (run.key().uniform(run.site(), x.shape, run.batch_dim(), torch.float32) < p).to(x.dtype)
+
+
+def _alpha_dropout(run: Run, x: Tensor, p: float, train: bool) -> Tensor:
+    return _alpha(run, x, x.shape, p, train)
+
+
+def _feature_alpha_dropout(run: Run, x: Tensor, p: float, train: bool) -> Tensor:
+    return _alpha(run, x, [*x.shape[:2], *([1] * (x.ndim - 2))], p, train)
+
+
+def _alpha(run: Run, x: Tensor, shape: Sequence[Any], p: float, train: bool) -> Tensor:
+    """Dropout that keeps mean and variance of what SELU gives ("Self-Normalizing Neural Networks", section 3)."""
+    if not train or p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    factor: float = ((_ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
+    keep = run.key().keep(run.site(), shape, run.batch_dim(), p).to(x.dtype)
+    return x * (keep * factor) + ((keep - 1.0) * (_ALPHA * factor) + _ALPHA * factor * p)
+
+
+def _rrelu(run: Run, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: None = None) -> Tensor:
+    if not training:
+        return torch.where(x > 0, x, x * ((lower + upper) / 2))
+    slope = run.key().uniform(run.site(), x.shape, run.batch_dim(), x.dtype) * (upper - lower) + lower
+    return torch.where(x > 0, x, x * slope)
 
 
 def _rand(run: Run, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -134,6 +167,54 @@ def _attention(
     return (torch.where(keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities))) @ value
 
 
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """As torch.backends.mkldnn.flags, which warns on every build without Intel's GPUs."""
+    enabled, *_ = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # torch's
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(enabled)  # type: ignore[no-untyped-call]  # as above
+
+
+def _recurrent(operator: Any) -> Callable[..., Any]:
+    """A recurrent operator layer by layer, with stateless dropout between the layers.
+
+    Without mkldnn: its layer returns a workspace that a traced backward lacks. On a GPU the setting means nothing.
+    """
+
+    def call(
+        run: Run,
+        x: Tensor,
+        state: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        with _without_mkldnn():
+            if not train or dropout == 0 or num_layers == 1:
+                whole: tuple[Tensor, ...] = operator(x, state, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first)
+                return whole
+            states = list(state) if isinstance(state, list | tuple) else [state]
+            directions, count = 2 if bidirectional else 1, len(params) // num_layers
+            last: list[list[Tensor]] = []
+            for layer in range(num_layers):
+                if layer > 0:
+                    x = _dropout(run, x, dropout)
+                own = [s.narrow(0, layer * directions, directions) for s in states]
+                given = own if isinstance(state, list | tuple) else own[0]
+                these = params[layer * count : (layer + 1) * count]
+                x, *after = operator(x, given, these, has_biases, 1, 0.0, train, bidirectional, batch_first)
+                last.append(after)
+            return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
+
+    return call
+
+
 def _in_place(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x.copy_(rule(run, x, *args, **kwargs))
@@ -161,6 +242,35 @@ def _randint_low(run: Run, low: int, high: int, size: Sequence[int], *, dtype: t
     return (run.key().bits(run.site(), size, run.batch_dim()) % (high - low) + low).to(dtype or torch.int64)
 
 
+def _randint_like(run: Run, x: Tensor, high: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _randint_low(run, 0, high, x.shape, dtype=dtype or x.dtype)
+
+
+def _randint_like_low(run: Run, x: Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _randint_low(run, low, high, x.shape, dtype=dtype or x.dtype)
+
+
+def _normal_of(run: Run, mean: Tensor | float, std: Tensor | float = 1.0, *, generator: None = None) -> Tensor:
+    given = [t for t in (mean, std) if isinstance(t, Tensor)]
+    shape = (given[0] + given[-1]).shape
+    return run.key().normal(run.site(_NORMAL_SITES), shape, run.batch_dim(), given[0].dtype) * std + mean
+
+
+def _randperm(run: Run, n: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return run.key().bits(run.site(), [n], run.batch_dim()).argsort(stable=True).to(dtype or torch.int64)
+
+
+def _multinomial(run: Run, weights: Tensor, num_samples: int, replacement: bool = False, *, generator: None = None) -> Tensor:
+    """Weights (rows, n) or (n,) -> (..., num_samples): the winners of a race of exponential clocks that go as fast as their weights."""
+    shape: list[Any] = [*weights.shape]
+    if replacement:
+        shape.insert(-1, num_samples)
+        weights = weights.unsqueeze(-2)
+    clocks = -torch.log(1.0 - run.key().uniform(run.site(), shape, run.batch_dim(), torch.float32))
+    speed = weights.float() / clocks.clamp(min=2.0**-25)
+    return speed.argmax(-1) if replacement else speed.topk(num_samples, -1).indices
+
+
 RANDOM: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _native_dropout,
@@ -170,11 +280,28 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli_p,
     aten.bernoulli_.float: _in_place(_bernoulli_p),
+    aten.bernoulli_.Tensor: _in_place(_bernoulli_tensor),
+    aten.alpha_dropout.default: _alpha_dropout,
+    aten.alpha_dropout_.default: _in_place(_alpha_dropout),
+    aten.feature_alpha_dropout.default: _feature_alpha_dropout,
+    aten.rrelu.default: _rrelu,
+    aten.rrelu_.default: _in_place(_rrelu),
+    aten.lstm.input: _recurrent(aten.lstm.input),
+    aten.gru.input: _recurrent(aten.gru.input),
+    aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input),
+    aten.rnn_relu.input: _recurrent(aten.rnn_relu.input),
     aten.uniform_.default: _in_place(_uniform),
     aten.normal_.default: _in_place(_normal),
     aten.exponential_.default: _in_place(_exponential),
     aten.randint.default: _randint,
     aten.randint.low: _randint_low,
+    aten.randint_like.default: _randint_like,
+    aten.randint_like.low_dtype: _randint_like_low,
+    aten.normal.Tensor_float: _normal_of,
+    aten.normal.float_Tensor: _normal_of,
+    aten.normal.Tensor_Tensor: _normal_of,
+    aten.randperm.default: _randperm,
+    aten.multinomial.default: _multinomial,
     aten.rand.default: _rand,
     aten.randn.default: _randn,
     aten.rand_like.default: _rand_like,

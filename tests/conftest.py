@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.house.source import ROOT, STAGES
 from tests.laws.gpt import gpt_job, write_rows
+from tests.laws.isolated import build_wheel
 from tests.packaging.jobs import Job, make_job
 
 import trainload
@@ -89,24 +87,4 @@ def copied(packaged: Package, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, built from a copy of its source."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "src", *STAGES):
-        subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(folder),
-        str(source),
-    ]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    (found,) = folder.glob("trainload-*.whl")
-    return found
+    return build_wheel(tmp_path_factory.mktemp("wheel"))

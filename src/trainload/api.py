@@ -73,7 +73,7 @@ def freeze(
     program = with_quantiles(capture(declared), leaves)
     recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
-    check_step(program, steps["train"], {name: leaf.detach().cpu() for name, leaf in leaves.items()})
+    check_step(program, steps["train"], {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()})
     assets = {name: Path(source) for name, source in job.assets.items()}
     package = write_package(path, program, updates, recipe, assets=assets, debug={"batch": _batch_record(declared, fixes)})
     try:

@@ -13,6 +13,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job, Loss
@@ -181,6 +182,21 @@ def test_a_prediction_is_eagers() -> None:
     assert torch.equal(out["prediction/weight"], model.last.weight)
 
 
+def recurrent(operator: Any, m: Model, x: Tensor) -> Tensor:
+    """Two layers with dropout between them, over eight steps of one value each; the layers' parameters are parts of `m`'s."""
+    gates = 4 if operator is torch.lstm else 3
+    hidden = torch.zeros(2, x.shape[0], 2)
+    weights = [
+        m.first.weight.flatten()[: gates * 2].view(-1, 1),
+        *(m.last.weight.flatten()[i : i + gates * 4].view(-1, 2) for i in range(3)),
+    ]
+    layers = [weights[0], weights[1], weights[2], weights[3]]
+    state = (hidden, hidden) if operator is torch.lstm else hidden
+    out, *_ = operator(x.unsqueeze(-1), state, layers, False, 2, 0.5, m.training, False, True)
+    result: Tensor = out.sum(-1)
+    return result
+
+
 DRAWS = {
     "dropout": lambda m, x: functional.dropout(x, 0.5, m.training),
     "dropout in place": lambda m, x: functional.dropout(x * 1, 0.5, m.training, inplace=True),
@@ -193,6 +209,14 @@ DRAWS = {
     "noise": lambda m, x: x + torch.randn_like(x) if m.training else x,
     "gumbel": lambda m, x: functional.gumbel_softmax(x) if m.training else x,
     "bernoulli": lambda m, x: x * torch.bernoulli(torch.full_like(x, 0.5)) if m.training else x,
+    "alpha dropout": lambda m, x: functional.alpha_dropout(x, 0.5, m.training),
+    "alpha dropout of features": lambda m, x: functional.feature_alpha_dropout(x.view(-1, 2, 4), 0.5, m.training).reshape(x.shape),
+    "rrelu": lambda m, x: functional.rrelu(x, training=m.training),
+    "normal": lambda m, x: x + torch.normal(x.detach(), 0.5) if m.training else x,
+    "multinomial": lambda m, x: x * torch.multinomial(x.detach().sigmoid(), 2).sum(1, keepdim=True) if m.training else x,
+    "multinomial with replacement": lambda m, x: x * (torch.multinomial(x.sigmoid(), 2, True) if m.training else x).sum(1, keepdim=True),
+    "LSTM": lambda m, x: recurrent(torch.lstm, m, x),
+    "GRU": lambda m, x: recurrent(torch.gru, m, x),
     "randint": lambda m, x: x * torch.randint(0, 3, (x.shape[0], 1)) if m.training else x,
 }
 
@@ -235,8 +259,8 @@ def test_dropout_over_rows_merged_inside_out_is_refused_with_its_line() -> None:
 
 
 def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -> None:
-    program = program_of(job(Model(lambda m, x: functional.alpha_dropout(x, 0.5, m.training))))
-    with pytest.raises(CaptureError, match=r"jobs\.py.*alpha_dropout"):
+    program = program_of(job(Model(lambda m, x: torch.poisson(x.abs()) + x if m.training else x)))
+    with pytest.raises(CaptureError, match=r"jobs\.py.*poisson"):
         derive(program, "train", CPU)
 
 
@@ -263,6 +287,18 @@ def test_an_evaluation_that_draws_draws_the_same_for_a_row_in_every_batch() -> N
 
     assert torch.allclose(loss(slice(0, 2)) + loss(slice(2, 4)), loss(slice(0, 4)), rtol=1e-5)
     assert loss(slice(0, 2)) != loss(slice(2, 4))
+
+
+def test_a_derivative_with_the_number_of_rows_in_it_is_refused() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        out: Tensor = model(batch["x"])
+        return torch.masked_select(out, batch["x"] > 0).square().sum() / out.shape[0]
+
+    given = job(Model(), loss=loss)
+    program = program_of(given)
+    step = derive(program, "train", CPU)
+    with pytest.raises(CaptureError, match="the joint graph fails on 5 rows"):
+        check_step(program, step, given.batch)
 
 
 def test_another_device_leaves_the_captured_graph_as_it_is() -> None:

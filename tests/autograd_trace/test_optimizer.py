@@ -241,6 +241,17 @@ def test_an_update_of_each_element_by_itself_runs_on_any_slice_as_its_optimizer_
     compare(update, ELEMENTWISE[name], (5, 7), 2e-5)
 
 
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_learning_rate_of_zero_moves_nothing(program: Program, name: str) -> None:
+    """As the first step of a warmup, with elements that get no gradient (an embedding's rows that the batch lacks)."""
+    update = captured(program, ELEMENTWISE[name])[1][0]
+    start, gradient = torch.randn(12), torch.cat([torch.zeros(6), torch.ones(6)])
+    moved, *_ = update.first.module()(start, gradient, torch.tensor(0.0), ())
+    if name not in ("Rprop", "a count in Python"):  # the first one's steps are sizes of its own, the second has a least rate
+        assert torch.equal(moved, start)
+    assert bool(moved.isfinite().all())
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_update_that_needs_the_whole_parameter_is_captured_for_its_shape(program: Program, name: str) -> None:
     recipe, (update,) = captured(program, lambda p: WHOLE[name]([q for q in p if q.ndim == 2]), quiet=True)

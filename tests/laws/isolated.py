@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.house.source import ROOT, STAGES
+
 REFUSING = """
 import errno, ipaddress, sys
 
@@ -40,13 +42,26 @@ class Environment:
     python: Path
     prefix: tuple[str, ...]
 
-    def run(self, code: str, cwd: Path, *arguments: str | Path) -> str:
-        """What `code` prints in a process that knows nothing of this one."""
+    def run(self, code: str, cwd: Path, *arguments: str | Path, timeout: float | None = None) -> str:
+        """What `code` prints in a process that knows nothing of this one. AssertionError: it fails."""
         variables = {"PATH": os.defpath, "HOME": str(cwd), "TRAINLOAD_CACHE_DIR": str(cwd / "cache"), "LC_ALL": "C.UTF-8"}
         command = [*self.prefix, str(self.python), "-c", code, *map(str, arguments)]
-        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=timeout)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    """The project's wheel, built in a new folder from a copy of its source."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "src", *STAGES):
+        subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    built = subprocess.run([sys.executable, "-m", "pip", "wheel", *options], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    (found,) = folder.glob("trainload-*.whl")
+    return found
 
 
 def make_environment(folder: Path, wheel: Path) -> Environment:

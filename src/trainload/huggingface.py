@@ -1,0 +1,247 @@
+"""Makes a job of a transformers model, its collator's batch and its Trainer's settings.
+
+    from trainload.huggingface import job_of
+
+    job = job_of(model, collator(rows), TrainingArguments(max_steps=1000, learning_rate=3e-4, warmup_steps=100))
+    package = trainload.freeze(job, "gpt2.tl")
+
+The step is the one that `transformers.Trainer` takes with these settings: docs/transformers.md says what is read and what is refused.
+transformers itself is imported when a job is made, and only for the schedules (and for Adafactor).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainload.capture.errors import JobError
+from trainload.capture.job import Job, Loss, SchedulerFactory
+
+IGNORED = -100
+"""A label of this value is not counted."""
+LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label", "decoder_input_ids")
+"""Entries of a batch that a prediction does not read."""
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "label_smoothing_factor": (0, "Give Job(loss=...) a loss with smoothing."),
+    "fp16": (False, "Use bf16, which needs no loss scaling."),
+    "gradient_checkpointing": (False, "Leave it off: a captured graph keeps or recomputes what its plan says."),
+    "neftune_noise_alpha": (None, "Add the noise in the model's embedding."),
+    "optim_args": (None, "Give the optimizer by dataclasses.replace(job, optimizer=...)."),
+    "optim_target_modules": (None, "Give the optimizer by dataclasses.replace(job, optimizer=...)."),
+    "deepspeed": (None, "Leave it out: the strategy is chosen by trainload.plan."),
+    "fsdp": (None, "Leave it out: the strategy is chosen by trainload.plan."),
+    "parallelism_config": (None, "Leave it out: the strategy is chosen by trainload.plan."),
+}
+"""Setting -> the value at which it has no effect, and what to do instead."""
+_UNTABLED = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that read the loss, so that they are no function of the step."""
+
+
+def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, **options: Any) -> Job:
+    """The job that `transformers.Trainer(model, args)` would train.
+
+    The loss is the model's own. Its weight is the number of labels that are not -100 (without the first of each row where the model
+    shifts its labels), so that microbatches and workers with unlike padding combine as Trainer's do; it is the number of rows where labels
+    are no integers, where there are none, and for a CTC loss. The weight decay spares biases and norms. predict gives the model's logits;
+    an encoder-decoder has none, since it predicts token by token.
+
+    Args:
+        model: a transformers model with a loss of its own.
+        batch: what a collator returns: name -> (rows, ...), of 2 rows or more, with labels.
+        args: `transformers.TrainingArguments`, or anything with such attributes; what it lacks has Trainer's default.
+        options: further fields of `trainload.Job` (dynamic, assets, predict, ...), or others than these.
+
+    Raises:
+        JobError: a setting has no meaning here; the message names it. Or the batch is none.
+    """
+    settings = _Settings(args)
+    given: Mapping[str, Any] = batch  # unchecked so far
+    entries = {name: value for name, value in given.items() if value is not None}
+    for name, value in entries.items():
+        if not isinstance(value, Tensor):
+            raise JobError(
+                "not a tensor",
+                where=f"batch[{name!r}]",
+                expected="a tensor",
+                got=type(value).__name__,
+                cure='Give the collator return_tensors="pt".',
+            )
+    weigh = _weight_of(model, entries)
+    dtype = torch.bfloat16 if settings.get("bf16", False) else None
+
+    def loss(module: nn.Module, given: dict[str, Tensor]) -> Loss:
+        value = _called(module, given, dtype).loss
+        if value is None:
+            raise JobError("the model returns no loss", where="batch", expected="labels", got=", ".join(sorted(given)))
+        return Loss(value.float() if dtype is not None else value, weight=weigh(given))
+
+    def predict(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: value for name, value in _called(module, given, dtype).items() if "logits" in name and isinstance(value, Tensor)}
+        if not found:
+            raise JobError("the model returns no logits", where="model", got=type(module).__name__, cure="Give job_of(..., predict=...).")
+        return found
+
+    fields: dict[str, Any] = {
+        "model": model,
+        "batch": entries,
+        "loss": loss,
+        "optimizer": settings.optimizer(),
+        "schedule": settings.schedule(),
+        "steps": settings.steps,
+        "global_batch": settings.rows(),
+        "clip_norm": settings.get("max_grad_norm", 1.0) or None,
+        "seed": settings.get("data_seed", None) or settings.get("seed", 42),
+    }
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        fields |= {"predict": predict, "predict_inputs": [name for name in entries if name not in LABELS]}
+    return Job(**(fields | options))
+
+
+class _Settings:
+    """Reads what a Trainer would read."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        for name, (idle, cure) in _REFUSED.items():
+            value = self.get(name, idle)
+            if value not in (idle, None, "", [], {}, False) and value != idle:
+                raise JobError("has no meaning for a package", where=f"args.{name}", expected=repr(idle), got=repr(value), cure=cure)
+        self.steps: int = self.get("max_steps", -1)
+        if self.steps < 1:
+            raise JobError(
+                "a job needs its number of steps, since the data come later",
+                where="args.max_steps",
+                expected="1 or more",
+                got=str(self.steps),
+                cure="Set max_steps; for epochs, rows of the data * epochs / rows of one update.",
+            )
+
+    def get(self, name: str, default: Any) -> Any:
+        return getattr(self._args, name, default)
+
+    def rows(self) -> int:
+        """Of one update."""
+        rows: int = self.get("per_device_train_batch_size", 8) * self.get("gradient_accumulation_steps", 1)
+        return rows
+
+    def optimizer(self) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        given = self.get("optim", "adamw_torch")
+        name = str(getattr(given, "value", given))
+        rate, decay = self.get("learning_rate", 5e-5), self.get("weight_decay", 0.0)
+        adam = {"betas": (self.get("adam_beta1", 0.9), self.get("adam_beta2", 0.999)), "eps": self.get("adam_epsilon", 1e-8)}
+        makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+            "adamw_torch": lambda groups: torch.optim.AdamW(groups, lr=rate, **adam),
+            "adamw_torch_fused": lambda groups: torch.optim.AdamW(groups, lr=rate, **adam),
+            "sgd": lambda groups: torch.optim.SGD(groups, lr=rate),
+            "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=rate),
+            "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=rate),
+            "adafactor": lambda groups: _adafactor()(groups, lr=rate, scale_parameter=False, relative_step=False),
+        }
+        if name not in makers:
+            raise JobError(
+                "an optimizer that this helper does not know",
+                where="args.optim",
+                expected=", ".join(makers),
+                got=name,
+                cure="Give one by dataclasses.replace(job, optimizer=...).",
+            )
+
+        def make(model: nn.Module) -> torch.optim.Optimizer:
+            return makers[name](_groups(model, decay))
+
+        return make
+
+    def schedule(self) -> SchedulerFactory:
+        given = self.get("lr_scheduler_type", "linear")
+        name = str(getattr(given, "value", given))
+        options = self.get("lr_scheduler_kwargs", None) or {}
+        warmup = self.get("warmup_steps", 0) or self.get("warmup_ratio", None) or 0
+        # As Trainer: a number below one is a share of the steps.
+        count = int(warmup) if warmup >= 1 else math.ceil(self.steps * warmup)
+        steps = self.steps
+        if name in _UNTABLED:
+            raise JobError(
+                "a schedule that reads the loss is no function of the step", where="args.lr_scheduler_type", got=name, cure="Use cosine."
+            )
+
+        def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            from transformers import get_scheduler
+
+            try:
+                made: torch.optim.lr_scheduler.LRScheduler = get_scheduler(name, optimizer, count, steps, options)
+            except (ValueError, TypeError) as error:
+                raise JobError(f"transformers makes no such schedule: {error}", where="args.lr_scheduler_type", got=name) from error
+            return made
+
+        return make
+
+
+def _adafactor() -> Any:
+    from transformers.optimization import Adafactor
+
+    return Adafactor
+
+
+def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: with weight decay, and without (biases, norms, everything in a LayerNorm). Tied parameters stand in one."""
+    spared = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    chosen = [p for name, p in named if id(p) not in spared and not _WITHOUT_DECAY.search(name.lower())]
+    left = {id(p) for p in chosen}
+    groups = [{"params": chosen, "weight_decay": decay}, {"params": [p for _, p in named if id(p) not in left], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor | None]:
+    """What the model's mean loss was taken over: a function of the batch. None: rows."""
+    labels = batch.get("labels")
+    if type(model).__name__.endswith("ForCTC"):
+        reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean")
+        if reduction != "mean":
+            raise JobError(
+                "a loss that is a sum depends on the batch size", where="model.config.ctc_loss_reduction", expected="mean", got=reduction
+            )
+        return lambda _: None
+    if labels is None or labels.is_floating_point():
+        return lambda _: None
+    start = 1 if labels.ndim > 1 and _shifts(model) else 0
+    return lambda given: (given["labels"][..., start:] if start else given["labels"]).ne(IGNORED).sum()
+
+
+def _shifts(model: nn.Module) -> bool:
+    """Whether the loss compares the output at a place with the label at the next: a language model that is no encoder-decoder."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+def _called(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | None) -> Any:
+    """The model's output, without a cache of keys and values."""
+    arguments: dict[str, Any] = dict(batch)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        arguments["use_cache"] = False
+    device = next(iter(batch.values())).device.type
+    context = torch.autocast(device, dtype=dtype) if dtype is not None else contextlib.nullcontext()
+    with context, _without_cache(getattr(model, "config", None)):
+        return model(**arguments)
+
+
+@contextlib.contextmanager
+def _without_cache(config: Any) -> Iterator[None]:
+    """Some models read the setting in their configuration only."""
+    if not getattr(config, "use_cache", False):
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = True

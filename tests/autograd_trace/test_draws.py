@@ -1,0 +1,114 @@
+"""The stateless forms of random operators have the distributions of torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.draws import RANDOM
+from trainload.autograd_trace.random import RandomKey
+
+aten = torch.ops.aten
+
+
+class Run:
+    """What an interpreter gives a random operator, for rows in the first dim."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._site = 0
+
+    def key(self) -> RandomKey:
+        return RandomKey.of(torch.tensor(1), torch.tensor(2), torch.tensor(0), self._rows)
+
+    def site(self, count: int = 1) -> int:
+        self._site += count
+        return self._site - count
+
+    def batch_dim(self) -> int | None:
+        return 0
+
+
+def drawn(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
+    result: Tensor = RANDOM[operator](Run(x.shape[0]), x, *arguments)
+    return result
+
+
+@pytest.fixture
+def normal() -> Tensor:
+    return torch.randn(4000, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_alpha_dropout_keeps_mean_and_variance(normal: Tensor) -> None:
+    out = drawn(aten.alpha_dropout.default, normal, 0.3, True)
+    assert abs(float(out.mean())) < 0.02
+    assert abs(float(out.var()) - 1) < 0.03
+    assert abs(float((out == out.mode(0).values).float().mean()) - 0.3) < 0.01
+
+
+def test_alpha_dropout_of_features_drops_whole_ones(normal: Tensor) -> None:
+    out = drawn(aten.feature_alpha_dropout.default, normal.view(-1, 4, 2), 0.5, True)
+    dropped = out == out.flatten().mode().values
+    assert torch.equal(dropped[..., 0], dropped[..., 1])
+    assert abs(float(dropped.float().mean()) - 0.5) < 0.02
+
+
+def test_rrelu_has_slopes_between_its_bounds(normal: Tensor) -> None:
+    out = drawn(aten.rrelu.default, normal, 0.2, 0.6, True)
+    assert torch.equal(out[normal > 0], normal[normal > 0])
+    slopes = (out / normal)[normal < 0]
+    assert 0.2 - 1e-6 <= float(slopes.min()) < 0.21 and 0.59 < float(slopes.max()) <= 0.6 + 1e-6
+
+
+def test_rrelu_outside_of_training_has_the_mean_slope(normal: Tensor) -> None:
+    torch.testing.assert_close(drawn(aten.rrelu.default, normal, 0.2, 0.6, False), torch.nn.functional.rrelu(normal, 0.2, 0.6, False))
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_multinomial_draws_as_often_as_the_weights_say(replacement: bool) -> None:
+    places = drawn(aten.multinomial.default, torch.tensor([1.0, 3.0, 0.0]).expand(8000, 3), 1, replacement)
+    counts = torch.bincount(places.flatten(), minlength=3) / 8000
+    torch.testing.assert_close(counts, torch.tensor([0.25, 0.75, 0.0]), atol=0.02, rtol=0)
+
+
+def test_multinomial_without_replacement_draws_no_place_twice() -> None:
+    places = drawn(aten.multinomial.default, torch.ones(500, 4), 3, False)
+    assert bool((places.sort(-1).values.diff() > 0).all())
+
+
+def test_multinomial_with_replacement_draws_independently() -> None:
+    places = drawn(aten.multinomial.default, torch.ones(8000, 2), 2, True).double()
+    assert abs(float(torch.corrcoef(places.t())[0, 1])) < 0.05
+
+
+def test_a_drawn_permutation_holds_every_number_once() -> None:
+    places: Tensor = RANDOM[aten.randperm.default](Run(1), 50)
+    assert sorted(places.tolist()) == list(range(50))
+    assert places.tolist() != list(range(50))
+
+
+def test_normal_of_tensors_has_their_means_and_deviations() -> None:
+    out = drawn(aten.normal.Tensor_Tensor, torch.full((8000,), 3.0), torch.full((8000,), 0.5))
+    assert abs(float(out.mean()) - 3) < 0.03
+    assert abs(float(out.std()) - 0.5) < 0.02
+
+
+def test_a_probability_for_each_element_is_its_own() -> None:
+    out = drawn(aten.bernoulli_.Tensor, torch.zeros(8000, 2), torch.tensor([0.1, 0.8]))
+    torch.testing.assert_close(out.mean(0), torch.tensor([0.1, 0.8]), atol=0.02, rtol=0)
+
+
+def test_recurrent_dropout_stands_between_the_layers() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.LSTM(3, 3, 2, batch_first=True)
+    x, state = torch.randn(5, 4, 3), [torch.zeros(2, 5, 3), torch.zeros(2, 5, 3)]
+    call = (layers._flat_weights, True, 2)
+    plain = RANDOM[aten.lstm.input](Run(5), x, state, *call, 0.0, True, False, True)
+    dropped = RANDOM[aten.lstm.input](Run(5), x, state, *call, 0.5, True, False, True)
+    for value, expected in zip(plain, (layers(x)[0], *layers(x)[1]), strict=True):
+        torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(dropped[1][0], plain[1][0])  # the first layer's last state
+    assert not torch.allclose(dropped[0], plain[0])

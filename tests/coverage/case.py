@@ -1,0 +1,117 @@
+"""What a case of the coverage suite is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainload.capture.job import Job
+
+ROWS = 4
+"""Rows of an example batch. The stages run other numbers of rows."""
+WIDTH = 8
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One trainable model and loss, built from code with seeded weights.
+
+    Attributes:
+        name: unique; what the table's row is called.
+        family: the file that it stands in.
+        build: makes the job. Called under one seed, it makes the same job each time, and imports what it needs itself.
+        refused: why no sound capture of it exists, so that the freeze must refuse it; "": it must be captured.
+        gap: why it is not captured yet, though a sound capture exists. Such a case may be refused, and may pass one day.
+        mixes_rows: a row's result depends on the other rows of its call (batch statistics, in-batch negatives), so that two workers of
+            half the rows each compute the mean over the halves, as eager data parallel training does.
+        note: what a reader of the table should know.
+    """
+
+    name: str
+    family: str
+    build: Callable[[], Job]
+    refused: str = ""
+    gap: str = ""
+    mixes_rows: bool = False
+    note: str = ""
+
+    def job(self) -> Job:
+        """The job, the same at every call."""
+        torch.manual_seed(20_261)
+        return self.build()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every case: the suite is about gradients. One group for each dtype."""
+    dtypes = dict.fromkeys(p.dtype for p in model.parameters())
+    return torch.optim.SGD([{"params": [p for p in model.parameters() if p.dtype is dtype]} for dtype in dtypes], lr=0.01)
+
+
+def make_job(model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[nn.Module, Batch], Any] | None, **options: Any) -> Job:
+    """A job of one case. loss: None where the model returns it."""
+    return Job(model=model, batch=batch, loss=loss, optimizer=sgd, **options)
+
+
+class Family:
+    """Collects a file's cases.
+
+    `add(name, ...)` decorates a function that returns (model, batch, loss) or a Job; its docstring's first line is the case's note.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cases: list[Case] = []
+
+    def add(
+        self, name: str, *, refused: str = "", gap: str = "", mixes_rows: bool = False
+    ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+        """Registers the decorated builder under `name`."""
+
+        def register(build: Callable[[], Any]) -> Callable[[], Any]:
+            note = (build.__doc__ or "").strip().splitlines()
+            self.cases.append(Case(name, self.name, lambda: _as_job(build()), refused, gap, mixes_rows, note[0] if note else ""))
+            return build
+
+        return register
+
+
+def _as_job(built: Any) -> Job:
+    return built if isinstance(built, Job) else make_job(*built)
+
+
+class Small(nn.Module):
+    """A linear layer, `middle(self, hidden)`, and another linear layer: (rows, WIDTH) -> (rows, WIDTH).
+
+    Further parameters, modules and buffers are given by name.
+    """
+
+    def __init__(self, middle: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.middle = middle
+        for name, part in parts.items():
+            if isinstance(part, nn.Parameter | nn.Module):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        last: Tensor = self.last(self.middle(self, self.first(x)))
+        return last
+
+
+def mean_square(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean over rows of a smooth function of the output."""
+    out: Tensor = model(batch["x"])
+    return (out.float().square() + out.float()).flatten(1).mean(1).mean()
+
+
+def small(middle: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor) -> tuple[nn.Module, Batch, Any]:
+    """(model, batch, loss) of `Small`."""
+    return Small(middle, **parts), {"x": torch.randn(ROWS, WIDTH)}, mean_square

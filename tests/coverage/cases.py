@@ -1,0 +1,18 @@
+"""All cases of the suite, in the table's order. Importing this imports neither transformers nor timm."""
+
+from __future__ import annotations
+
+from tests.coverage import autograd, control_flow, exportdb, functional, inputs, state, timm_models, transformers_models
+from tests.coverage.case import Case
+
+FAMILIES = (control_flow, autograd, functional, state, inputs, exportdb, transformers_models, timm_models)
+CASES: tuple[Case, ...] = tuple(case for module in FAMILIES for case in module.FAMILY.cases)
+
+
+def case_named(name: str) -> Case:
+    """The case of this name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {case.name: case for case in CASES}[name]

@@ -1,0 +1,80 @@
+"""A training step by eager PyTorch, from the case's own source: what everything else is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tests.coverage.case import Case
+from tests.coverage.masks import StatelessDraws
+from torch import Tensor
+from torch.export import Dim
+
+from trainload.capture.job import Job, Loss
+
+SEED = 7
+STEP = 3
+ROW = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A loss, the weight that its mean was taken over, gradients by parameter (of the mean), and buffers after the step."""
+
+    loss: Tensor
+    weight: float
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    random: bool
+
+
+def resized(batch: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """The batch with `rows` rows: its own, again and again."""
+    return {name: value[torch.arange(rows) % value.shape[0]].clone() for name, value in batch.items()}
+
+
+def is_static(job: Job) -> bool:
+    """Whether the job fixes its number of rows."""
+    return any(dims.get(0) is Dim.STATIC for dims in job.dynamic.values())
+
+
+def eager_step(case: Case, rows: int) -> Step:
+    """One step of a newly made model on `rows` rows; where it draws random numbers, on those that a step graph would draw."""
+    state = torch.random.get_rng_state()
+    torch.compiler.reset()  # eager's own control-flow operators compile; what was compiled for other rows does not know the mode below
+    step = _step(case, rows, None)
+    if step.random:
+        static = is_static(case.job())
+        step = _step(case, rows, StatelessDraws(SEED, STEP, ROW, rows, static=static))
+    torch.random.set_rng_state(state)
+    return step
+
+
+def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
+    job = case.job()
+    model = job.model.train()
+    batch = resized(dict(job.batch), rows)
+    torch.set_autocast_cache_enabled(False)  # as in a captured graph; the cache alone moves bf16 gradients by 1e-3
+    before = torch.random.get_rng_state()
+    try:
+        if draws is None:
+            loss, weight = _forward_backward(job, batch, rows)
+        else:
+            with draws:
+                loss, weight = _forward_backward(job, batch, rows)
+    finally:
+        torch.set_autocast_cache_enabled(True)
+    return Step(
+        loss=loss.detach(),
+        weight=weight,
+        gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        buffers={name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)},
+        random=not torch.equal(before, torch.random.get_rng_state()),
+    )
+
+
+def _forward_backward(job: Job, batch: dict[str, Tensor], rows: int) -> tuple[Tensor, float]:
+    result = job.model(**batch) if job.loss is None else job.loss(job.model, batch)
+    loss = result if isinstance(result, Loss) else Loss(result)
+    loss.value.backward()  # type: ignore[no-untyped-call]  # torch's
+    return loss.value, float(rows if loss.weight is None else loss.weight)

@@ -1,0 +1,242 @@
+"""Takes one case through all stages."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tests.coverage.case import Case
+from tests.coverage.eager import ROW, SEED, STEP, Step, eager_step, is_static
+from tests.coverage.elsewhere import Values, one_worker
+from tests.laws.isolated import Environment
+from torch import Tensor
+from torch.fx import GraphModule
+
+import trainload
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.capture.errors import RequestError
+from trainload.launch.build import derived_key
+from trainload.packaging.derived import read_derived
+from trainload.packaging.read import Package, open_package
+
+STAGES = ("captured", "loss", "gradients", "dynamic batch", "saved", "loaded", "joint", "two workers")
+PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"
+ROWS_COMPARED, ROWS_AGAIN, ROWS_SHARED = 11, 13, 6
+"""Rows of the comparison with eager, of the one of another size, and of the two-worker step. Primes: see `StatelessDraws`."""
+FULL, LOW = 3e-5, 5e-3
+"""Greatest relative L2 difference of a loss or gradient: in float32, and where something computes in 16 bits."""
+NOISE = 1e-2
+"""Gradients below this part of all gradients' norm are compared with that part: some are zero but for rounding (a bias before a norm)."""
+ELSEWHERE = Path(__file__).with_name("elsewhere.py")
+Outcome = dict[str, Any]
+
+
+def run_case(case: Case, folder: Path, environment: Environment) -> Outcome:
+    """Runs every stage.
+
+    Args:
+        case: what to run.
+        folder: a new folder for it.
+        environment: where the package is opened without the case's source.
+
+    Returns:
+        {"stages": {stage: {"state", "seconds", "error"}}, ...}: plain data.
+    """
+    stages, extra = before_elsewhere(case, folder)
+    if "two_rows" in extra:
+        try:
+            environment.run(ELSEWHERE.read_text(), folder.parent, folder)
+        except AssertionError as error:  # the process died
+            (folder / "answer.json").write_text(json.dumps({"loaded": {"error": f"the process died: {str(error)[-300:]}", "seconds": 0.0}}))
+        after_elsewhere(case, folder, stages, extra)
+    return outcome(stages, extra)
+
+
+def outcome(stages: Mapping[str, Outcome], extra: Mapping[str, Any]) -> Outcome:
+    """The record of a case, with stages that were not reached. It names no folders of this machine."""
+    left = {"state": SKIPPED, "seconds": 0.0, "error": ""}
+    named = {name: dict(stages.get(name, left)) for name in STAGES}
+    return {
+        **extra,
+        "stages": {n: {**e, "seconds": round(e["seconds"], 2), "error": without_folders(e["error"])} for n, e in named.items()},
+    }
+
+
+def without_folders(text: str) -> str:
+    """A message whose paths begin in the repository or in the folder of installed packages."""
+    return re.sub(r"/[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text)
+
+
+def _shortened(found: re.Match[str]) -> str:
+    folder = found[0].rstrip("/").rpartition("/")[2]
+    return "" if folder == "site-packages" else f"{folder}/"
+
+
+def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict[str, Any]]:
+    """The stages that run beside the case's source. "two_rows" in the second result: the others can follow."""
+    stages: dict[str, Outcome] = {}
+    folder.mkdir()
+    start = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            job = case.job()
+            made = time.perf_counter() - start
+            trainload.freeze(job, folder / "case.tl")
+            package = open_package(folder / "case.tl")
+    except RequestError as error:
+        stage = stage_of(error.__traceback__)
+        if stage != "captured":
+            stages["captured"] = {"state": PASSED, "seconds": 0.0, "error": ""}
+        state = REFUSED if stage == "captured" else FAILED
+        stages[stage] = {"state": state, "seconds": time.perf_counter() - start, "error": str(error)}
+        return stages, {}
+    except Exception as error:  # noqa: BLE001 - whatever a freeze raises is what the table tells
+        stage = stage_of(error.__traceback__)
+        if stage != "captured":
+            stages["captured"] = {"state": PASSED, "seconds": 0.0, "error": ""}
+        text = f"{type(error).__name__}: {error}"
+        stages[stage] = {"state": FAILED, "seconds": time.perf_counter() - start, "error": text}
+        return stages, {}
+    stages["captured"] = {"state": PASSED, "seconds": time.perf_counter() - start - made, "error": ""}
+    stages["saved"] = {"state": PASSED, "seconds": 0.0, "error": ""}
+    step = read_derived(package, derived_key("train", torch.device("cpu")))
+    assert step is not None
+    tolerance = LOW if computes_low(step.module) else FULL
+    batch = {name: value.detach().contiguous() for name, value in job.batch.items()}
+    static = is_static(job)
+    rows = next(iter(batch.values())).shape[0] if static else ROWS_COMPARED
+    expected = compare(case, package, step, batch, rows, tolerance, stages, ("loss", "gradients"))
+    if expected is None:
+        return stages, {}
+    if static:
+        stages["dynamic batch"] = {"state": SKIPPED, "seconds": 0.0, "error": "the case fixes its number of rows"}
+    else:
+        compare(case, package, step, batch, ROWS_AGAIN, tolerance, stages, ("dynamic batch",))
+    request = {
+        "rows": rows,
+        "two_rows": 0 if static else ROWS_SHARED,
+        "seed": SEED,
+        "step": STEP,
+        "tolerance": tolerance * 2,
+        "scale": 1.0 / expected.weight,
+    }
+    (folder / "request.json").write_text(json.dumps({**request, "mixes_rows": case.mixes_rows}))
+    save_file(batch, folder / "batch.safetensors")
+    named = {f"gradient/{n}": g.contiguous() for n, g in expected.gradients.items()} | {
+        f"buffer/{n}": b.contiguous() for n, b in expected.buffers.items()
+    }
+    save_file({"loss/loss": expected.loss, "weight/weight": torch.tensor(expected.weight), **named}, folder / "eager.safetensors")
+    return stages, {"two_rows": request["two_rows"], "tolerance": tolerance, "random": expected.random}
+
+
+def after_elsewhere(case: Case, folder: Path, stages: dict[str, Outcome], extra: dict[str, Any]) -> None:
+    """Reads what the other process found; compares its joint graph's values with eager's."""
+    answer = json.loads((folder / "answer.json").read_text())
+    for name in ("loaded", "joint", "two workers"):
+        if name in answer:
+            entry = answer[name]
+            stages[name] = {"state": FAILED if entry["error"] else PASSED, **entry}
+    if answer.get("foreign"):
+        stages["loaded"] = {"state": FAILED, "seconds": 0.0, "error": f"the process could import {', '.join(answer['foreign'])}"}
+    if stages.get("joint", {}).get("state") == PASSED:
+        eager = load_file(folder / "eager.safetensors")
+        problem = difference(eager, load_file(folder / "joint.safetensors"), extra["tolerance"])
+        if problem:
+            stages["joint"] |= {"state": FAILED, "error": problem}
+    if "two_workers_apart" in answer:
+        extra["two_workers_apart"] = answer["two_workers_apart"]
+    if not extra["two_rows"]:
+        stages["two workers"] = {"state": SKIPPED, "seconds": 0.0, "error": "the case fixes its number of rows"}
+
+
+def compare(
+    case: Case,
+    package: Package,
+    step: StepGraph,
+    batch: Mapping[str, Tensor],
+    rows: int,
+    tolerance: float,
+    stages: dict[str, Outcome],
+    names: Sequence[str],
+) -> Step | None:
+    """Compares the package's step graph with eager on so many rows; one name: all of it is one stage. None: it could not be run."""
+    start = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of compiling cond in eager
+            expected = eager_step(case, rows)
+        resized = {name: value[torch.arange(rows) % value.shape[0]] for name, value in batch.items()}
+        request = {"seed": SEED, "step": STEP, "scale": 1.0 / expected.weight}  # the mean's gradient, rounded as eager's
+        found = one_worker(package, step, resized, request, ROW)
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
+        stages[names[0]] = {"state": FAILED, "seconds": 0.0, "error": f"{type(error).__name__}: {error}"}
+        return None
+    wanted = {"loss/loss": expected.loss, "weight/weight": torch.tensor(expected.weight)}
+    wanted |= {f"gradient/{n}": g for n, g in expected.gradients.items()} | {f"buffer/{n}": b for n, b in expected.buffers.items()}
+    parts = [("loss/", "weight/"), ("gradient/", "buffer/")] if len(names) == 2 else [("loss/", "weight/", "gradient/", "buffer/")]
+    for name, prefixes in zip(names, parts, strict=True):
+        kept = {n: v for n, v in wanted.items() if n.startswith(prefixes)}
+        problem = difference(kept, found, tolerance)
+        seconds = time.perf_counter() - start
+        stages[name] = {"state": FAILED if problem else PASSED, "seconds": seconds, "error": problem}
+        start = time.perf_counter()
+    return expected
+
+
+def difference(eager: Mapping[str, Tensor], graph: Values, tolerance: float) -> str:
+    """Says what differs most; "": nothing."""
+    squares = [float(v.double().norm()) ** 2 for n, v in eager.items() if n.startswith("gradient/")]
+    total = sum(squares) ** 0.5
+    worst, where = 0.0, ""
+    for name, expected in eager.items():
+        got = graph.get(name)
+        if got is None:
+            apart = 0.0 if name.startswith("buffer/") or not bool((expected != 0).any()) else float("inf")
+        else:
+            floor = NOISE * total if name.startswith("gradient/") else 1e-30
+            apart = _apart(expected, got, floor)
+        if not apart <= max(worst, tolerance):
+            worst, where = apart, name
+    extra = [n for n, v in graph.items() if n.startswith("gradient/") and n not in eager and bool((v != 0).any())]
+    if any(n.startswith("gradient/") for n in eager) and extra:
+        return f"the graph has a gradient for {extra[0].partition('/')[2]}, which gets none in eager"
+    if not where:
+        return ""
+    return f"the step graph's {where.replace('/', ' ')} differs from eager's by {worst:.2g} of its size (at most {tolerance:g})"
+
+
+def _apart(expected: Tensor, got: Tensor, floor: float) -> float:
+    if expected.shape != got.shape:
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = expected.to(wide), got.to(wide)
+    if torch.equal(a, b):
+        return 0.0
+    apart = float((a - b).norm()) / max(float(a.norm()), floor, 1e-30)
+    return apart if apart == apart else float("inf")
+
+
+def computes_low(module: GraphModule) -> bool:
+    """Whether a graph computes in 16 bits somewhere."""
+    values = (node.meta.get("val") for node in module.graph.nodes)
+    return any(isinstance(v, Tensor) and v.dtype in (torch.float16, torch.bfloat16) for v in values)
+
+
+def stage_of(trace: TracebackType | None) -> str:
+    """Which stage a freeze was in when it failed."""
+    stages = {"capture": "captured", "derive": "joint", "check_step": "joint", "capture_optimizer": "saved"}
+    stages |= {"write_package": "saved", "write_derived": "saved", "open_package": "saved"}
+    for frame in traceback.extract_tb(trace):
+        if "/trainload/" in frame.filename and frame.name in stages:
+            return stages[frame.name]
+    return "captured"

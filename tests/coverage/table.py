@@ -1,0 +1,180 @@
+"""docs/coverage.md: what the suite found, as a table."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from tests.coverage.case import Case
+from tests.coverage.cases import CASES, FAMILIES
+from tests.coverage.stages import FAILED, PASSED, REFUSED, SKIPPED, STAGES, Outcome
+from tests.house.source import ROOT
+
+TABLE = ROOT / "docs" / "coverage.md"
+_MARKS = {PASSED: "yes", FAILED: "**no**", REFUSED: "refused", SKIPPED: ""}
+_HEAD = """# Coverage
+
+Which models can be frozen, and is what comes out of the package right? `make coverage-suite` makes this page and
+`benchmarks/results/coverage.json` from the cases in `tests/coverage/`; it takes about an hour on one core.
+
+A case is a model with seeded random weights and a loss. The stages, each of which begins where the one before it passed:
+
+| stage | passed means |
+|---|---|
+| captured | `trainload.freeze` took it: captured, replayed against eager on two batch sizes, the joint graph derived and proven |
+| loss, gradients | the package's step graph, on {compared} rows, has eager's loss and weight; every gradient and every buffer |
+| dynamic batch | the same on {again} rows |
+| saved | the package was written, and its graph read back |
+| loaded | an environment of the wheel and its dependencies opened it: no source of the case, no transformers, no timm |
+| joint | the forward and backward graph derived anew there has eager's loss, gradients and buffers |
+| two workers | two processes on gloo, {shared} rows between them, have the loss and the gradients of one worker (twice the tolerance) |
+
+Eager is a plain training step of the case's own code: `loss.backward()`, no part of trainload. Differences are relative L2 distances: at
+most {full:g} in float32, {low:g} where something computes in 16 bits; gradients below {noise:g} of all gradients' norm are compared with
+that part.
+trainload's random numbers are a function of (seed, step, site, element), so the eager step is run with its random kernels (`bernoulli_`,
+`rand_like`, ...) drawing those numbers: dropout stays on, and everything around the draw is torch's own code. Rows that depend on one
+another (batch statistics, in-batch negatives) make two workers compute the mean over two halves, as in any data parallel training: there
+the reference is one worker on both halves.
+
+"refused" is an outcome too: the freeze says no with a message, where a graph would train something else. Below the table each refusal
+has its message and the reason why no sound capture exists. **no** is a gap or a fault: the model should be captured and is not (yet).
+"""
+
+
+def ought(case: Case) -> str:
+    """What should become of a case."""
+    return REFUSED if case.refused else PASSED
+
+
+def became(found: Mapping[str, Any]) -> str:
+    """What became of it: passed; refused by the freeze; failed."""
+    states = [found["stages"][name]["state"] for name in STAGES]
+    if REFUSED in states:
+        return REFUSED
+    return FAILED if FAILED in states or states[0] != PASSED else PASSED
+
+
+def bad(case: Case, found: Mapping[str, Any]) -> bool:
+    """Whether a case is not as it ought to be. A known gap need not pass."""
+    return became(found) != ought(case) and not is_gap(case, found)
+
+
+def is_gap(case: Case, found: Mapping[str, Any]) -> bool:
+    """Whether a case does not pass that is known not to be captured yet. One with wrong gradients is none."""
+    return bool(case.gap) and became(found) != PASSED and not wrong_gradients(found)
+
+
+def wrong_gradients(found: Mapping[str, Any]) -> bool:
+    """Whether a package was written that trains something else than eager."""
+    return any(found["stages"][name]["state"] == FAILED for name in ("loss", "gradients", "dynamic batch")) or (
+        found["stages"]["joint"]["state"] == FAILED and found["stages"]["saved"]["state"] == PASSED
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the results depend on beside the code."""
+    found = {"python": platform.python_version(), "cores": str(len(os.sched_getaffinity(0)))}
+    for name in ("torch", "transformers", "timm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def write_table(results: Mapping[str, Outcome]) -> None:
+    """Writes docs/coverage.md."""
+    from tests.coverage import stages
+
+    head = _HEAD.format(
+        compared=stages.ROWS_COMPARED,
+        again=stages.ROWS_AGAIN,
+        shared=stages.ROWS_SHARED,
+        full=stages.FULL,
+        low=stages.LOW,
+        noise=stages.NOISE,
+    )
+    parts = [head, _summary(results)]
+    for module in FAMILIES:
+        parts.append(_family(module.FAMILY.name, module.FAMILY.cases, results))
+    parts.append(_refusals(results))
+    parts.append(_gaps(results))
+    parts.append(_failures(results))
+    TABLE.write_text("\n".join(parts).rstrip() + "\n")
+
+
+def _summary(results: Mapping[str, Outcome]) -> str:
+    used = ", ".join(f"{name} {value}" for name, value in versions().items() if name not in ("cores",))
+    lines = [
+        f"## Summary\n\n{used}.\n",
+        "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients | not run |",
+    ]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    total = [0] * 7
+    for module in FAMILIES:
+        found = [(case, results[case.name]) for case in module.FAMILY.cases if case.name in results]
+        counts = [
+            len(module.FAMILY.cases),
+            sum(became(r) == PASSED and not case.refused for case, r in found),
+            sum(became(r) == REFUSED and bool(case.refused) for case, r in found),
+            sum(is_gap(case, r) for case, r in found),
+            sum(bad(case, r) for case, r in found),
+            sum(wrong_gradients(r) for _, r in found),
+            len(module.FAMILY.cases) - len(found),
+        ]
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+        lines.append(f"| {module.FAMILY.name} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join([*lines, "| all | " + " | ".join(map(str, total)) + " |", ""])
+
+
+def _family(name: str, cases: list[Case], results: Mapping[str, Outcome]) -> str:
+    lines = [f"## {name[0].upper()}{name[1:]}\n", f"| case | {' | '.join(STAGES)} | seconds |", f"|---|{'---|' * len(STAGES)}---:|"]
+    for case in cases:
+        found = results.get(case.name)
+        if found is None:
+            lines.append(f"| {case.name} |{' not run |' * len(STAGES)} |")
+            continue
+        marks = [_MARKS[found["stages"][stage]["state"]] for stage in STAGES]
+        seconds = sum(found["stages"][stage].get("seconds", 0.0) for stage in STAGES)
+        lines.append(f"| {case.name} | {' | '.join(marks)} | {seconds:.1f} |")
+    return "\n".join([*lines, ""])
+
+
+def _refusals(results: Mapping[str, Outcome]) -> str:
+    lines = ["## Refusals, as they must be\n", "| case | why no sound capture exists | message |", "|---|---|---|"]
+    for case in CASES:
+        found = results.get(case.name)
+        if case.refused and found is not None and became(found) == REFUSED:
+            lines.append(f"| {case.family}: {case.name} | {case.refused} | {_message(found)} |")
+    return "\n".join([*lines, ""])
+
+
+def _gaps(results: Mapping[str, Outcome]) -> str:
+    lines = ["## Known gaps\n", "Not captured so far, though a sound capture exists.\n", "| case | why | message |", "|---|---|---|"]
+    for case in CASES:
+        found = results.get(case.name)
+        if found is not None and is_gap(case, found):
+            lines.append(f"| {case.family}: {case.name} | {case.gap} | {_message(found)} |")
+    return "\n".join([*lines, ""])
+
+
+def _failures(results: Mapping[str, Outcome]) -> str:
+    lines = ["## Not as it ought to be\n", "| case | ought to be | stage | message |", "|---|---|---|---|"]
+    for case in CASES:
+        found = results.get(case.name)
+        if found is not None and bad(case, found):
+            stage = next((s for s in STAGES if found["stages"][s]["state"] in (FAILED, REFUSED)), "all")
+            expected = "refused" if case.refused else "captured"
+            message = _message(found) or f"captured, though {case.refused}"
+            lines.append(f"| {case.family}: {case.name} | {expected} | {stage} | {message} |")
+    return "\n".join([*lines, ""])
+
+
+def _message(found: Mapping[str, Any]) -> str:
+    text = next((found["stages"][s]["error"] for s in STAGES if found["stages"][s]["state"] in (FAILED, REFUSED)), "")
+    text = " ".join(text.split())
+    return text.replace("|", "\\|").replace("`", "'")[:420]
