@@ -82,7 +82,7 @@ add("vit_tiny_patch16_224", img_size=32, depth=2, drop_rate=0.1, drop_path_rate=
 add("deit_tiny_patch16_224", img_size=32, depth=2)
 add("swin_tiny_patch4_window7_224", size=56, img_size=56, embed_dim=24, depths=(2, 2), num_heads=(2, 4), drop_path_rate=0.2)
 add("convnext_atto", depths=(1, 1, 2, 1), drop_path_rate=0.1)
-add("mixer_s32_224", size=64, img_size=64, num_blocks=2)
+add("mixer_s32_224", size=64, img_size=64)
 add("poolformer_s12", layers=(1, 1, 1, 1))
 add("cait_xxs24_224", img_size=32, depth=2)
 add("beit_base_patch16_224", img_size=32, embed_dim=48, depth=2, num_heads=4)
