@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,11 @@ import torch._inductor.exc
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -230,7 +235,7 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             description = node.meta["desc"]
-            if isinstance(description, TangentAOTInput):
+            if isinstance(description, TangentAOTInput | ForwardTokenAOTInput | BackwardTokenAOTInput):
                 continue
             match description:
                 case ParamAOTInput(target=target) | BufferAOTInput(target=target):
@@ -254,6 +259,11 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             continue
+        if node.target is torch.ops.higher_order.with_effects:
+            _forget_check(node, name)
+            continue
+        if node.target is operator.getitem and node.args[0].target is torch.ops.higher_order.with_effects:
+            continue  # a token
         if is_random(node):
             raise CaptureError(f"the derived graph draws from a generator with {node.target}", where=f"graph {name}")
         if tangent is not None and tangent in node.all_input_nodes and tangent not in mapping:
@@ -278,6 +288,22 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
     return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
 
 
+def _forget_check(node: Node, graph: str) -> None:
+    """Tokens order operators with side effects. Those that check a matrix (is it singular?) are left out: a solution that there is not
+    comes out infinite or NaN.
+
+    Raises:
+        CaptureError: the operator does anything else.
+    """
+    effect = node.args[1]
+    if effect is not torch.ops.aten._linalg_check_errors.default:
+        raise CaptureError(
+            f"the operator {effect} has a side effect beside its result, which a step graph cannot have",
+            where=f"graph {graph}",
+            cure="Keep it out of forward: `if not torch.compiler.is_exporting(): ...`.",
+        )
+
+
 def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tuple[Port, ...], list[Node]]:
     found: list[Port] = []
     results: list[Node] = []
@@ -286,6 +312,8 @@ def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tup
         if value is None:
             continue
         match description:
+            case ForwardTokenAOTOutput() | BackwardTokenAOTOutput():
+                continue
             case PlainAOTOutput(idx=index):
                 if index >= len(ports):
                     continue

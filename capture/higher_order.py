@@ -11,7 +11,7 @@ Python that calls torch. `evaluate` is the same with another way to run the grap
     trainload_func_grad(body, inputs, *operands) -> tuple
         The gradients of body's first result with respect to the first `inputs` operands, then all of body's results.
     trainload_vmap(body, in_dims, out_dims, randomness, *operands) -> tuple
-        body mapped over dim in_dims[i] of operand i (-1: not mapped), results stacked at out_dims[i] (-1: taken as it is).
+        body mapped over dim in_dims[i] of operand i (-1: not mapped), results stacked at out_dims[i].
     trainload_autograd_grad(outputs, inputs, create_graph, *tensors) -> tuple
         tensors: `outputs` values, `inputs` values, a gradient for each output. Returns the gradient of each input; zeros where none flows.
     trainload_require_grad(tensor) -> (tensor,)
@@ -95,7 +95,7 @@ def _vmap(call: Call, body: Any, in_dims: Sequence[int], out_dims: Sequence[int]
     mapped = torch.func.vmap(
         lambda *values: call(body, values),
         tuple(None if d < 0 else d for d in in_dims),
-        tuple(None if d < 0 else d for d in out_dims),  # type: ignore[misc]  # torch takes None, for a result that is not mapped
+        tuple(out_dims),
         randomness,
     )
     return tuple(mapped(*operands))

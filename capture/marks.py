@@ -1,6 +1,6 @@
 """Operators that stand in a graph while it is traced, to mark what torch.export would drop. `regions.py` takes them out again.
 
-begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad
+begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad, vmap
 grad_mode(enabled)                        the grad mode from here on
 tangent(x, number) -> Tensor              stands for a gradient that arrives at x in backward
 connect(outputs, inputs, gradients, number) -> Tensor[]
@@ -40,6 +40,14 @@ def _func_grad(variables: list[Tensor], results: list[Tensor], _: int) -> list[T
     return [torch.empty_like(value) for value in (*variables, *results)]
 
 
+def _row(x: Tensor, dim: int, _: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], *x.shape[dim + 1 :]])
+
+
+def _stacked(results: list[Tensor], dims: list[int], x: Tensor, dim: int, _: int) -> list[Tensor]:
+    return [r.new_empty([*r.shape[:at], x.shape[dim], *r.shape[at:]]) for r, at in zip(results, dims, strict=True)]
+
+
 def _autograd_grad(outputs: list[Tensor], inputs: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(value) for value in inputs]
 
@@ -53,31 +61,13 @@ for _schema, _meaning in (
     ("hook(Tensor x, Tensor gradient, int number) -> ()", _nothing),
     ("variable(Tensor x, int number) -> Tensor", _like),
     ("func_grad(Tensor[] variables, Tensor[] results, int number) -> Tensor[]", _func_grad),
+    ("row(Tensor x, int dim, int number) -> Tensor", _row),
+    ("stacked(Tensor[] results, int[] dims, Tensor x, int dim, int number) -> Tensor[]", _stacked),
     ("autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, bool create_graph) -> Tensor[]", _autograd_grad),
     ("require_grad(Tensor x) -> ()", _nothing),
 ):
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.split("(")[0], _meaning, "CompositeExplicitAutograd")
-
-
-def _mapped_like(info: Any, in_dims: tuple[int | None, ...], x: Tensor, number: int) -> tuple[Tensor, int | None]:
-    return torch.empty_like(x), in_dims[0]
-
-
-def _mapped_connect(
-    info: Any, in_dims: tuple[Any, ...], outputs: list[Tensor], inputs: list[Tensor], gradients: list[Tensor], number: int
-) -> tuple[list[Tensor], list[int | None]]:
-    return _connect(outputs), in_dims[0]
-
-
-def _mapped_func_grad(
-    info: Any, in_dims: tuple[Any, ...], variables: list[Tensor], results: list[Tensor], number: int
-) -> tuple[list[Tensor], list[int | None]]:
-    return _func_grad(variables, results, number), [*in_dims[0], *in_dims[1]]
-
-
-for _name, _rule in (("tangent", _mapped_like), ("variable", _mapped_like), ("connect", _mapped_connect), ("func_grad", _mapped_func_grad)):
-    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _rule)
 
 BEGIN = torch.ops.trainload_mark.begin.default
 END = torch.ops.trainload_mark.end.default
@@ -87,6 +77,8 @@ CONNECT = torch.ops.trainload_mark.connect.default
 HOOK = torch.ops.trainload_mark.hook.default
 VARIABLE = torch.ops.trainload_mark.variable.default
 FUNC_GRAD = torch.ops.trainload_mark.func_grad.default
+ROW = torch.ops.trainload_mark.row.default
+STACKED = torch.ops.trainload_mark.stacked.default
 AUTOGRAD_GRAD = torch.ops.trainload_mark.autograd_grad.default
 REQUIRE_GRAD = torch.ops.trainload_mark.require_grad.default
 

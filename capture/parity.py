@@ -201,6 +201,16 @@ def _eager_gradients(
     loss = next(v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS)
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
+    for name in owners.values():
+        gradient = parameters[name].grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise CaptureError(
+                "a parameter's gradient is a sparse tensor, which neither a bucket nor an optimizer's graph can hold",
+                where=f"Job.model: {name}",
+                expected="torch.strided",
+                got=str(gradient.layout),
+                cure="Make the embedding with sparse=False.",
+            )
     return {name: parameters[name].grad for name in owners.values()}
 
 

@@ -20,9 +20,6 @@ from trainload.capture.errors import CaptureError
 
 _HOP = torch.ops.higher_order
 _DISSOLVED = (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
-_VMAP_ENTER, _VMAP_LEAVE, _VMAP_IN, _VMAP_OUT = (
-    "_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim",
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -101,11 +98,7 @@ def _body_of(module: GraphModule, call: Node) -> tuple[GraphModule, int]:
 
 
 def _is_mark(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") == marks.NAMESPACE or _name(node) == _VMAP_ENTER
-
-
-def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return getattr(node.target, "namespace", "") == marks.NAMESPACE
 
 
 def _dissolve(module: GraphModule) -> None:
@@ -242,13 +235,12 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
             close_mode()
             now = node.args[0]
             open_mode()
-        elif node.target is marks.BEGIN or _name(node) == _VMAP_ENTER:
-            kind, text, number = node.args if node.target is marks.BEGIN else ("vmap", node.args[1], -1)
-            region = _Region(kind, text, number)
+        elif node.target is marks.BEGIN:
+            region = _Region(*node.args)
             stack[-1].items.append(region)
             stack.append(region)
             modes.append(now)
-        elif node.target is marks.END or _name(node) == _VMAP_LEAVE:
+        elif node.target is marks.END:
             close_mode()
             stack.pop()
             modes.pop()
@@ -259,8 +251,6 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
             if node.op == "output":
                 close_mode()
             root.items.append(node)
-        elif _name(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "lazy_load_decompositions"):
-            continue
         else:
             stack[-1].items.append(node)
     assert stack == [root], "a region is not closed"
@@ -282,7 +272,7 @@ class _Builder:
         """Adds a region's items to the graph of `owner`; `mapping`: old node -> new."""
         for item in region.items:
             if isinstance(item, _Region):
-                if item.kind in ("backward", "func_grad"):
+                if item.kind in ("backward", "func_grad", "vmap"):
                     self.deferred[item.number] = item
                 elif item.items:
                     self._region(graph, owner, item, mapping)
@@ -300,8 +290,16 @@ class _Builder:
             elif item.target is marks.FUNC_GRAD:
                 variables, results, number = args
                 body, operands = self._body(self.deferred.pop(number), variables, results)
-                sources = [v.args[0] for v in variables]
+                sources = [_source(v) for v in variables]
                 made = self._call(graph, owner, higher_order.FUNC_GRAD, (body, len(variables)), [*sources, *operands], mapping)
+            elif item.target is marks.STACKED:
+                results, dims, _, _, number = args
+                region = self.deferred.pop(number)
+                rows = [n for n in region.nodes() if n.target is marks.ROW and n.args[2] == number]
+                body, operands = self._body(region, rows, results)
+                in_dims = tuple(n.args[1] for n in rows) + (-1,) * len(operands)
+                arguments = (body, in_dims, tuple(dims), region.text)
+                made = self._call(graph, owner, higher_order.VMAP, arguments, [*(_source(n) for n in rows), *operands], mapping)
             elif item.target is marks.AUTOGRAD_GRAD:
                 outputs, inputs, gradients, create_graph = args
                 options = (len(outputs), len(inputs), create_graph)
@@ -317,24 +315,14 @@ class _Builder:
         inside = set(region.nodes())
         results = [n for n in region.nodes() if any(user not in inside for user in n.users)]
         arguments: tuple[Any, ...]
-        if region.kind == "vmap":
-            # The edges of the body stand for torch's calls that add and remove the mapped dim.
-            entries = [n for n in region.nodes() if _name(n) == _VMAP_IN]
-            region.items = [i for i in region.items if isinstance(i, _Region) or _name(i) not in (_VMAP_IN, _VMAP_OUT)]
-            body, operands = self._body(region, entries, [_argument(n, 0) if _name(n) == _VMAP_OUT else n for n in results])
-            in_dims = tuple(_argument(n, 1) for n in entries) + (-1,) * len(operands)
-            out_dims = tuple(_argument(n, 3) if _name(n) == _VMAP_OUT else -1 for n in results)
-            operands = [_argument(n, 0) for n in entries] + operands
-            target, arguments = higher_order.VMAP, (body, in_dims, out_dims, region.text)
+        body, operands = self._body(region, [], results)
+        if region.kind == "grad_mode":
+            target, arguments = _HOP.wrap_with_set_grad_enabled, (region.enabled, body)
+        elif region.kind == "autocast":
+            device, dtype, enabled = region.text.split(" ")
+            target, arguments = _HOP.wrap_with_autocast, (device, getattr(torch, dtype), enabled == "True", False, body)
         else:
-            body, operands = self._body(region, [], results)
-            if region.kind == "grad_mode":
-                target, arguments = _HOP.wrap_with_set_grad_enabled, (region.enabled, body)
-            elif region.kind == "autocast":
-                device, dtype, enabled = region.text.split(" ")
-                target, arguments = _HOP.wrap_with_autocast, (device, getattr(torch, dtype), enabled == "True", False, body)
-            else:
-                target, arguments = higher_order.CHECKPOINT, (body,)
+            target, arguments = higher_order.CHECKPOINT, (body,)
         call = self._call(graph, owner, target, arguments, operands, mapping)
         call.meta = {"val": tuple(r.meta["val"] for r in results)}
         stacks = [r.meta["nn_module_stack"] for r in results if "nn_module_stack" in r.meta]
@@ -375,5 +363,8 @@ class _Builder:
         return graph.call_function(target, (*given, *(mapping[o] for o in operands)))
 
 
-def _argument(node: Node, place: int) -> Any:
-    return node.args[place]
+def _source(node: Node) -> Node:
+    """What a mark that stands for a tensor stands for."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error, explained, no_gradient
+from trainload.capture.blame import capture_error, explained, no_gradient, own_backward
 from trainload.capture.errors import CaptureError, RequestError
 from trainload.capture.function import Around, Traced, functions_of, nothing_around
 from trainload.capture.higher_order import differentiates
@@ -47,19 +49,12 @@ def capture(job: Job) -> Program:
     with modes_kept(model):
         for name, function in functions.items():
             model.train(name == "train")
-            with state_kept(model):
-                exported = export_graph(name, function, batches[name], shapes)
-            _strip_prefix(exported)
-            captured = GraphCapture(name, exported, _inputs(exported, batches[name]), function.signature.outputs)
-            graphs[name] = captured
+            proven = _capture_graph(name, function, batches[name], shapes)
+            graphs[name] = proven.captured
+            constants |= proven.constants
+            without_gradient |= proven.without_gradient
             for each in functions.values():
-                each.differentiates = each.differentiates or differentiates(exported.graph_module)
-            constants |= _constants(name, exported)
-            with state_kept(model):
-                try:
-                    without_gradient |= check_parity(captured, function, batches[name], constants)
-                except CaptureError as error:
-                    raise explained(error, function, batches[name]) from error
+                each.differentiates = each.differentiates or differentiates(proven.captured.exported.graph_module)
     if without_gradient:
         warnings.warn(
             f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
@@ -74,14 +69,75 @@ def capture(job: Job) -> Program:
     return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants)
 
 
-def export_graph(
-    name: str,
-    function: Traced,
-    batch: dict[str, Tensor],
-    shapes: Shapes,
-    around: Around = nothing_around,
-) -> ExportedProgram:
-    """The training IR of one graph.
+@dataclass(frozen=True, slots=True)
+class _Proven:
+    """A graph that was compared with eager; its constants by "graph/name"; the parameters that its loss gives no gradient."""
+
+    captured: GraphCapture
+    constants: dict[str, Tensor]
+    without_gradient: set[str]
+
+
+def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes) -> _Proven:
+    """Captures one graph: by running the model's Python, or else, where that cannot be followed or comes out wrong, by compiling it.
+
+    Raises:
+        JobError: the function does not return what a job's must.
+        CaptureError: neither gives a graph that equals eager; what is told is why the first does not.
+    """
+    try:
+        with state_kept(function.model):
+            exported = _export(name, function, batch, shapes)
+        return _prove(name, exported, function, batch, strict=False)
+    except RequestError:
+        raise
+    except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
+        otherwise = _strictly(name, function, batch, shapes)
+        if otherwise is not None:
+            return otherwise
+        if isinstance(error, _DifferenceError):
+            raise explained(error.difference, function, batch) from error.difference
+        raise _page(name, error, function, batch, shapes) from error
+
+
+class _DifferenceError(Exception):
+    """What was captured is not what eager computes: it carries the message."""
+
+    def __init__(self, difference: CaptureError) -> None:
+        super().__init__(str(difference))
+        self.difference = difference
+
+
+def _strictly(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes) -> _Proven | None:
+    """The graph by torch.export's strict mode, if it can be had that way and equals eager."""
+    with contextlib.suppress(Exception):  # whatever it is: the other mode's reason is the one that is told
+        with state_kept(function.model):
+            exported = _export(name, function, batch, shapes, strict=True)
+        return _prove(name, exported, function, batch, strict=True)
+    return None
+
+
+def _prove(name: str, exported: ExportedProgram, function: Traced, batch: dict[str, Tensor], *, strict: bool) -> _Proven:
+    """Compares a graph with eager.
+
+    Raises:
+        _DifferenceError: it computes something else.
+        CaptureError: something else is wrong with it, or with the model.
+    """
+    _strip_prefix(exported)
+    captured = GraphCapture(name, exported, _inputs(exported, batch), function.signature.outputs, strict)
+    constants = _constants(name, exported)
+    with state_kept(function.model):
+        try:
+            return _Proven(captured, constants, check_parity(captured, function, batch, constants))
+        except CaptureError as error:
+            if error.findings:
+                raise explained(error, function, batch) from error
+            raise _DifferenceError(error) from error
+
+
+def export_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:
+    """The training IR of one graph, not yet compared with eager.
 
     Args:
         name: "train" is traced with gradients, others without.
@@ -94,25 +150,46 @@ def export_graph(
         JobError: the function does not return what a job's must.
         CaptureError: torch.export cannot follow it, or refuses the declared sizes.
     """
-
-    def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
-        with quiet_torch(), warnings.catch_warnings():
-            ignore_torchs_warnings()
-            # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.
-            warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
-            training = name == "train"
-            hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
-            with torch.set_grad_enabled(training), inside, _watched(function, hooks if training else {}, around):
-                exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
-            make_regions(exported, training)
-            return exported
-
     try:
-        return attempt(nullcontext())
+        return _export(name, function, batch, shapes, around)
     except RequestError:
         raise
     except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
-        raise capture_error(name, error, attempt, function, batch) from error
+        raise _page(name, error, function, batch, shapes) from error
+
+
+def _page(name: str, error: Exception, function: Traced, batch: dict[str, Tensor], shapes: Shapes) -> CaptureError:
+    def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
+        with inside:
+            return _export(name, function, batch, shapes)
+
+    return capture_error(name, error, attempt, function, batch)
+
+
+def _export(
+    name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around, *, strict: bool = False
+) -> ExportedProgram:
+    """torch.export, watched where the model's own Python runs: it does not in strict mode, which reads its bytecode."""
+    training = name == "train"
+    with quiet_torch(), warnings.catch_warnings():
+        ignore_torchs_warnings()
+        # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
+        warnings.filterwarnings("ignore", message=r"While compiling, we found certain side effects")  # of `Traced.signature`, or as above
+        after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
+        if after and training:
+            raise own_backward(
+                f"the parameter {after[0]} has a hook that runs after its gradient is accumulated, when the step's graph is over",
+                "Change the gradient with parameter.register_hook, or in the optimizer.",
+            )
+        hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
+        watched = nullcontext() if strict else _watched(function, hooks if training else {}, around)
+        with torch.set_grad_enabled(training), watched:
+            dynamic = ({n: shapes[n] for n in batch},)
+            exported = torch.export.export(function, (batch,), dynamic_shapes=dynamic, strict=strict)
+        if not strict:
+            make_regions(exported, training)
+        return exported
 
 
 @contextmanager

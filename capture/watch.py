@@ -58,6 +58,7 @@ class Watch:
             stack.enter_context(_renamed(torch.func.jvp, _jvp))
             for function in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian, torch.func.linearize):
                 stack.enter_context(_renamed(function, _refused_transform(function.__name__)))
+            stack.enter_context(_renamed(torch.func.vmap, self._vmap))
             stack.enter_context(_renamed(torch.func.grad, self._func_grad))
             stack.enter_context(_renamed(torch.func.grad_and_value, self._func_grad_and_value))
             stack.enter_context(self._module_hooks(model))
@@ -184,6 +185,39 @@ class Watch:
             found = iter(marks.FUNC_GRAD(variables, values, number))
             gradients = tuple(_mapped(given[i], lambda _: next(found)) for i in places)
             return gradients[0] if isinstance(argnums, int) else gradients, _mapped(result, lambda _: next(found))
+
+        return wrapper
+
+    def _vmap(
+        self, function: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error", *, chunk_size: int | None = None
+    ) -> Callable[..., Any]:
+        """Traces the function once, on one slice; `chunk_size` is a matter of memory, which a graph leaves to its compiler."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            number = self.region("vmap", randomness)
+            mapped: list[tuple[Tensor, int]] = []
+
+            def row(x: Tensor, dim: int | None) -> Tensor:
+                if dim is None:
+                    return x
+                mapped.append((x, dim % x.ndim))
+                result: Tensor = marks.ROW(x, dim % x.ndim, number)
+                return result
+
+            given = _mapped_with(args, in_dims, row)
+            rest = _mapped_with(kwargs, 0, row)  # as torch does: keyword arguments are mapped along dim 0
+            result = function(*given, **rest)
+            values: list[Tensor] = []
+            dims: list[int] = []
+
+            def collect(x: Tensor, dim: int | None) -> None:
+                values.append(x)
+                dims.append((dim or 0) % (x.ndim + 1))
+
+            _mapped_with(result, out_dims, collect)
+            marks.END(number)
+            found = iter(marks.STACKED(values, dims, *mapped[0], number))
+            return _mapped(result, lambda _: next(found))
 
         return wrapper
 
@@ -437,6 +471,19 @@ def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def _mapped_with(value: Any, dims: Any, function: Callable[[Tensor, int | None], Any]) -> Any:
+    """As `_mapped`, with the number that `dims` has for each tensor: one for all below it, or a nest like the value's."""
+    if isinstance(value, Tensor):
+        return function(value, dims)
+    if isinstance(value, dict):
+        return {key: _mapped_with(entry, dims[key] if isinstance(dims, dict) else dims, function) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        each = dims if isinstance(dims, list | tuple) else [dims] * len(value)
+        entries = [_mapped_with(entry, dim, function) for entry, dim in zip(value, each, strict=True)]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value
+
+
 def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile for control-flow operators: their bodies are compiled and run outside of the mode, which the compiler would trace."""
 
@@ -471,10 +518,11 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _renamed(function: object, value: object) -> Iterator[None]:
-    """A function that is another one inside, under every name by which a module of Python holds it."""
+    """A function of torch that is another one inside, under every name by which a module holds it; torch's own inner modules keep it."""
     places = [
         (module, name)
-        for module in list(sys.modules.values())
+        for path, module in list(sys.modules.items())
+        if path in ("torch", "torch.func") or path.partition(".")[0] != "torch"
         for name, held in list(getattr(module, "__dict__", {}).items())
         if held is function and not name.startswith("__")
     ]

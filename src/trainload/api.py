@@ -16,6 +16,7 @@ from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
+from trainload.capture.program import Program
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
@@ -75,7 +76,9 @@ def freeze(
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
     check_step(program, steps["train"], {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()})
     assets = {name: Path(source) for name, source in job.assets.items()}
-    package = write_package(path, program, updates, recipe, assets=assets, debug={"batch": _batch_record(declared, fixes)})
+    package = write_package(
+        path, program, updates, recipe, assets=assets, debug={"batch": _batch_record(declared, fixes), "capture": _capture_record(program)}
+    )
     try:
         write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
     except StorageError:
@@ -92,6 +95,11 @@ def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
         "dynamic": {name: {str(dim): spelled(spec) for dim, spec in dims.items()} for name, dims in shapes.items()},
         "fixes": [{**asdict(fix), "dims": list(fix.dims)} for fix in fixes],
     }
+
+
+def _capture_record(program: Program) -> dict[str, object]:
+    """debug/capture.json."""
+    return {name: {"mode": "strict" if graph.strict else "non-strict"} for name, graph in program.graphs.items()}
 
 
 def open(path: str | Path) -> Package:

@@ -12,6 +12,7 @@ import torch
 from tests.capture.jobs import Model, job
 from tests.capture.regions import MODELS, Scaled, linear
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
 from trainload.autograd_trace.aot import derive
@@ -163,3 +164,61 @@ def test_the_gradient_of_a_function_is_its_own() -> None:
     torch.autograd.backward(Scaled.apply(x).sum())
     assert x.grad is not None
     assert torch.allclose(x.grad, 3 * torch.sigmoid(x.detach()))
+
+
+def test_a_hook_after_the_gradient_is_accumulated_is_refused() -> None:
+    model = Model()
+    model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(CaptureError, match=r"last\.weight has a hook"):
+        capture(job(model))
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 8, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.table(x)
+            return result
+
+    with pytest.raises(CaptureError, match="sparse=False"):
+        capture(job(Sparse(), batch={"x": torch.arange(4)}))
+
+
+def mapped_along_columns(_: Any, x: Tensor) -> Tensor:
+    result: Tensor = vmap(lambda column: column * column.sum(), in_dims=1, out_dims=1)(x)
+    return result
+
+
+def mapped_with_a_matrix(m: Any, x: Tensor) -> Tensor:
+    result: Tensor = vmap(lambda row, weight: (weight @ row).tanh(), in_dims=(0, None))(x, m.part.weight)
+    return result
+
+
+def mapped_over_a_dict(_: Any, x: Tensor) -> Tensor:
+    result: Tensor = vmap(lambda rows: {"out": rows["a"] * rows["b"]})({"a": x, "b": x.cos()})["out"]
+    return result
+
+
+def solved(m: Any, x: Tensor) -> Tensor:
+    matrix = m.part.weight @ m.part.weight.T + torch.eye(8)
+    result: Tensor = torch.linalg.solve(matrix, x.T).T
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:. parameters get no gradient")  # some use a part of `part`
+@pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved])
+def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
+    program = capture(job(Model(middle, **linear())))
+    check_step(program, derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+
+
+def test_strict_mode_is_tried_where_the_other_fails_and_noted() -> None:
+    from torch._higher_order_ops import associative_scan
+
+    model = Model(lambda _, x: associative_scan(lambda a, b: a * b, x, 1, combine_mode="generic"))
+    graphs = capture(job(model, batch={"x": torch.randn(5, 8)})).graphs
+    assert graphs["train"].strict
+    assert not capture(job(Model())).graphs["train"].strict

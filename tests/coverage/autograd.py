@@ -235,7 +235,10 @@ def _() -> Any:
     return small(lambda model, x: x + model.first(Reversed.apply(x, 0.7)))
 
 
-@add("Function: a gradient that is None")
+@add(
+    "Function: a gradient that is None",
+    gap="a backward that asks whether an output was used is given zeros",
+)
 def _() -> Any:
     return small(lambda _, x: Unset.apply(x)[0])
 

@@ -356,7 +356,7 @@ def _() -> Any:
     return small(middle)
 
 
-@add("jacrev")
+@add("jacrev", gap="a Jacobian is written with torch.func.vjp and vmap so far")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.jacrev(lambda row: (model.first.weight @ row).tanh()))(x).sum(-1)
@@ -509,7 +509,7 @@ def _() -> Any:
     return small(middle)
 
 
-@add("checkpoint inside cond")
+@add("checkpoint inside cond", gap="torch compiles the branches of cond by itself, and follows no checkpoint there")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         def deep(t: Tensor) -> Tensor:

@@ -466,7 +466,7 @@ def _() -> Any:
     return small(lambda model, x: x + torch.poisson(x.detach().abs()) if model.training else x)
 
 
-@add("noise in evaluation too", gap="an evaluation that draws has no seed of its own yet")
+@add("noise in evaluation too")
 def _() -> Any:
     """As in a variational autoencoder whose validation loss is drawn."""
     return small(lambda _, x: x + 0.1 * torch.randn_like(x))

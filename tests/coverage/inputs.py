@@ -123,31 +123,31 @@ def _() -> Any:
     return Model(), {"x": torch.randn(ROWS, WIDTH), "y": torch.tensor([0, 1, 2, 3])}, None
 
 
-@add("a number in the batch", gap=_COLUMNS)
+@add("a number in the batch")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "scale": 0.5}, lambda m, b: loss(m, b) * b["scale"])  # type: ignore[dict-item]  # what is tried
 
 
-@add("a string in the batch", gap=_COLUMNS)
+@add("a string in the batch")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "mode": "mean"}, lambda m, b: loss(m, b) if b["mode"] == "mean" else loss(m, b) * 2)  # type: ignore[dict-item]  # what is tried
 
 
-@add("a flag in the batch", gap=_COLUMNS)
+@add("a flag in the batch")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "on": True}, lambda m, b: loss(m, b) * (2 if b["on"] else 1))  # type: ignore[dict-item]  # what is tried
 
 
-@add("None in the batch", gap=_COLUMNS)
+@add("None in the batch")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {**batch, "mask": None}, loss)  # type: ignore[dict-item]  # what is tried
 
 
-@add("nested mappings in the batch", gap=_COLUMNS)
+@add("nested mappings in the batch")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
     return make_job(model, {"inputs": batch}, lambda m, b: loss(m, b["inputs"]))  # type: ignore[dict-item, arg-type]  # what is tried
