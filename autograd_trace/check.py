@@ -13,6 +13,7 @@ from trainload.capture.distance import noise_floor, relative_distance
 from trainload.capture.errors import CaptureError
 from trainload.capture.parity import tolerance_of
 from trainload.capture.program import Program
+from trainload.capture.replays import Check, replay_batches
 
 _STEP = 3
 
@@ -29,13 +30,13 @@ def check_step(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -
     Raises:
         CaptureError: something differs.
     """
-    rows = next(iter(batch.values())).shape[0]
-    for count in [rows] if isinstance(program.graphs["train"].inputs[0].shape[0], int) else [rows, rows + 1]:
-        _check_rows(program, step, {name: value[torch.arange(count) % rows] for name, value in batch.items()}, count)
+    for each in replay_batches(program.graphs["train"], batch, Check.USUAL):
+        _check_batch(program, step, each)
 
 
-def _check_rows(program: Program, step: StepGraph, batch: Mapping[str, Tensor], rows: int) -> None:
+def _check_batch(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
     capture = program.graphs["train"]
+    rows = next(iter(batch.values())).shape[0]
     scalars = {
         Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(rows), Role.SCALE: torch.tensor(1.0 / rows),
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,13 +26,15 @@ LOW_PRECISION_TOLERANCE = 1e-3
 _SEED = 20_240_229
 
 
-def check_parity(captured: GraphCapture, function: nn.Module, batch: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> set[str]:
-    """Compares outputs, gradients and buffers on the example batch and on one of another size.
+def check_parity(
+    captured: GraphCapture, function: nn.Module, batches: Sequence[dict[str, Tensor]], constants: Mapping[str, Tensor]
+) -> set[str]:
+    """Compares outputs, gradients and buffers on batches, each under a seed of its own.
 
     Args:
         captured: the graph.
         function: what it was captured from, in the same mode; its model's buffers are changed.
-        batch: the example batch.
+        batches: what `replays.replay_batches` made.
         constants: tensor constants by "graph/name".
 
     Returns:
@@ -43,9 +45,8 @@ def check_parity(captured: GraphCapture, function: nn.Module, batch: Mapping[str
     """
     missing: set[str] | None = None
     changed: set[str] | None = None
-    for rows in _sizes(captured, batch):
-        resized = {n: t[torch.arange(rows, device=t.device) % t.shape[0]] for n, t in batch.items()}
-        found, counted = _compare(captured, function, resized, constants)
+    for seed, batch in enumerate(batches, _SEED):
+        found, counted = _compare(captured, function, batch, constants, seed)
         missing = found if missing is None else missing & found
         changed = counted if changed is None else changed & counted
     if changed:
@@ -60,18 +61,8 @@ def check_parity(captured: GraphCapture, function: nn.Module, batch: Mapping[str
     return missing or set()
 
 
-def _sizes(captured: GraphCapture, batch: Mapping[str, Tensor]) -> list[int]:
-    """Rows of the replays. Two replays even where the size is fixed: state that is kept outside of buffers shows at the second."""
-    rows = next(iter(batch.values())).shape[0]
-    if isinstance(captured.inputs[0].shape[0], int):
-        return [rows, rows]
-    ranges = captured.exported.range_constraints.values()
-    most = min((int(r.upper) for r in ranges if r.upper.is_Integer and r.lower <= rows <= r.upper), default=rows + 1)
-    return [rows + 1 if rows < most else max(rows - 1, 2), rows]
-
-
 def _compare(
-    captured: GraphCapture, function: nn.Module, batch: dict[str, Tensor], constants: Mapping[str, Tensor]
+    captured: GraphCapture, function: nn.Module, batch: dict[str, Tensor], constants: Mapping[str, Tensor], seed: int
 ) -> tuple[set[str], set[str]]:
     """Names of the parameters without a gradient, and of the Python numbers that the call changed."""
     model = function.get_submodule("model")
@@ -82,7 +73,7 @@ def _compare(
 
     numbers = numbers_of(model)
     versions = {name: value._version for name, value in parameters.items()}
-    with _replay(training):
+    with _replay(training, seed):
         try:
             expected = function(batch)
             eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
@@ -107,7 +98,7 @@ def _compare(
     own = _without_hooks(parameters)
     arguments = _arguments(captured, batch, {**own, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
-    with _replay(training):
+    with _replay(training, seed):
         try:
             got = captured.exported.graph_module(*arguments)
             graph_gradients = _gradients(got, captured, own) if training else {}
@@ -126,7 +117,7 @@ def _compare(
                 if name in before and value.shape == before[name].shape:
                     value.copy_(before[name])
         again = _arguments(captured, batch, {**own, **fresh}, constants)
-        with _replay(training):
+        with _replay(training, seed):
             return part_company(
                 captured.exported.graph_module, function, batch, again, lambda a, b: relative_distance(a.detach(), b.detach()), tolerance
             )
@@ -178,14 +169,14 @@ def _refuse_writes(captured: GraphCapture, names: set[str], what: str) -> None:
 
 
 @contextmanager
-def _replay(training: bool) -> Iterator[None]:
+def _replay(training: bool, seed: int) -> Iterator[None]:
     """One seed, and no cache of autocast's casts: captured graphs have none, and the cache alone moves bf16 gradients by 1e-3."""
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.random.fork_rng(), torch.set_grad_enabled(training), warnings.catch_warnings():
             ignore_torchs_warnings()
-            torch.manual_seed(_SEED)
+            torch.manual_seed(seed)
             yield
     finally:
         torch.set_autocast_cache_enabled(cache)

@@ -23,6 +23,7 @@ from trainload.capture.parity import check_parity
 from trainload.capture.program import GraphCapture, InputSpec, Program, SizeLike
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
+from trainload.capture.replays import Check, replay_batches
 from trainload.capture.shapes import Shapes, declared_shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
 from trainload.capture.watch import Watch
@@ -30,7 +31,7 @@ from trainload.capture.watch import Watch
 _PREFIX = "model."
 
 
-def capture(job: Job) -> Program:
+def capture(job: Job, check: Check = Check.USUAL) -> Program:
     """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
 
     Raises:
@@ -49,7 +50,7 @@ def capture(job: Job) -> Program:
     with modes_kept(model):
         for name, function in functions.items():
             model.train(name == "train")
-            proven = _capture_graph(name, function, batches[name], shapes)
+            proven = _capture_graph(name, function, batches[name], shapes, check)
             graphs[name] = proven.captured
             constants |= proven.constants
             without_gradient |= proven.without_gradient
@@ -78,7 +79,7 @@ class _Proven:
     without_gradient: set[str]
 
 
-def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes) -> _Proven:
+def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven:
     """Captures one graph: by running the model's Python, or else, where that cannot be followed or comes out wrong, by compiling it.
 
     Raises:
@@ -88,11 +89,11 @@ def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes
     try:
         with state_kept(function.model):
             exported = _export(name, function, batch, shapes)
-        return _prove(name, exported, function, batch, strict=False)
+        return _prove(name, exported, function, batch, check, strict=False)
     except RequestError:
         raise
     except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
-        otherwise = _strictly(name, function, batch, shapes)
+        otherwise = _strictly(name, function, batch, shapes, check)
         if otherwise is not None:
             return otherwise
         if isinstance(error, _DifferenceError):
@@ -108,16 +109,16 @@ class _DifferenceError(Exception):
         self.difference = difference
 
 
-def _strictly(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes) -> _Proven | None:
+def _strictly(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven | None:
     """The graph by torch.export's strict mode, if it can be had that way and equals eager."""
     with contextlib.suppress(Exception):  # whatever it is: the other mode's reason is the one that is told
         with state_kept(function.model):
             exported = _export(name, function, batch, shapes, strict=True)
-        return _prove(name, exported, function, batch, strict=True)
+        return _prove(name, exported, function, batch, check, strict=True)
     return None
 
 
-def _prove(name: str, exported: ExportedProgram, function: Traced, batch: dict[str, Tensor], *, strict: bool) -> _Proven:
+def _prove(name: str, exported: ExportedProgram, function: Traced, batch: dict[str, Tensor], check: Check, *, strict: bool) -> _Proven:
     """Compares a graph with eager.
 
     Raises:
@@ -129,7 +130,7 @@ def _prove(name: str, exported: ExportedProgram, function: Traced, batch: dict[s
     constants = _constants(name, exported)
     with state_kept(function.model):
         try:
-            return _Proven(captured, constants, check_parity(captured, function, batch, constants))
+            return _Proven(captured, constants, check_parity(captured, function, replay_batches(captured, batch, check), constants))
         except CaptureError as error:
             if error.findings:
                 raise explained(error, function, batch) from error

@@ -17,6 +17,7 @@ from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
 from trainload.capture.program import Program
+from trainload.capture.replays import Check, replay_batches
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
@@ -42,7 +43,12 @@ __all__ = ["DryRunReport", "dry_run", "explain_shapes", "freeze", "launch", "ope
 
 
 def freeze(
-    job: Job, path: str | Path, *, apply_suggested_fixes: bool = False, on_fix: Callable[[AppliedFix], None] | None = None
+    job: Job,
+    path: str | Path,
+    *,
+    check: Check | Literal["usual", "thorough"] = Check.USUAL,
+    apply_suggested_fixes: bool = False,
+    on_fix: Callable[[AppliedFix], None] | None = None,
 ) -> Package:
     """Captures a job, proves the graphs equal to eager, and writes the package.
 
@@ -52,6 +58,8 @@ def freeze(
     Args:
         job: model, loss, optimizer, schedule and an example batch.
         path: the package to write, a folder that does not exist.
+        check: "usual" compares with eager on the example batch and on one of another number of rows; "thorough" on six further batches,
+            of sizes drawn from those that the graph takes, under other seeds.
         apply_suggested_fixes: where torch refuses the sizes that `Job.dynamic` declares, declare what it suggests instead. What was
             changed is recorded in debug/batch.json.
         on_fix: told each change.
@@ -61,7 +69,7 @@ def freeze(
         CaptureError: the model cannot be captured soundly.
         StorageError: the path is taken, or cannot be written.
     """
-    path = Path(path)
+    path, check = Path(path), Check(check)
     if path.exists():
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
@@ -71,14 +79,15 @@ def freeze(
         if on_fix is not None:
             on_fix(fix)
     leaves = leaves_of(job.batch)
-    program = with_quantiles(capture(declared), leaves)
+    program = with_quantiles(capture(declared, check), leaves)
     recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
-    check_step(program, steps["train"], {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()})
+    example = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}
+    for batch in replay_batches(program.graphs["train"], example, check) if check is Check.THOROUGH else [example]:
+        check_step(program, steps["train"], batch)
     assets = {name: Path(source) for name, source in job.assets.items()}
-    package = write_package(
-        path, program, updates, recipe, assets=assets, debug={"batch": _batch_record(declared, fixes), "capture": _capture_record(program)}
-    )
+    debug = {"batch": _batch_record(declared, fixes), "capture": _capture_record(program, check)}
+    package = write_package(path, program, updates, recipe, assets=assets, debug=debug)
     try:
         write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
     except StorageError:
@@ -97,9 +106,9 @@ def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
     }
 
 
-def _capture_record(program: Program) -> dict[str, object]:
+def _capture_record(program: Program, check: Check) -> dict[str, object]:
     """debug/capture.json."""
-    return {name: {"mode": "strict" if graph.strict else "non-strict"} for name, graph in program.graphs.items()}
+    return {name: {"check": check.value, "mode": "strict" if graph.strict else "non-strict"} for name, graph in program.graphs.items()}
 
 
 def open(path: str | Path) -> Package:

@@ -43,10 +43,11 @@ def commands() -> None:
 @commands.command(short_help="Write a job's package.")
 @click.argument("spec")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
+@click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="Compare on more sizes and seeds.")
 @click.option("--explain-shapes", is_flag=True, help="First print what each dim may be, and why.")
 @click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
 @json_option
-def freeze(spec: str, output: Path, explain_shapes: bool, apply_suggested_fixes: bool, as_json: bool) -> None:
+def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_suggested_fixes: bool, as_json: bool) -> None:
     """Write the package of the job that SPEC names.
 
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
@@ -63,13 +64,14 @@ def freeze(spec: str, output: Path, explain_shapes: bool, apply_suggested_fixes:
     with redirect_stdout(sys.stderr):  # the job's own code may print
         job = load_job(spec)
         from trainload import api
+        from trainload.capture.replays import Check
 
         shapes = api.explain_shapes(job) if explain_shapes else None
     if shapes is not None and not as_json:
         view.print_shapes(_out(), shapes)
     fixes: list[Any] = []
     with redirect_stdout(sys.stderr):
-        package = api.freeze(job, output, apply_suggested_fixes=apply_suggested_fixes, on_fix=fixes.append)
+        package = api.freeze(job, output, check=Check(check), apply_suggested_fixes=apply_suggested_fixes, on_fix=fixes.append)
     seconds = time.perf_counter() - began
     if as_json:
         explained = {} if shapes is None else {"shapes": shapes}
