@@ -79,8 +79,6 @@ class GraphCapture:
     exported: ExportedProgram
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
-    strict: bool = False
-    """Whether torch.export's strict mode captured it. A package keeps it in debug/ only, so one that is read does not know."""
 
 
 @dataclass(frozen=True, slots=True)

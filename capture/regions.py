@@ -102,31 +102,36 @@ def _is_mark(node: Node) -> bool:
 
 
 def _dissolve(module: GraphModule) -> None:
-    """Puts the bodies of torch's regions where they are called."""
-    while (call := next((n for n in module.graph.nodes if n.target in _DISSOLVED), None)) is not None:
-        body, place = _body_of(module, call)
-        attribute = call.args[place]
-        with module.graph.inserting_before(call):
-            results = _inlined(body, module, call.args[place + 1 :])
-        for user in list(call.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            module.graph.erase_node(user)
-        module.graph.erase_node(call)
-        if not attribute.users:
-            module.graph.erase_node(attribute)
+    """Puts the bodies of torch's regions where they are called.
 
-
-def _inlined(body: GraphModule, module: GraphModule, operands: Sequence[Any]) -> Sequence[Any]:
-    """Copies a body's nodes into a module's graph, at its place of insertion; what the body returns."""
-    given = iter(operands)
+    In a graph made anew: torch gave nodes of the old one other targets without telling it, so that they cannot be taken out of it.
+    """
+    graph = Graph()
     mapping: dict[Node, Any] = {}
-    for node in body.graph.nodes:
+    for node in module.graph.nodes:
         if node.op == "placeholder":
-            mapping[node] = next(given)
-        elif node.op != "output":
-            mapping[node] = _copied(node, module.graph, mapping.__getitem__, body, module)
-    output = next(n for n in body.graph.nodes if n.op == "output")
-    results: Sequence[Any] = torch.fx.map_arg(output.args[0], mapping.__getitem__)
+            mapping[node] = graph.node_copy(node)
+    graph.output(_inlined(module, mapping, graph, module))
+    module.graph = graph
+
+
+def _inlined(source: GraphModule, mapping: dict[Node, Any], graph: Graph, owner: GraphModule) -> Any:
+    """Copies a graph's nodes into the graph of `owner`; what it returns. `mapping`: old node -> new, placeholders to begin with."""
+    results: Any = None
+    for node in source.graph.nodes:
+        if node.op == "placeholder" or (node.op == "get_attr" and node.users and all(user.target in _DISSOLVED for user in node.users)):
+            continue
+        if node.op == "output":
+            results = torch.fx.map_arg(node.args[0], mapping.__getitem__)
+        elif node.target in _DISSOLVED:
+            body, place = _body_of(source, node)
+            entries = [n for n in body.graph.nodes if n.op == "placeholder"]
+            given = torch.fx.map_arg(node.args[place + 1 :], mapping.__getitem__)
+            mapping[node] = _inlined(body, dict(zip(entries, given, strict=True)), graph, owner)
+        elif node.target is operator.getitem and node.args[0].target in _DISSOLVED:
+            mapping[node] = mapping[node.args[0]][node.args[1]]
+        else:
+            mapping[node] = _copied(node, graph, mapping.__getitem__, source, owner)
     return results
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,61 +79,22 @@ class _Proven:
 
 
 def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven:
-    """Captures one graph: by running the model's Python, or else, where that cannot be followed or comes out wrong, by compiling it.
+    """Captures one graph and compares it with eager.
 
     Raises:
         JobError: the function does not return what a job's must.
-        CaptureError: neither gives a graph that equals eager; what is told is why the first does not.
+        CaptureError: the model cannot be captured, or what was captured differs.
     """
-    try:
-        with state_kept(function.model):
-            exported = _export(name, function, batch, shapes)
-        return _prove(name, exported, function, batch, check, strict=False)
-    except RequestError:
-        raise
-    except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
-        otherwise = _strictly(name, function, batch, shapes, check)
-        if otherwise is not None:
-            return otherwise
-        if isinstance(error, _DifferenceError):
-            raise explained(error.difference, function, batch) from error.difference
-        raise _page(name, error, function, batch, shapes) from error
-
-
-class _DifferenceError(Exception):
-    """What was captured is not what eager computes: it carries the message."""
-
-    def __init__(self, difference: CaptureError) -> None:
-        super().__init__(str(difference))
-        self.difference = difference
-
-
-def _strictly(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven | None:
-    """The graph by torch.export's strict mode, if it can be had that way and equals eager."""
-    with contextlib.suppress(Exception):  # whatever it is: the other mode's reason is the one that is told
-        with state_kept(function.model):
-            exported = _export(name, function, batch, shapes, strict=True)
-        return _prove(name, exported, function, batch, check, strict=True)
-    return None
-
-
-def _prove(name: str, exported: ExportedProgram, function: Traced, batch: dict[str, Tensor], check: Check, *, strict: bool) -> _Proven:
-    """Compares a graph with eager.
-
-    Raises:
-        _DifferenceError: it computes something else.
-        CaptureError: something else is wrong with it, or with the model.
-    """
+    with state_kept(function.model):
+        exported = export_graph(name, function, batch, shapes)
     _strip_prefix(exported)
-    captured = GraphCapture(name, exported, _inputs(exported, batch), function.signature.outputs, strict)
+    captured = GraphCapture(name, exported, _inputs(exported, batch), function.signature.outputs)
     constants = _constants(name, exported)
     with state_kept(function.model):
         try:
             return _Proven(captured, constants, check_parity(captured, function, replay_batches(captured, batch, check), constants))
         except CaptureError as error:
-            if error.findings:
-                raise explained(error, function, batch) from error
-            raise _DifferenceError(error) from error
+            raise explained(error, function, batch) from error
 
 
 def export_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:
@@ -161,22 +121,25 @@ def export_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: 
 
 def _page(name: str, error: Exception, function: Traced, batch: dict[str, Tensor], shapes: Shapes) -> CaptureError:
     def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
-        with inside:
-            return _export(name, function, batch, shapes)
+        return _export(name, function, batch, shapes, inside=inside)
 
     return capture_error(name, error, attempt, function, batch)
 
 
 def _export(
-    name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around, *, strict: bool = False
+    name: str,
+    function: Traced,
+    batch: dict[str, Tensor],
+    shapes: Shapes,
+    around: Around = nothing_around,
+    inside: AbstractContextManager[object] | None = None,
 ) -> ExportedProgram:
-    """torch.export, watched where the model's own Python runs: it does not in strict mode, which reads its bytecode."""
+    """torch.export's non-strict mode, which runs the model's Python, watched."""
     training = name == "train"
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
         # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
-        warnings.filterwarnings("ignore", message=r"While compiling, we found certain side effects")  # of `Traced.signature`, or as above
         after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
         if after and training:
             raise own_backward(
@@ -184,12 +147,9 @@ def _export(
                 "Change the gradient with parameter.register_hook, or in the optimizer.",
             )
         hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
-        watched = nullcontext() if strict else _watched(function, hooks if training else {}, around)
-        with torch.set_grad_enabled(training), watched:
-            dynamic = ({n: shapes[n] for n in batch},)
-            exported = torch.export.export(function, (batch,), dynamic_shapes=dynamic, strict=strict)
-        if not strict:
-            make_regions(exported, training)
+        with torch.set_grad_enabled(training), inside or nullcontext(), _watched(function, hooks if training else {}, around):
+            exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
+        make_regions(exported, training)
         return exported
 
 

@@ -16,7 +16,6 @@ from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
-from trainload.capture.program import Program
 from trainload.capture.replays import Check, replay_batches
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
@@ -86,7 +85,7 @@ def freeze(
     for batch in replay_batches(program.graphs["train"], example, check) if check is Check.THOROUGH else [example]:
         check_step(program, steps["train"], batch)
     assets = {name: Path(source) for name, source in job.assets.items()}
-    debug = {"batch": _batch_record(declared, fixes), "capture": _capture_record(program, check)}
+    debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value}}
     package = write_package(path, program, updates, recipe, assets=assets, debug=debug)
     try:
         write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
@@ -104,11 +103,6 @@ def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
         "dynamic": {name: {str(dim): spelled(spec) for dim, spec in dims.items()} for name, dims in shapes.items()},
         "fixes": [{**asdict(fix), "dims": list(fix.dims)} for fix in fixes],
     }
-
-
-def _capture_record(program: Program, check: Check) -> dict[str, object]:
-    """debug/capture.json."""
-    return {name: {"check": check.value, "mode": "strict" if graph.strict else "non-strict"} for name, graph in program.graphs.items()}
 
 
 def open(path: str | Path) -> Package:

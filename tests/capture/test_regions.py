@@ -213,12 +213,3 @@ def solved(m: Any, x: Tensor) -> Tensor:
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))
     check_step(program, derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
-
-
-def test_strict_mode_is_tried_where_the_other_fails_and_noted() -> None:
-    from torch._higher_order_ops import associative_scan
-
-    model = Model(lambda _, x: associative_scan(lambda a, b: a * b, x, 1, combine_mode="generic"))
-    graphs = capture(job(model, batch={"x": torch.randn(5, 8)})).graphs
-    assert graphs["train"].strict
-    assert not capture(job(Model())).graphs["train"].strict

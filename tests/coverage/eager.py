@@ -10,6 +10,7 @@ from tests.coverage.masks import StatelessDraws
 from torch import Tensor
 from torch.export import Dim
 
+from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Job, Loss
 
 SEED = 7
@@ -53,7 +54,7 @@ def eager_step(case: Case, rows: int) -> Step:
 def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
     job = case.job()
     model = job.model.train()
-    batch = resized(dict(job.batch), rows)
+    batch = resized(leaves_of(job.batch), rows)
     torch.set_autocast_cache_enabled(False)  # as in a captured graph; the cache alone moves bf16 gradients by 1e-3
     before = torch.random.get_rng_state()
     try:
@@ -74,7 +75,8 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
 
 
 def _forward_backward(job: Job, batch: dict[str, Tensor], rows: int) -> tuple[Tensor, float]:
-    result = job.model(**batch) if job.loss is None else job.loss(job.model, batch)
+    nested = rebuild(job.batch, batch)
+    result = job.model(**nested) if job.loss is None else job.loss(job.model, nested)
     loss = result if isinstance(result, Loss) else Loss(result)
     loss.value.backward()  # type: ignore[no-untyped-call]  # torch's
     return loss.value, float(rows if loss.weight is None else loss.weight)

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 import trainload
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import RequestError
+from trainload.capture.inputs import leaves_of
 from trainload.launch.build import derived_key
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
@@ -112,7 +113,7 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
     step = read_derived(package, derived_key("train", torch.device("cpu")))
     assert step is not None
     tolerance = LOW if computes_low(step.module) else FULL
-    batch = {name: value.detach().contiguous() for name, value in job.batch.items()}
+    batch = {name: leaf.detach().contiguous() for name, leaf in leaves_of(job.batch).items()}
     static = is_static(job)
     rows = next(iter(batch.values())).shape[0] if static else ROWS_COMPARED
     expected = compare(case, package, step, batch, rows, tolerance, stages, ("loss", "gradients"))
