@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -213,3 +215,21 @@ def solved(m: Any, x: Tensor) -> Tensor:
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))
     check_step(program, derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+
+
+def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -> None:
+    description = job(MODELS["function_under_a_bound_name"]())
+    program = capture(description)
+    recipe, updates = capture_optimizer(description, program)
+    package = write_package(tmp_path / "p", program, updates, recipe)
+    code = (
+        "import pathlib, sys, torch\n"
+        "from trainload.packaging.read import open_package\n"
+        "graph = open_package(pathlib.Path(sys.argv[1])).graph('train').module(check_guards=False)\n"
+        "(loss,) = graph({'x': torch.ones(3, 8)})\n"
+        "loss.backward()\n"
+        "print(float(loss))\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code, str(package.path)], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert float(child.stdout) > 0
