@@ -6,25 +6,19 @@ size is compared. The stack at that moment holds the user's line, and the sizes 
 
 from __future__ import annotations
 
-import linecache
 import logging
 import re
-import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from trainload.capture.place import place_here
 
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
 _GUARD = re.compile(r"(?:eval|runtime_assert)(?: \(forcing_spec\))? (?!\[guard suppressed\])(?P<expression>.+?) \[guard added\]")
 _REPLACEMENT = re.compile(r"set_replacement (?P<symbol>\w+) = (?P<value>\S+) \(")
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +104,5 @@ def _listening(handler: logging.Handler) -> Iterator[None]:
 
 def _users_line() -> tuple[str, str]:
     """Place ("file:line") and source of the innermost frame of the user's code in the present stack."""
-    for frame, number in traceback.walk_stack(None):
-        file = frame.f_code.co_filename
-        if file == __file__ and frame.f_code.co_name == "forward":
-            break
-        library = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
-        if not (library or file.startswith((_TORCH, _HERE, "<"))):
-            return f"{file}:{number}", linecache.getline(file, number).strip()
-    return "", ""
+    place = place_here()
+    return ("", "") if place is None else (str(place), place.source)

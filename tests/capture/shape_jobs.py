@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -77,4 +78,4 @@ def line_of(output: Callable[..., Any]) -> tuple[str, str]:
     """Place and source of the line that is marked "the line"."""
     lines, first = inspect.getsourcelines(output)
     number = next(i for i, line in enumerate(lines) if "# the line" in line)
-    return f"{inspect.getsourcefile(output)}:{first + number}", lines[number].strip()
+    return f"{os.path.relpath(str(inspect.getsourcefile(output)))}:{first + number}", lines[number].strip()

@@ -118,7 +118,7 @@ def test_json_is_one_value_with_dims_and_fixes(here: Path, capsys: Capture) -> N
         ("x", 1, "seq", 16),
         ("x", 2, None, 8),
     ]
-    assert value["shapes"]["dims"][1]["causes"][0]["place"] == f"{here}/positioned.py:{LINE}"
+    assert value["shapes"]["dims"][1]["causes"][0]["place"] == f"positioned.py:{LINE}"
     assert [fix["after"] for fix in value["fixes"]] == ["Dim('seq', max=16)"]
 
 

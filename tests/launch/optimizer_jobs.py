@@ -40,6 +40,29 @@ class Model(nn.Module):
         return out
 
 
+class Softened(torch.autograd.Function):
+    """tanh, with a gradient that is not its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        result: Tensor = gradient * (1 - 0.5 * y * y)
+        return result
+
+
+class OwnBackward(Model):
+    """The same with an autograd function before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Softened.apply(self.norm.weight[:8] * x))  # type: ignore[no-untyped-call]  # torch's own
+
+
 class Half(Model):
     """The same under autocast to float16."""
 

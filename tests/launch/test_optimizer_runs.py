@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lion_pytorch import Lion
-from tests.launch.optimizer_jobs import STEPS, Damped, eager, factored, make_job, muon, write_data
+from tests.launch.optimizer_jobs import STEPS, Damped, OwnBackward, eager, factored, make_job, muon, write_data
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
@@ -109,15 +109,15 @@ print(json.dumps({"known": known, "optimizer": package.recipe.optimizer}))
 """
 
 
-def test_optimizers_train_where_they_cannot_be_imported(rows: Path, tmp_path: Path) -> None:
+def test_optimizers_and_an_autograd_function_train_where_they_cannot_be_imported(rows: Path, tmp_path: Path) -> None:
 
     def both(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         parameters = list(model.parameters())
         return [Lion([p for p in parameters if p.ndim > 1], lr=1e-3, weight_decay=0.1), Damped([p for p in parameters if p.ndim == 1])]
 
-    package = trainload.freeze(make_job(both), tmp_path / "job.tl")
+    package = trainload.freeze(make_job(both, OwnBackward), tmp_path / "job.tl")
     command = [sys.executable, "-c", CHILD, str(package.path), str(rows)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"known": [], "optimizer": "Lion + Damped"}
-    assert difference(eager(make_job(both)).losses, curve(tmp_path / "run")) <= TOLERANCE
+    assert difference(eager(make_job(both, OwnBackward)).losses, curve(tmp_path / "run")) <= TOLERANCE
