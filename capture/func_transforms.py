@@ -18,10 +18,18 @@ if TYPE_CHECKING:
 
 def transforms(watch: Watch) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Function of torch.func -> what stands for it while tracing."""
-    func = torch.func
-    refused = {f: _refused(f.__name__) for f in (func.jacrev, func.jacfwd, func.hessian, func.linearize)}
-    made = _Transforms(watch)
-    return {func.vmap: made.vmap, func.grad: made.grad, func.grad_and_value: made.grad_and_value, func.vjp: _vjp, func.jvp: _jvp, **refused}
+    func, made = torch.func, _Transforms(watch)
+    return {
+        func.vmap: made.vmap,
+        func.grad: made.grad,
+        func.grad_and_value: made.grad_and_value,
+        func.vjp: _vjp,
+        func.jvp: _jvp,
+        func.jacrev: made.jacobian,
+        func.jacfwd: made.jacobian,  # the same values
+        func.hessian: made.hessian,
+        func.linearize: _refused("linearize"),
+    }
 
 
 class _Transforms:
@@ -59,6 +67,28 @@ class _Transforms:
             return gradients[0] if isinstance(argnums, int) else gradients, mapped(result, lambda _: next(found))
 
         return wrapper
+
+    def jacobian(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, **options: Any) -> Callable[..., Any]:
+        """All rows of the Jacobian at once: the gradient of each entry of the result, by vmap over the unit vectors.
+
+        result (*y.shape, *x.shape), a tuple of them for several argnums.
+        """
+
+        def wrapper(*args: Any) -> Any:
+            y = function(*args)
+            if not isinstance(y, Tensor) or any(options.values()):
+                raise own_backward(
+                    "a Jacobian of more than one tensor, or with options, is not captured", "Take that of each tensor by itself."
+                )
+            units = torch.eye(y.numel(), dtype=y.dtype, device=y.device).reshape(y.numel(), *y.shape)
+            rows = self.vmap(lambda unit: self.grad(lambda *inner: (function(*inner) * unit).sum(), argnums)(*args))(units)
+            return mapped(rows, lambda each: each.reshape(*y.shape, *each.shape[1:]))
+
+        return wrapper
+
+    def hessian(self, function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
+        """The Jacobian of the gradient."""
+        return self.jacobian(self.grad(function, argnums), argnums)
 
     def vmap(
         self, function: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error", *, chunk_size: int | None = None
@@ -164,7 +194,7 @@ def _refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise own_backward(
             f"forward calls torch.func.{name}, which is not captured",
-            "Write it with torch.func.grad, vjp or jvp, and torch.func.vmap over grad.",
+            "Write it with torch.func.jvp.",
         )
 
     return refuse

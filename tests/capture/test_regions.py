@@ -153,7 +153,7 @@ def output_gradients() -> nn.Module:
         (lambda: Model(remembering, **linear()), "tensors that are saved for backward"),
         (lambda: Model(late), "computed after the tensor"),
         (output_gradients, "reads the gradients of the module's outputs"),
-        (lambda: Model(lambda m, x: torch.func.jacrev(m.part)(x).sum((2, 3)), **linear()), "torch.func.jacrev"),
+        (lambda: Model(lambda m, x: torch.func.linearize(m.part, x)[0], **linear()), "torch.func.linearize"),
     ],
 )
 def test_what_has_no_sound_form_is_refused(model: Any, problem: str) -> None:
@@ -204,6 +204,16 @@ def mapped_over_a_dict(_: Any, x: Tensor) -> Tensor:
     return result
 
 
+def jacobian(m: Any, x: Tensor) -> Tensor:
+    result: Tensor = vmap(torch.func.jacrev(lambda row: (m.part.weight @ row).tanh()))(x).sum(-1)
+    return result
+
+
+def curvature(m: Any, x: Tensor) -> Tensor:
+    result: Tensor = vmap(torch.func.hessian(lambda row: m.part(row).tanh().sum()))(x).sum(-1)
+    return result
+
+
 def solved(m: Any, x: Tensor) -> Tensor:
     matrix = m.part.weight @ m.part.weight.T + torch.eye(8)
     result: Tensor = torch.linalg.solve(matrix, x.T).T
@@ -211,7 +221,7 @@ def solved(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:. parameters get no gradient")  # some use a part of `part`
-@pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved])
+@pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved, jacobian, curvature])
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))
     check_step(program, derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
