@@ -19,6 +19,7 @@ from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import evaluate, is_ours
 from trainload.capture.operators import is_higher_order, is_overload, is_seeded
+from trainload.capture.place import place_of_node
 
 aten = torch.ops.aten
 _HOP = torch.ops.higher_order
@@ -118,9 +119,7 @@ class GraphInterpreter(Interpreter):
 
     def where(self) -> str:
         """The user's file and line of the present node."""
-        trace = str(self._node.meta.get("stack_trace") or "") if self._node is not None else ""
-        frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-        return frames[-1] if frames else f"node {self._node}"
+        return place_of_node(self._node)
 
     def site(self, count: int = 1) -> int:
         """The number of this random operator; `count` numbers are taken."""

@@ -45,6 +45,7 @@ from trainload.capture.job import Job
 from trainload.capture.place import chain, place_here, place_of_error, place_of_function
 from trainload.capture.program import GraphCapture
 from trainload.capture.rerun import Answers, Deed, Watched, watch
+from trainload.capture.shape_guards import listening
 
 Attempt = Callable[[AbstractContextManager[object]], object]
 """Captures once more, within a context."""
@@ -294,17 +295,8 @@ class _Guards(logging.Handler):
     @contextlib.contextmanager
     def heard(self, answers: Answers) -> Iterator[None]:
         """Listens while `answers` are given."""
-        logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-        before = logger.level, logger.handlers, logger.propagate, logger.disabled
-        logger.handlers = [self]  # torch's own would print
-        logger.setLevel(logging.INFO)
-        logger.propagate, logger.disabled = False, False
-        try:
-            with answers:
-                yield
-        finally:
-            logger.setLevel(before[0])
-            logger.handlers, logger.propagate, logger.disabled = before[1:]
+        with listening(self), answers:
+            yield
 
 
 def _where(place: Place | None) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch.export.graph_signature import InputKind
 
 from trainload.capture.distance import absolute_distance, noise_floor, norm_of, relative_distance
 from trainload.capture.errors import CaptureError, DataError
-from trainload.capture.parity import tolerance_of
+from trainload.capture.parity import replaying, tolerance_of
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
 _LAST_BIT = 2.0**-23
@@ -112,7 +111,7 @@ def _replay(
             case _:
                 arguments.append(owned[owners.get(target, target)])
     found: dict[str, Tensor | None] = {}
-    with _seeded(seed, training):
+    with replaying(training, seed):
         try:
             outputs = capture.exported.graph_module(*arguments)
             for spec, value in zip(capture.outputs, outputs, strict=True):
@@ -130,19 +129,6 @@ def _replay(
         raise CaptureError(f"{what} writes to a parameter", where=f"graph {capture.name}", got=", ".join(written[:4]))
     found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
     return found | {f"buffer {name}": value for name, value in buffers.items()}
-
-
-@contextmanager
-def _seeded(seed: int, training: bool) -> Iterator[None]:
-    """As capture's own replay: no cache of autocast's casts, which a region that is cut in two would fill otherwise."""
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.random.fork_rng(), torch.set_grad_enabled(training):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cache)
 
 
 def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:

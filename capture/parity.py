@@ -73,7 +73,7 @@ def _compare(
 
     numbers = numbers_of(model)
     versions = {name: value._version for name, value in parameters.items()}
-    with _replay(training, seed):
+    with replaying(training, seed):
         try:
             expected = function(batch)
             eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
@@ -98,7 +98,7 @@ def _compare(
     own = _without_hooks(parameters)
     arguments = _arguments(captured, batch, {**own, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
-    with _replay(training, seed):
+    with replaying(training, seed):
         try:
             got = captured.exported.graph_module(*arguments)
             graph_gradients = _gradients(got, captured, own) if training else {}
@@ -117,7 +117,7 @@ def _compare(
                 if name in before and value.shape == before[name].shape:
                     value.copy_(before[name])
         again = _arguments(captured, batch, {**own, **fresh}, constants)
-        with _replay(training, seed):
+        with replaying(training, seed):
             return part_company(
                 captured.exported.graph_module, function, batch, again, lambda a, b: relative_distance(a.detach(), b.detach()), tolerance
             )
@@ -169,7 +169,7 @@ def _refuse_writes(captured: GraphCapture, names: set[str], what: str) -> None:
 
 
 @contextmanager
-def _replay(training: bool, seed: int) -> Iterator[None]:
+def replaying(training: bool, seed: int) -> Iterator[None]:
     """One seed, and no cache of autocast's casts: captured graphs have none, and the cache alone moves bf16 gradients by 1e-3."""
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

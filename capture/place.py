@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 
 import numpy
 import torch
+from torch.fx import Node
 
 from trainload.capture.finding import Place
 
@@ -67,6 +68,13 @@ def place_of_frame(frame: FrameType | None) -> Place | None:
 def place_here() -> Place | None:
     """The same for the caller."""
     return place_of_frame(inspect.currentframe())
+
+
+def place_of_node(node: Node | None) -> str:
+    """The user's file and line of a graph's node, as torch noted them; its name where there is none."""
+    trace = str(node.meta.get("stack_trace") or "") if node is not None else ""
+    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    return frames[-1] if frames else f"node {node}"
 
 
 def place_of_function(function: object) -> Place | None:

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from trainload.capture import higher_order, marks
 from trainload.capture.errors import CaptureError
+from trainload.capture.place import place_of_node
 
 _HOP = torch.ops.higher_order
 _DISSOLVED = (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
@@ -161,7 +162,7 @@ def _place_hooks(graph: Graph) -> None:
         if late:
             raise CaptureError(
                 "a tensor hook uses a value that is computed after the tensor that it is registered on",
-                where=_place(hook),
+                where=place_of_node(hook),
                 cure="Use an autograd function whose backward does what the hook does.",
             )
         for node in moved:
@@ -208,12 +209,6 @@ def _between(graph: Graph, number: int) -> list[Node]:
 def _last_placeholder(graph: Graph) -> Node:
     last: Node = [n for n in graph.nodes if n.op == "placeholder"][-1]
     return last
-
-
-def _place(node: Node) -> str:
-    trace = str(node.meta.get("stack_trace") or "")
-    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    return frames[-1] if frames else f"node {node}"
 
 
 def _parse(graph: Graph, grad_enabled: bool) -> _Region:

@@ -52,7 +52,7 @@ class Guards:
         """Inside, while torch.export traces a function of `batch`, what is asked of its sizes is noted."""
         sizes = {(name, dim): str(size) for name, leaf in batch.items() for dim, size in enumerate(leaf.shape)}
         self.symbols.update({place: size for place, size in sizes.items() if not size.isdigit()})
-        with _listening(_Listener(self)):
+        with listening(_Listener(self)):
             yield
 
     def alike(self, symbol: str) -> frozenset[str]:
@@ -89,7 +89,7 @@ class _Listener(logging.Handler):
 
 
 @contextmanager
-def _listening(handler: logging.Handler) -> Iterator[None]:
+def listening(handler: logging.Handler) -> Iterator[None]:
     """Gives the logger this handler alone, whatever it was set to."""
     logger = logging.getLogger(_LOGGER)
     before = (logger.handlers, logger.level, logger.disabled, logger.propagate)
