@@ -59,6 +59,7 @@ _ROLE_OF_OUTPUT = {
     OutputRole.WEIGHT: Role.WEIGHT,
     OutputRole.METRIC: Role.METRIC,
     OutputRole.PREDICTION: Role.PREDICTION,
+    OutputRole.OUTPUT: Role.PREDICTION,
 }
 
 
@@ -85,7 +86,7 @@ class StepModule(nn.Module):
         self._target = device
         self._names: dict[str, str] = {}
         self._slots: list[tuple[str, Any]] = []
-        self.training_graph = capture.name == "train"
+        self.training_graph = capture.training
         self._scalars = _TRAINING if self.training_graph else _DRAWING if _draws(capture) else ()
         for spec in capture.exported.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT:
@@ -117,7 +118,7 @@ class StepModule(nn.Module):
 
     def output_ports(self) -> tuple[Port, ...]:
         ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in self._capture.outputs]
-        if not any(p.role in (Role.WEIGHT, Role.PREDICTION) for p in ports):
+        if any(p.role is Role.LOSS for p in ports) and not any(p.role is Role.WEIGHT for p in ports):
             ports.append(Port(Role.WEIGHT, "weight"))
         return tuple(ports)
 
@@ -141,7 +142,7 @@ class StepModule(nn.Module):
         entries = iter(batch)
         values = interpreter.run(*(getattr(self, a) if kind == "attribute" else next(entries) for kind, a in self._slots))
         roles = [o.role for o in self._capture.outputs]
-        if OutputRole.PREDICTION in roles:
+        if OutputRole.LOSS not in roles:
             return tuple(v.detach() for v in values)
         outputs = list(values)
         if OutputRole.WEIGHT in roles:
@@ -182,9 +183,10 @@ def _fake_mode(capture: GraphCapture) -> FakeTensorMode:
     raise AssertionError("a captured graph has no tensor inputs")
 
 
-def trainable_parameters(program: Program) -> set[str]:
-    """Names of the parameters that own storage and are trained."""
-    return {p.name for p in program.parameters if p.trainable and p.alias_of is None}
+def trainable_parameters(program: Program, capture: GraphCapture) -> set[str]:
+    """Names of the parameters that own storage, are trained, and get a gradient from this graph."""
+    found = {p.name for p in program.parameters if p.trainable and p.alias_of is None}
+    return found if capture.reached is None else found & set(capture.reached)
 
 
 def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
@@ -192,7 +194,7 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
 
     Args:
         program: the captured program; no weights are read, only shapes.
-        graph: "train" yields forward and backward in one graph, others forward only.
+        graph: its name. A training graph yields forward and backward in one graph, others forward only.
         device: where the graph will run. For "cuda" the machine must have a GPU (torch aborts otherwise).
 
     Raises:
@@ -200,8 +202,8 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
     """
     capture = program.graphs[graph]
     mode = _fake_mode(capture)
-    differentiated = graph == "train" or differentiates(capture.exported.graph_module)
-    trainable = trainable_parameters(program) if differentiated else set()
+    differentiated = capture.training or differentiates(capture.exported.graph_module)
+    trainable = trainable_parameters(program, capture) if differentiated else set()
     owners = program.aliases
     with mode:
         state: dict[str, Tensor] = {}
@@ -219,7 +221,7 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
         for port in module.input_ports()[len(inputs) :]:
             inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
-        context = contextlib.nullcontext() if graph == "train" else torch.no_grad()
+        context = contextlib.nullcontext() if capture.training else torch.no_grad()
         with context:
             joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
     return _flatten(joint, module, graph)

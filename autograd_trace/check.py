@@ -12,36 +12,39 @@ from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.distance import noise_floor, relative_distance
 from trainload.capture.errors import CaptureError
 from trainload.capture.parity import tolerance_of
-from trainload.capture.program import Program
+from trainload.capture.program import GraphCapture, Program
 from trainload.capture.replays import Check, replay_batches
 
 _STEP = 3
 
 
-def check_step(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
+def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
     """Runs a batch through the step graph, and through eager autograd with the same stateless random numbers; compares loss, metrics,
     buffers and every gradient. Where the number of rows is dynamic, another number is tried too: a derivative may have baked it in.
 
     Args:
         program: what `step` was derived from; its weights are read.
-        step: the training graph for the CPU.
-        batch: an example, (rows, ...) tensors on the CPU.
+        name: of the training graph.
+        step: its step graph, for the CPU.
+        batch: an example, (rows, ...) tensors on the CPU; inputs of other graphs are left alone.
 
     Raises:
         CaptureError: something differs.
     """
-    for each in replay_batches(program.graphs["train"], batch, Check.USUAL):
-        _check_batch(program, step, each)
+    capture = program.graphs[name]
+    for each in replay_batches(capture, {i.name: batch[i.name] for i in capture.inputs}, Check.USUAL):
+        _check_batch(program, capture, step, each)
 
 
-def _check_batch(program: Program, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
-    capture = program.graphs["train"]
+def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
     rows = next(iter(batch.values())).shape[0]
     scalars = {
         Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(rows), Role.SCALE: torch.tensor(1.0 / rows),
     }  # fmt: skip
     state = {name: program.state[name].clone() for name in program.state}
-    module = StepModule(capture, state | dict(program.constants), trainable_parameters(program), program.aliases, torch.device("cpu"))
+    module = StepModule(
+        capture, state | dict(program.constants), trainable_parameters(program, capture), program.aliases, torch.device("cpu")
+    )
     arguments = []
     for port in step.inputs:
         match port.role:
@@ -61,7 +64,7 @@ def _check_batch(program: Program, step: StepGraph, batch: Mapping[str, Tensor])
         except RuntimeError as error:  # torch's kernels
             raise CaptureError(
                 f"the joint graph fails on {rows} rows: {str(error).strip().splitlines()[0]}",
-                where="graph train",
+                where=f"graph {capture.name}",
                 cure="The derivative of an operator of the model has the number of rows of the example in it: write it with other "
                 "operators (x * mask in place of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",
             ) from error
@@ -81,7 +84,7 @@ def _check_batch(program: Program, step: StepGraph, batch: Mapping[str, Tensor])
         if not distance <= tolerance:
             raise CaptureError(
                 f"the joint graph differs from autograd in the {key[0].value} {key[1]!r} on {rows} rows",
-                where="graph train",
+                where=f"graph {capture.name}",
                 expected=f"a relative difference of at most {tolerance:g}",
                 got=f"{distance:.2g}" if key in found else "no gradient",
                 cure="This is a fault of trainload or of torch's AOT autograd for an operator of the model, not of the model.",

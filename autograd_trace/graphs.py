@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
@@ -9,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch.export import ExportedProgram
+
+from trainload.capture.program import MAIN
 
 
 class Role(StrEnum):
@@ -112,22 +115,60 @@ class LeanRecord(BaseModel):
     @model_serializer(mode="wrap")
     def _lean(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = whole(self)
-        return {k: v for k, v in fields.items() if k not in self.later or getattr(self, k) != type(self).model_fields[k].default}
+        return {
+            k: v
+            for k, v in fields.items()
+            if k not in self.later or getattr(self, k) != type(self).model_fields[k].get_default(call_default_factory=True)
+        }
 
 
-class GroupRecipe(BaseModel):
-    """A parameter group: its parameters, and the learning rate of every step (the last one holds from there on).
+class GroupRecipe(LeanRecord):
+    """A parameter group: its parameters, and the learning rate of each of its optimizer's updates (the last one holds from there on).
 
     Law: where `schedule` is a number there is one learning rate, which the entries of that table of the recipe's `schedules` multiply.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    later: ClassVar[frozenset[str]] = frozenset({"schedule"})
+    later: ClassVar[frozenset[str]] = frozenset({"schedule", "clock"})
 
     name: str
     parameters: tuple[str, ...]
     learning_rates: tuple[float, ...] = Field(min_length=1)
     schedule: int | None = Field(default=None, ge=0)
+    clock: tuple[str, ...] = ()
+    """The graphs whose turns are its optimizer's updates; (): the main one."""
+
+
+class TurnRecipe(BaseModel):
+    """When a graph runs within a round: see `trainload.capture.job.Turn`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    graph: str
+    times: int = Field(default=1, ge=1)
+    every: int = Field(default=1, ge=1)
+    start: int = Field(default=0, ge=0)
+    fresh: bool = False
+
+
+class GraphRecipe(BaseModel):
+    """How one training graph of several updates parameters: those of `groups`, with its own gradient, clipped; `ema_decay` of their mean.
+
+    Law: it gives every parameter of these groups a gradient.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    groups: tuple[str, ...]
+    clip_norm: float | None = Field(default=None, gt=0)
+    clip_value: float | None = Field(default=None, gt=0)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("the gradient is clipped by its norm or by value, not both")
+        return self
 
 
 class LossScale(BaseModel):
@@ -144,12 +185,12 @@ class LossScale(BaseModel):
 class Recipe(LeanRecord):
     """How the graphs are driven, as data.
 
-    Laws: no parameter is in two groups; one that is in none keeps its value; `global_batch` rows make one optimizer update; the gradient is
-    clipped by its norm or by the values of its elements.
+    Laws: no parameter is in two groups of one graph; one that is in none keeps its value; `global_batch` rows make one optimizer update;
+    the gradient is clipped by its norm or by the values of its elements; `main` runs in every round of the loop.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    later: ClassVar[frozenset[str]] = frozenset({"schedules", "clip_value", "ema_decay", "loss_scale"})
+    later: ClassVar[frozenset[str]] = frozenset({"schedules", "clip_value", "ema_decay", "loss_scale", "main", "loop", "graphs", "feeds"})
 
     optimizer: str
     groups: tuple[GroupRecipe, ...]
@@ -162,6 +203,14 @@ class Recipe(LeanRecord):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     loss_scale: LossScale | None = None
     seed: int = 0
+    main: str = MAIN
+    """The graph whose loss is the run's."""
+    loop: tuple[TurnRecipe, ...] = ()
+    """What happens in a round, in order; (): one turn of the main graph."""
+    graphs: dict[str, GraphRecipe] = Field(default_factory=dict)
+    """By the name of a training graph, of each variant; {}: the main one, of whatever variant, updates all groups."""
+    feeds: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """Graph -> input that no data has -> "graph.output" of another, which runs before it in a round, on the same batch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -172,11 +221,34 @@ class Recipe(LeanRecord):
             raise ValueError("the gradient is clipped by its norm or by value, not both")
         return self
 
-    def rates(self, step: int) -> list[float]:
-        """The learning rate of every group at a step."""
+    @property
+    def turns(self) -> tuple[TurnRecipe, ...]:
+        """What happens in a round."""
+        return self.loop or (TurnRecipe(graph=self.main),)
+
+    def graph(self, name: str) -> GraphRecipe:
+        """How the training graph of this name updates parameters."""
+        if self.graphs:
+            return self.graphs[name]
+        groups = tuple(group.name for group in self.groups)
+        return GraphRecipe(groups=groups, clip_norm=self.clip_norm, clip_value=self.clip_value, ema_decay=self.ema_decay)
+
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether a running mean of parameters is kept."""
+        return self.ema_decay is not None or any(graph.ema_decay is not None for graph in self.graphs.values())
+
+    def rates(self, updates: int | Mapping[str, int]) -> list[float]:
+        """The learning rate of every group.
+
+        Args:
+            updates: how many turns each graph has had before, or the main one.
+        """
+        counts = {self.main: updates} if isinstance(updates, int) else updates
         found = []
         for group in self.groups:
             table = group.learning_rates if group.schedule is None else self.schedules[group.schedule]
+            step = sum(counts[graph] for graph in group.clock or (self.main,))
             value = table[min(step, len(table) - 1)]
             found.append(value if group.schedule is None else group.learning_rates[0] * value)
         return found

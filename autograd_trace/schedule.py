@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from trainload.capture.errors import JobError
-from trainload.capture.job import Job
+from trainload.capture.job import ScheduleFunction, SchedulerFactory
+
+Schedule = ScheduleFunction | SchedulerFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,33 +24,38 @@ class GroupRates:
     factors: tuple[float, ...] | None = None
 
 
-def learning_rates(job: Job, optimizer: torch.optim.Optimizer) -> list[GroupRates]:
+def learning_rates(schedule: Schedule | None, updates: int, optimizer: torch.optim.Optimizer) -> list[GroupRates]:
     """The learning rates of every group of the optimizer.
+
+    Args:
+        schedule: as `Job.schedule`.
+        updates: how many learning rates to tabulate.
+        optimizer: whose.
 
     Raises:
         JobError: the schedule fails, gives no finite rate, needs what only a run knows, or drives more than learning rates.
     """
     base = [float(g["lr"]) for g in optimizer.param_groups]
-    if job.schedule is None:
+    if schedule is None:
         return [GroupRates(b) for b in base]
-    first = _call_schedule(job, 0) if not _wants_optimizer(job) else None
+    first = _call_schedule(schedule, 0) if not _wants_optimizer(schedule) else None
     if first is not None:
-        factors = tuple(_call_schedule(job, s) for s in range(job.steps))
+        factors = tuple(_call_schedule(schedule, s) for s in range(updates))
         return [GroupRates(b, factors) for b in base]
     # A stand-in with the same options, so that schedulers which drive momentum or betas find them and are found out.
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     shadow = torch.optim.SGD([{**o, "params": [nn.Parameter(torch.zeros(1))]} for o in options], lr=0.1)
     shadow.defaults = dict(optimizer.defaults)
     try:
-        return [GroupRates(1.0, tuple(table)) for table in _tabulate(job, shadow, options)]
+        return [GroupRates(1.0, tuple(table)) for table in _tabulate(schedule, updates, shadow, options)]
     except JobError:
         raise
     except Exception as error:  # a user's scheduler may raise anything; all of it becomes one line
         raise JobError(f"the schedule fails: {type(error).__name__}: {error}", where="Job.schedule") from error
 
 
-def _tabulate(job: Job, shadow: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    scheduler = job.schedule(shadow)  # type: ignore[misc, arg-type]  # called so after it was found to want an optimizer
+def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    scheduler = schedule(shadow)  # type: ignore[arg-type]  # called so after it was found to want an optimizer
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise JobError(
             "returns neither a factor nor a scheduler",
@@ -65,7 +72,7 @@ def _tabulate(job: Job, shadow: torch.optim.Optimizer, options: Sequence[Mapping
             cure="Use a schedule of the step; evaluate, and resume with another package where it does not suit.",
         )
     rates: list[list[float]] = [[] for _ in options]
-    for step in range(job.steps):
+    for step in range(updates):
         if step:
             shadow.step()
             scheduler.step()
@@ -89,17 +96,17 @@ def _finite(rate: float, step: int) -> float:
     return rate
 
 
-def _wants_optimizer(job: Job) -> bool:
+def _wants_optimizer(schedule: Schedule) -> bool:
     """Whether the schedule is a scheduler's factory: it fails on a step's number."""
     try:
-        return isinstance(job.schedule(0), torch.optim.lr_scheduler.LRScheduler)  # type: ignore[misc, arg-type]  # tried as a step's
+        return isinstance(schedule(0), torch.optim.lr_scheduler.LRScheduler)  # type: ignore[arg-type]  # tried as a step's
     except Exception:  # noqa: BLE001 - what a factory raises for a number is anything; the second try tells
         return True
 
 
-def _call_schedule(job: Job, step: int) -> float:
+def _call_schedule(schedule: Schedule, step: int) -> float:
     try:
-        value = job.schedule(step)  # type: ignore[misc, arg-type]  # called so after it was found to take a step
+        value = schedule(step)  # type: ignore[arg-type]  # called so after it was found to take a step
     except Exception as error:  # a user's schedule may raise anything; all of it becomes one line
         raise JobError(f"fails: {type(error).__name__}: {error}", where=f"Job.schedule at step {step}") from error
     if not isinstance(value, int | float) or not math.isfinite(value):

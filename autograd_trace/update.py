@@ -7,11 +7,12 @@ group, which for this becomes a group of its own in the recipe.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch.fx import GraphModule
 
 from trainload.autograd_trace.bound_optimizer import StateNames, bound, state_names
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, UpdateGraph
-from trainload.autograd_trace.optimizer_groups import group_parameters
+from trainload.autograd_trace.optimizer_groups import check_trained, group_parameters
 from trainload.autograd_trace.python_numbers import as_number, numbers_stay_tensors
 from trainload.autograd_trace.recipe import make_recipe
 from trainload.autograd_trace.schedule import learning_rates
+from trainload.autograd_trace.trainers import make_loop, trainers_of
 from trainload.autograd_trace.update_check import check_separate, check_update
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
@@ -74,66 +76,69 @@ def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateG
         JobError: the optimizer does not fit the model or the schedule fails.
         CaptureError: the update is not a function of (param, grad, state, lr) that can be captured.
     """
-    optimizers = _made(job)
-    of_group = [optimizer for optimizer in optimizers for _ in optimizer.param_groups]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [found for optimizer in optimizers for found in learning_rates(job, optimizer)]
-    schedules = {found.factors: None for found in rates if found.factors is not None}
+    loop = make_loop(job)
+    trainers = trainers_of(job, program, loop)
     specs = {p.name: p for p in program.parameters}
+    schedules: dict[tuple[float, ...], None] = {}
     recipes: list[GroupRecipe] = []
     updates: list[UpdateGraph] = []
-    for number, names in enumerate(group_parameters(job, program, groups)):
-        if not names:
-            continue
-        kinds = {specs[n].dtype for n in names}
-        if len(kinds) > 1:
-            raise JobError(
-                "a parameter group mixes dtypes",
-                where=f"Job.optimizer: group {number}",
-                expected="one dtype",
-                got=str(sorted(kinds)),
-                cure="Make one parameter group for each dtype.",
-            )
-        shapes = {n: tuple(specs[n].shape) for n in names}
-        for update in _capture_group(f"group{number}", of_group[number], groups[number], getattr(torch, kinds.pop()), shapes):
-            members = tuple(n for n in names if update.shape is None or shapes[n] == update.shape)
+    groups_of: dict[str, list[str]] = {}
+    for trainer in trainers:
+        for optimizer in trainer.optimizers:
+            _check_kind(optimizer, trainer.where)
+        of_group = [optimizer for optimizer in trainer.optimizers for _ in optimizer.param_groups]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [found for optimizer in trainer.optimizers for found in learning_rates(trainer.schedule, trainer.updates, optimizer)]
+        for number, names in enumerate(group_parameters(job.model, trainer.reached(), groups, trainer.where)):
+            if not names:
+                continue
+            kinds = {specs[n].dtype for n in names}
+            if len(kinds) > 1:
+                raise JobError(
+                    "a parameter group mixes dtypes",
+                    where=f"{trainer.where}: group {number}",
+                    expected="one dtype",
+                    got=str(sorted(kinds)),
+                    cure="Make one parameter group for each dtype.",
+                )
+            shapes = {n: tuple(specs[n].shape) for n in names}
             table = rates[number].factors
-            schedule = None if table is None else list(schedules).index(table)
-            recipes.append(GroupRecipe(name=update.group, parameters=members, learning_rates=(rates[number].base,), schedule=schedule))
-            updates.append(update)
-    return make_recipe(job, optimizers, recipes, tuple(schedules)), tuple(updates)
+            if table is not None:
+                schedules.setdefault(table)
+            found = _capture_group(f"{trainer.prefix}group{number}", of_group[number], groups[number], getattr(torch, kinds.pop()), shapes)
+            for update in found:
+                fitting = [n for n in names if update.shape is None or shapes[n] == update.shape]
+                for name, members, graphs in trainer.parts(update.group, fitting):
+                    recipes.append(
+                        GroupRecipe(
+                            name=name,
+                            parameters=members,
+                            learning_rates=(rates[number].base,),
+                            schedule=None if table is None else list(schedules).index(table),
+                            clock=trainer.clock,
+                        )
+                    )
+                    updates.append(dataclasses.replace(update, group=name))
+                    for graph in graphs:
+                        groups_of.setdefault(graph, []).append(name)
+    check_trained(program, recipes)
+    return make_recipe(job, program, trainers, recipes, tuple(schedules), groups_of, loop), tuple(updates)
 
 
-def _made(job: Job) -> tuple[torch.optim.Optimizer, ...]:
-    """The job's optimizers."""
-    given = job.optimizer(job.model)
-    optimizers = tuple(given) if isinstance(given, Sequence) else (given,)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise JobError(
-                "does not return an optimizer",
-                where="Job.optimizer",
-                expected="a torch.optim.Optimizer, or several",
-                got=type(optimizer).__name__,
-            )
-        _check_kind(optimizer)
-    return optimizers
-
-
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
     """Refuses kinds of which no graph can be."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(
             "the optimizer calls a closure, which runs the model as often as it likes, so it has no fixed update",
-            where=f"Job.optimizer: {type(optimizer).__name__}",
+            where=f"{where}: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
             cure="Use AdamW or SGD.",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise CaptureError(
             "the optimizer wants sparse gradients, and a step graph's gradients are dense",
-            where="Job.optimizer: SparseAdam",
+            where=f"{where}: SparseAdam",
             cure="Use Adam; it updates the rows of an embedding that were not looked up as well, by their moments.",
         )
 

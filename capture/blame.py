@@ -57,7 +57,9 @@ _SECONDS = 30.0
 """The search for further causes takes at most so many captures, and begins none after so many seconds."""
 
 
-def capture_error(graph: str, error: Exception, attempt: Attempt, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError:
+def capture_error(
+    graph: str, error: Exception, attempt: Attempt, function: nn.Module, batch: dict[str, Tensor], *, training: bool
+) -> CaptureError:
     """The page for an exception of torch.export or of the model's own code: its cause, and whatever else stands in the way.
 
     Args:
@@ -66,12 +68,13 @@ def capture_error(graph: str, error: Exception, attempt: Attempt, function: nn.M
         attempt: captures again.
         function: what was to be captured. Its model's buffers change.
         batch: what it is given.
+        training: whether it is traced with gradients.
     """
     watched = Watched()
     findings = list(_findings(error, watched))
     # What follows runs the model's own code, which may raise anything: the first cause is told all the same.
     with contextlib.suppress(Exception):
-        with torch.set_grad_enabled(graph == "train"):
+        with torch.set_grad_enabled(training):
             watched = watch(function, batch)
         findings = list(_unique(_findings(error, watched)))
         findings = list(_unique(_all(error, attempt, watched)))

@@ -47,8 +47,8 @@ class Difference:
 def compare(name: str, before: Program, after: Program, batches: Sequence[Mapping[str, Tensor]]) -> Difference:
     """Runs one graph of two programs on the same batches, each with a seed of its own, and finds where they differ most.
 
-    Outputs and buffers are compared, and for "train" every parameter's gradient. Dropout is on, from the same generator state on both
-    sides: a graph that draws other random numbers, or in another order, differs.
+    Outputs and buffers are compared, and for a training graph every parameter's gradient. Dropout is on, from the same generator state on
+    both sides: a graph that draws other random numbers, or in another order, differs.
 
     Args:
         name: of the graph.
@@ -92,7 +92,7 @@ def _replay(
     capture: GraphCapture, program: Program, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], seed: int, what: str
 ) -> dict[str, Tensor | None]:
     """Value -> tensor: outputs, buffers, gradients."""
-    training = capture.name == "train"
+    training = capture.training
     buffers = {spec.name: state[spec.name].clone() for spec in program.buffers}
     owned = {p.name: state[p.name].detach().requires_grad_(training and p.trainable) for p in program.parameters if p.alias_of is None}
     versions = {name: tensor._version for name, tensor in owned.items()}

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from trainload.capture.errors import JobError
 from trainload.capture.inputs import leaves_of, rebuild
-from trainload.capture.job import Job, Loss
+from trainload.capture.job import Loss, LossFunction
+from trainload.capture.job import PredictFunction as TensorsOf
 from trainload.capture.program import OutputRole, OutputSpec
 
 
@@ -65,13 +66,21 @@ class Traced(nn.Module):
 
 
 class StepFunction(Traced):
-    """A job's loss as a module; `signature` describes its outputs after a call."""
+    """A loss as a module; `signature` describes its outputs after a call.
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job.model, job.batch)
+    Args:
+        model: the job's.
+        batch: an example, nested.
+        loss: as `Job.loss`.
+        where: its place in the job, for errors.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], loss: LossFunction | None, where: str = "Job.loss") -> None:
+        super().__init__(model, batch)
         # In a tuple, so that a loss that is a module is not registered as one.
-        self._loss = (None if job.loss is None else _traced_as_forward(job.loss),)
-        _refuse_state(job.loss, "Job.loss")
+        self._loss = (None if loss is None else _traced_as_forward(loss),)
+        self._where = where
+        _refuse_state(loss, where)
 
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._loss
@@ -81,10 +90,10 @@ class StepFunction(Traced):
         if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
             raise JobError(
                 "the loss is not a scalar",
-                where="Job.loss",
+                where=self._where,
                 expected="a 0-dim floating-point tensor, or trainload.Loss with one",
                 got=_described(value),
-                cure="Reduce it with .mean(), or give Job(loss=...) a function that returns the scalar.",
+                cure="Reduce it with .mean(), or give loss=... a function that returns the scalar.",
             )
         outputs = [OutputSpec("loss", OutputRole.LOSS)]
         values: list[Any] = [value]
@@ -97,55 +106,51 @@ class StepFunction(Traced):
         for spec, entry in zip(outputs, values, strict=True):
             if not isinstance(entry, Tensor) or entry.ndim != 0 or entry.is_complex():
                 raise JobError(
-                    "not a 0-dim tensor", where=f"Job.loss: {spec.role} {spec.name!r}", expected="a 0-dim tensor", got=_described(entry)
+                    "not a 0-dim tensor",
+                    where=f"{self._where}: {spec.role} {spec.name!r}",
+                    expected="a 0-dim tensor",
+                    got=_described(entry),
                 )
+        for name in sorted(loss.outputs):
+            outputs.append(OutputSpec(name, OutputRole.OUTPUT))
+            values.append(_detached(loss.outputs[name], f"{self._where}: output {name!r}"))
         self.signature.outputs = tuple(outputs)
         return tuple(values)
 
 
-class PredictFunction(Traced):
-    """A job's predict as a module; its inputs are those of `Job.predict_inputs`, and `signature` names its outputs after a call."""
+class TensorsFunction(Traced):
+    """A function that returns tensors by name (`Job.predict`, `Graph.compute`) as a module; `signature` names its outputs after a call.
 
-    def __init__(self, job: Job) -> None:
-        names = set(job.batch if job.predict_inputs is None else job.predict_inputs)
-        unknown = sorted(names - set(job.batch))
-        if unknown:
-            raise JobError(
-                "names inputs that the batch lacks", where="Job.predict_inputs", expected=f"some of {sorted(job.batch)}", got=str(unknown)
-            )
-        super().__init__(job.model, {name: value for name, value in job.batch.items() if name in names})
-        assert job.predict is not None
-        self._predict = (_traced_as_forward(job.predict),)
-        _refuse_state(job.predict, "Job.predict")
+    Args:
+        model: the job's.
+        batch: what it reads of an example, nested.
+        function: as `Job.predict`.
+        role: of its outputs.
+        where: its place in the job, for errors.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], function: TensorsOf, role: OutputRole, where: str) -> None:
+        super().__init__(model, batch)
+        self._function = (_traced_as_forward(function),)
+        self._role = role
+        self._where = where
+        _refuse_state(function, where)
 
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-        (function,) = self._predict
+        (function,) = self._function
         result = function(self.model, batch)
-        named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {"prediction": result}
+        named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {self._role.value: result}
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise JobError(
-                    f"predict's {name!r} is not a tensor",
-                    where="Job.predict",
+                    f"its {name!r} is not a tensor",
+                    where=self._where,
                     expected="a tensor, or a flat mapping of names to tensors",
                     got=type(value).__name__,
                 )
         names = sorted(named)
-        self.signature.outputs = tuple(OutputSpec(name, OutputRole.PREDICTION) for name in names)
+        self.signature.outputs = tuple(OutputSpec(name, self._role) for name in names)
         return tuple(named[name] for name in names)
-
-
-def functions_of(job: Job) -> dict[str, StepFunction | PredictFunction]:
-    """What is captured of a job, by the graph's name; "train" and "eval" are one function in two modes.
-
-    Raises:
-        JobError: `Job.batch` or `Job.predict_inputs` does not hold together, or a function has state of its own.
-    """
-    step = StepFunction(job)
-    found: dict[str, StepFunction | PredictFunction] = {"train": step, "eval": step}
-    if job.predict is not None:
-        found["predict"] = PredictFunction(job)
-    return found
 
 
 def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,6 +162,12 @@ def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     renamed.__kwdefaults__ = function.__kwdefaults__
     return renamed
+
+
+def _detached(value: Any, where: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        raise JobError("not a tensor with a row for each of the batch's", where=where, got=_described(value))
+    return value.detach()
 
 
 def _described(value: object) -> str:

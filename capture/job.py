@@ -20,11 +20,14 @@ class Loss:
         weight: what the mean was taken over (tokens that are not padding, say), a 0-dim tensor. Batches are
             combined as sum(weight * value) / sum(weight). None: the number of rows of the batch.
         metrics: further 0-dim tensors to report, each combined like the loss. They get no gradient.
+        outputs: tensors for other graphs of the job, which read them by `Graph.feeds`; one row for each of the batch's. No gradient flows
+            through them.
     """
 
     value: torch.Tensor
     weight: torch.Tensor | None = None
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 LossFunction = Callable[[torch.nn.Module, dict[str, Any]], "torch.Tensor | Loss"]
@@ -68,6 +71,55 @@ class LossScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Graph:
+    """One of several graphs of a job: a loss of its own with an optimizer of its own, or tensors for other graphs.
+
+    Exactly one of `loss` and `compute` is given.
+
+    Attributes:
+        loss: as `Job.loss`; what it returns trains the parameters of this graph's optimizer, and no others.
+        compute: `compute(model, batch)` -> tensors by name, one row for each of the batch's; run in eval mode, without gradients.
+        inputs: the names of the batch's outermost entries that it reads. None: all of them.
+        feeds: entry of the batch that the function is given -> "graph.output" of an earlier graph, which has run on the same batch.
+        optimizer: `optimizer(model)`, over the parameters that this graph trains. None: `Job.optimizer`, one for all graphs that have none
+            of their own. Of its parameters those are updated that this loss reaches.
+        schedule: of this optimizer; its steps are this optimizer's updates. None: `Job.schedule`.
+        clip_norm: as `Job.clip_norm`, of this graph's gradient. None: the job's.
+        clip_value: as `Job.clip_value`. None: the job's.
+        ema: of the parameters that this graph trains, moved with its updates. None: the job's.
+    """
+
+    loss: LossFunction | None = None
+    compute: Callable[[torch.nn.Module, dict[str, Any]], Mapping[str, torch.Tensor]] | None = None
+    inputs: Collection[str] | None = None
+    feeds: Mapping[str, str] = field(default_factory=dict)
+    optimizer: OptimizerFactory | None = None
+    schedule: ScheduleFunction | SchedulerFactory | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    ema: Ema | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a graph runs within a round of the loop.
+
+    Attributes:
+        graph: its name.
+        times: how often in a row, each time with an update.
+        every: in rounds start, start + every, start + 2 * every, ... only.
+        start: the first such round, from 0.
+        fresh: each time on the next batch of the data. Otherwise on the round's own, which all turns share that are not fresh.
+    """
+
+    graph: str
+    times: int = 1
+    every: int = 1
+    start: int = 0
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A training job, ready to be frozen.
 
@@ -78,6 +130,7 @@ class Job:
             None, numbers and strings in it are constants of the graphs.
         loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above. None: `model(**batch)` returns it.
         optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters, or several, each over some of them.
+            None: every one of `graphs` has its own.
         schedule: `schedule(step)` -> factor on each group's learning rate, for step 0, 1, ...; or a
             `torch.optim.lr_scheduler` factory that is given the optimizer. None: constant.
         predict: `predict(model, batch)` -> the tensors that a trained model is for. None: no predict graph.
@@ -85,7 +138,7 @@ class Job:
         dynamic: (dotted) input name -> {dim: torch.export.Dim, one derived from it such as 2*dim, Dim.AUTO, Dim.DYNAMIC,
             Dim.STATIC, the size, or None}, or one of these for each dim. Dims are fixed where nothing is said, but for the leading
             dim of every input, which is dynamic (one dim, named "batch") unless this says `{0: Dim.STATIC}`. docs/shapes.md.
-        steps: length of the run: optimizer updates.
+        steps: length of the run: optimizer updates, or rounds of the loop where there are `graphs`.
         global_batch: rows of one optimizer update, over all workers and microbatches. None: the example's rows.
         clip_norm: greatest global L2 norm of the gradient. None: no clipping.
         clip_value: greatest absolute value of each element of the gradient. None: no clipping. One of the two at most.
@@ -93,11 +146,15 @@ class Job:
         loss_scaling: for float16 under autocast. None: the loss is not scaled.
         seed: of dropout masks and of the order of the data.
         assets: file name -> path of files that travel in the package (a tokenizer, a licence).
+        graphs: several graphs by name, in place of `loss`. The first one that trains is the main one: its loss is the run's.
+        variants: further example batches by name, each of other entries, constants or shapes than `batch`; every graph is captured for
+            each. A run gives a batch to the first that takes it, `batch` being the first of all. docs/variants.md.
+        loop: what happens in a round, in order: turns, or names of graphs that run once. None: every graph once, in the order of `graphs`.
     """
 
     model: torch.nn.Module
     batch: Batch
-    optimizer: OptimizerFactory
+    optimizer: OptimizerFactory | None = None
     loss: LossFunction | None = None
     schedule: ScheduleFunction | SchedulerFactory | None = None
     predict: PredictFunction | None = None
@@ -111,3 +168,6 @@ class Job:
     loss_scaling: LossScaling | None = None
     seed: int = 0
     assets: Mapping[str, str] = field(default_factory=dict)
+    graphs: Mapping[str, Graph] = field(default_factory=dict)
+    loop: Sequence[Turn | str] | None = None
+    variants: Mapping[str, Batch] = field(default_factory=dict)

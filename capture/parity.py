@@ -66,7 +66,7 @@ def _compare(
 ) -> tuple[set[str], set[str]]:
     """Names of the parameters without a gradient, and of the Python numbers that the call changed."""
     model = function.get_submodule("model")
-    training = captured.name == "train"
+    training = captured.training
     rows = next(iter(batch.values())).shape[0]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     before = {name: value.detach().clone() for name, value in model.named_buffers(remove_duplicate=False)}

@@ -20,6 +20,38 @@ class OutputRole(StrEnum):
     WEIGHT = "weight"
     METRIC = "metric"
     PREDICTION = "prediction"
+    OUTPUT = "output"
+    """A tensor for other graphs of the job."""
+
+
+class Mode(StrEnum):
+    """What a captured graph is for, and so how it is run."""
+
+    TRAIN = "train"
+    """A loss, in train mode, with gradients."""
+    EVAL = "eval"
+    """The same function in eval mode, without gradients."""
+    PREDICT = "predict"
+    """What a trained model is for: eval mode, without gradients."""
+    COMPUTE = "compute"
+    """Tensors for other graphs of the job (a teacher's logits): eval mode, without gradients."""
+
+
+MAIN = "train"
+"""The graph of a job that has one."""
+RESERVED = frozenset({"eval", "predict", "update"})
+"""What no graph of a job, and no variant, may be called."""
+
+
+def graph_name(graph: str, mode: Mode, variant: str = "") -> str:
+    """The name under which a graph is captured and stored: "train", "eval", "predict", "critic", "critic-eval", "train-masked"."""
+    if mode is Mode.PREDICT:
+        name = "predict"
+    elif mode is Mode.EVAL:
+        name = "eval" if graph == MAIN else f"{graph}-eval"
+    else:
+        name = graph
+    return f"{name}-{variant}" if variant else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +101,55 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class GraphCapture:
-    """One captured graph.
+    """One captured graph: of one of the job's graphs, in one mode, of one variant.
 
-    Laws: `exported` is torch.export's training IR with no weights of its own that `Program.state` lacks; its user inputs are
-    `inputs`, as one dict, in this (sorted) order; its user outputs are `outputs`, one flat tuple, in this order.
+    Laws: `name` is `graph_name(graph, mode, variant)`; `exported` is torch.export's training IR with no weights of its own that
+    `Program.state` lacks; its user inputs are `inputs`, as one dict, in this (sorted) order; its user outputs are `outputs`, one flat
+    tuple, in this order.
     """
 
     name: str
     exported: ExportedProgram
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
+    reached: tuple[str, ...] | None = None
+    """The trained parameters that get a gradient from its loss, by their owners' names, sorted; None: all of the program's."""
+
+    @property
+    def mode(self) -> Mode:
+        """What it is for."""
+        base, *rest = self.name.split("-")
+        if base == "predict":
+            return Mode.PREDICT
+        if base == "eval" or rest[:1] == ["eval"]:
+            return Mode.EVAL
+        return Mode.TRAIN if any(o.role is OutputRole.LOSS for o in self.outputs) else Mode.COMPUTE
+
+    @property
+    def graph(self) -> str:
+        """Which of the job's graphs it is of."""
+        base = self.name.split("-")[0]
+        return MAIN if base in ("eval", "predict") else base
+
+    @property
+    def variant(self) -> str:
+        """Which variant it is; "" for the first."""
+        rest = self.name.split("-")[1:]
+        return next((part for part in rest if part != "eval"), "")
+
+    @property
+    def training(self) -> bool:
+        """Whether it is run with gradients."""
+        return self.mode is Mode.TRAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A captured model and loss: the only source of truth of what is computed.
 
-    Laws: `graphs` holds "train", and "eval" and "predict" where they were asked for; every graph's parameters and buffers are
-    names of `parameters` and `buffers`; `state` holds a tensor for every parameter that is not an alias and for every buffer,
-    and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU.
+    Laws: `graphs` holds, by name, one training graph or more, an evaluation graph for each, and what else was asked for; every graph's
+    parameters and buffers are names of `parameters` and `buffers`; `state` holds a tensor for every parameter that is not an alias and
+    for every buffer, and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU.
     """
 
     graphs: Mapping[str, GraphCapture]

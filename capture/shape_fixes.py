@@ -10,11 +10,10 @@ from typing import Any
 from torch.export import Dim
 
 from trainload.capture.errors import CaptureError
-from trainload.capture.function import functions_of
-from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
-from trainload.capture.shapes import Shapes, affine, declared_shapes, is_hint, limits_of, spelled
+from trainload.capture.shapes import Shapes, affine, is_hint, limits_of, spelled
 from trainload.capture.state import check_model, modes_kept, state_kept
+from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import export_graph
 
 MOST_ROUNDS = 8
@@ -106,24 +105,23 @@ def with_suggested_fixes(job: Job) -> tuple[Job, tuple[AppliedFix, ...]]:
         CaptureError: a graph cannot be captured, and no suggestion mends it.
     """
     model = check_model(job.model)
-    batch = {name: leaf.detach().contiguous() for name, leaf in leaves_of(job.batch).items()}
-    shapes = declared_shapes(job.dynamic, batch)
     applied: list[AppliedFix] = []
     with modes_kept(model):
-        for graph, function in functions_of(job).items():
-            model.train(graph == "train")
+        for target in targets_of(job):
+            model.train(target.training)
             for round_number in range(MOST_ROUNDS):
+                batch, shapes = example_of(job, target)
                 try:
                     with state_kept(model):
-                        export_graph(graph, function, {name: batch[name] for name in function.inputs}, shapes)
+                        export_graph(target, batch, shapes)
                     break
                 except CaptureError as error:
-                    changed, new = apply_fixes(suggested_fixes(error), shapes, graph)
+                    changed, new = apply_fixes(suggested_fixes(error), shapes, target.name)
                     if not new or round_number + 1 == MOST_ROUNDS:
                         raise
-                    shapes = changed
+                    job = replace(job, dynamic={**job.dynamic, **changed})
                     applied += new
-    return replace(job, dynamic=shapes) if applied else job, tuple(applied)
+    return job, tuple(applied)
 
 
 def apply_fixes(fixes: tuple[Fix, ...], shapes: Shapes, graph: str) -> tuple[Shapes, tuple[AppliedFix, ...]]:

@@ -10,14 +10,13 @@ from typing import Any
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from trainload.capture.errors import CaptureError
-from trainload.capture.function import StepFunction
-from trainload.capture.inputs import leaves_of
+from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.shape_fixes import refusals, suggested_fixes
 from trainload.capture.shape_guards import Guards
-from trainload.capture.shapes import Shapes, declared_shapes, is_hint, limits_of, spelled
+from trainload.capture.shapes import Shapes, is_hint, limits_of, spelled
 from trainload.capture.state import check_model, modes_kept, state_kept
+from trainload.capture.targets import Target, example_of, targets_of
 from trainload.capture.trace import export_graph
 
 Place = tuple[str, int]
@@ -75,17 +74,24 @@ class ShapeReport:
     fixes: tuple[str, ...] = ()
 
 
-def explain_shapes(job: Job) -> ShapeReport:
-    """Says what sizes the training graph takes, and why. It traces the loss twice: as declared, and with every dim left to torch.
+def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
+    """Says what sizes a training graph takes, and why. It traces the loss twice: as declared, and with every dim left to torch.
+
+    Args:
+        job: whose.
+        graph: its name, with the variant's ("train-masked"). None: the first one that trains.
 
     Raises:
-        JobError: the job's description does not hold together.
+        JobError: the job's description does not hold together, or there is no such graph.
         CaptureError: the model cannot be captured for a reason that has nothing to do with sizes.
     """
     model = check_model(job.model)
-    batch = {name: leaf.detach().contiguous() for name, leaf in leaves_of(job.batch).items()}
-    shapes = declared_shapes(job.dynamic, batch)
-    step = StepFunction(job)
+    trained = [target for target in targets_of(job) if target.training]
+    step = next((target for target in trained if graph in (None, target.name)), None)
+    if step is None:
+        raise JobError("no training graph of this name", where="Job.graphs", expected=", ".join(t.name for t in trained), got=repr(graph))
+    batch, shapes = example_of(job, step)
+    shapes = {name: shapes[name] for name in batch}
     refused: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
     with modes_kept(model):
@@ -94,7 +100,7 @@ def explain_shapes(job: Job) -> ShapeReport:
             watched, guards = _watched(step, batch, shapes)
         try:
             with state_kept(model):
-                exported = export_graph("train", step, batch, shapes)
+                exported = export_graph(step, batch, shapes)
         except CaptureError as error:
             refused = refusals(error)
             if watched is None or not refused:
@@ -107,14 +113,14 @@ def explain_shapes(job: Job) -> ShapeReport:
     return ShapeReport(dims, refused, fixes)
 
 
-def _watched(step: StepFunction, batch: dict[str, Tensor], shapes: Shapes) -> tuple[ExportedProgram | None, Guards]:
+def _watched(step: Target, batch: dict[str, Tensor], shapes: Shapes) -> tuple[ExportedProgram | None, Guards]:
     """The program with every dim left to torch, or at least those that are declared dynamic, or None; and what was seen."""
     every: Shapes = {name: dict.fromkeys(range(leaf.ndim), Dim.AUTO) for name, leaf in batch.items()}
     declared: Shapes = {name: {dim: Dim.AUTO for dim, spec in dims.items() if spec is not Dim.STATIC} for name, dims in shapes.items()}
     for loose in (every, declared):
         guards = Guards()
         try:
-            return export_graph("train", step, batch, loose, around=guards.noted), guards
+            return export_graph(step, batch, loose, around=guards.noted), guards
         except CaptureError:  # a model that fails with more dims left open may do well as it is declared
             continue
     return None, guards

@@ -24,11 +24,12 @@ QUANTILES = 17
 _CURE = "Give rows to compare on: --data, or data=."
 
 
-def with_quantiles(program: Program, batch: Mapping[str, Tensor]) -> Program:
-    """The program, its inputs knowing what the example batch holds."""
-    quantiles = {name: quantiles_of(tensor) for name, tensor in batch.items()}
+def with_quantiles(program: Program, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
+    """The program, its inputs knowing what the example batch of each graph holds."""
     graphs = {
-        name: dataclasses.replace(graph, inputs=tuple(dataclasses.replace(i, quantiles=quantiles[i.name]) for i in graph.inputs))
+        name: dataclasses.replace(
+            graph, inputs=tuple(dataclasses.replace(i, quantiles=quantiles_of(examples[name][i.name])) for i in graph.inputs)
+        )
         for name, graph in program.graphs.items()
     }
     return dataclasses.replace(program, graphs=graphs)

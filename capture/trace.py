@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.blame import capture_error, explained, no_gradient, own_backward
-from trainload.capture.errors import CaptureError, RequestError
-from trainload.capture.function import Around, Traced, functions_of, nothing_around
+from trainload.capture.errors import CaptureError, JobError, RequestError
+from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
-from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.parity import check_parity
-from trainload.capture.program import GraphCapture, InputSpec, Program, SizeLike
+from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
 from trainload.capture.replays import Check, replay_batches
-from trainload.capture.shapes import Shapes, declared_shapes, warn_of_special_lengths
+from trainload.capture.shapes import Shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
+from trainload.capture.targets import Target, example_of, targets_of
 from trainload.capture.watch import Watch
 
 _PREFIX = "model."
@@ -38,23 +38,26 @@ def capture(job: Job, check: Check = Check.USUAL) -> Program:
         CaptureError: the model cannot be captured, or what was captured differs from eager.
     """
     model = check_model(job.model)
-    batch = {name: leaf.detach().contiguous() for name, leaf in leaves_of(job.batch).items()}
-    shapes = declared_shapes(job.dynamic, batch)
-    warn_of_special_lengths(shapes, batch)
-    functions = functions_of(job)
-    batches = {name: {leaf: batch[leaf] for leaf in function.inputs} for name, function in functions.items()}
     graphs: dict[str, GraphCapture] = {}
     constants: dict[str, Tensor] = {}
-    without_gradient: set[str] = set()
+    unreached: dict[str, set[str]] = {}
     with modes_kept(model):
-        for name, function in functions.items():
-            model.train(name == "train")
-            proven = _capture_graph(name, function, batches[name], shapes, check)
-            graphs[name] = proven.captured
+        targets = targets_of(job)
+        for target in targets:
+            batch, shapes = example_of(job, target)
+            if target.training:
+                warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
+            model.train(target.training)
+            proven = _capture_graph(target, batch, shapes, check)
+            graphs[target.name] = proven.captured
             constants |= proven.constants
-            without_gradient |= proven.without_gradient
-            for each in functions.values():
-                each.differentiates = each.differentiates or differentiates(proven.captured.exported.graph_module)
+            if target.training:
+                unreached[target.name] = proven.without_gradient
+            for each in targets:
+                each.function.differentiates = each.function.differentiates or differentiates(proven.captured.exported.graph_module)
+    _check_variants(graphs.values())
+    without_gradient = set[str].intersection(*unreached.values())
+    graphs |= {name: replace(graphs[name], reached=_reached(model, found)) for name, found in unreached.items() if found - without_gradient}
     if without_gradient:
         warnings.warn(
             f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
@@ -78,15 +81,35 @@ class _Proven:
     without_gradient: set[str]
 
 
-def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven:
+def _reached(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(n for n, p in model.named_parameters() if p.requires_grad and n not in unreached))
+
+
+def _check_variants(graphs: Iterable[GraphCapture]) -> None:
+    """Demands that the variants of a graph give the same: a run adds up what they return."""
+    first: dict[tuple[str, Mode], GraphCapture] = {}
+    for captured in graphs:
+        other = first.setdefault((captured.graph, captured.mode), captured)
+        if captured.outputs != other.outputs:
+            raise JobError(
+                "a variant returns other values than the first",
+                where=f"Job.variants[{captured.variant!r}]: graph {captured.graph}",
+                expected=", ".join(f"{o.role} {o.name}" for o in other.outputs),
+                got=", ".join(f"{o.role} {o.name}" for o in captured.outputs),
+                cure="Return the same loss, weight, metrics and outputs for every batch.",
+            )
+
+
+def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven:
     """Captures one graph and compares it with eager.
 
     Raises:
         JobError: the function does not return what a job's must.
         CaptureError: the model cannot be captured, or what was captured differs.
     """
+    name, function = target.name, target.function
     with state_kept(function.model):
-        exported = export_graph(name, function, batch, shapes)
+        exported = export_graph(target, batch, shapes)
     _strip_prefix(exported)
     captured = GraphCapture(name, exported, _inputs(exported, batch), function.signature.outputs)
     constants = _constants(name, exported)
@@ -97,12 +120,11 @@ def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes
             raise explained(error, function, batch) from error
 
 
-def export_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:
+def export_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:
     """The training IR of one graph, not yet compared with eager.
 
     Args:
-        name: "train" is traced with gradients, others without.
-        function: what is traced, in the right mode.
+        target: what is traced; its model is in the right mode.
         batch: its leaves.
         shapes: their declared sizes.
         around: a context, given the traced leaves, in which the function runs.
@@ -112,30 +134,29 @@ def export_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: 
         CaptureError: torch.export cannot follow it, or refuses the declared sizes.
     """
     try:
-        return _export(name, function, batch, shapes, around)
+        return _export(target, batch, shapes, around)
     except RequestError:
         raise
     except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
-        raise _page(name, error, function, batch, shapes) from error
+        raise _page(target, error, batch, shapes) from error
 
 
-def _page(name: str, error: Exception, function: Traced, batch: dict[str, Tensor], shapes: Shapes) -> CaptureError:
+def _page(target: Target, error: Exception, batch: dict[str, Tensor], shapes: Shapes) -> CaptureError:
     def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
-        return _export(name, function, batch, shapes, inside=inside)
+        return _export(target, batch, shapes, inside=inside)
 
-    return capture_error(name, error, attempt, function, batch)
+    return capture_error(target.name, error, attempt, target.function, batch, training=target.training)
 
 
 def _export(
-    name: str,
-    function: Traced,
+    target: Target,
     batch: dict[str, Tensor],
     shapes: Shapes,
     around: Around = nothing_around,
     inside: AbstractContextManager[object] | None = None,
 ) -> ExportedProgram:
     """torch.export's non-strict mode, which runs the model's Python, watched."""
-    training = name == "train"
+    training, function = target.training, target.function
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
         # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.

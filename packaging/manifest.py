@@ -103,7 +103,7 @@ class OutputEntry(_Record):
     """One output of a graph."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    role: Literal["loss", "weight", "metric", "prediction"]
+    role: Literal["loss", "weight", "metric", "prediction", "output"]
 
 
 class GraphEntry(_Record):

@@ -202,8 +202,10 @@ def with_weights(package: Package, path: Path, tensors: Iterable[tuple[str, torc
 def _exported(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, ExportedProgram]:
     graphs: dict[str, ExportedProgram] = {}
     for name, capture in sorted(program.graphs.items()):
-        if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
-            raise PackageError("a graph's name is not a plain word", where=name, expected="small letters, digits and _")
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}(-[a-z][a-z0-9_]{0,31}){0,2}", name):
+            raise PackageError(
+                "a graph's name is not one of a job's", where=name, expected="small letters, digits and _, and - between parts"
+            )
         graphs[name] = capture.exported
     for update in updates:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", update.group):

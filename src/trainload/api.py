@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Required, TypedDict, Unpack
 
@@ -21,6 +21,7 @@ from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
 from trainload.capture.synthesise import with_quantiles
+from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
 from trainload.launch.build import build_key, derived_key, device_of
 from trainload.launch.dataset import check_schema
@@ -77,18 +78,23 @@ def freeze(
     for fix in fixes:
         if on_fix is not None:
             on_fix(fix)
-    leaves = leaves_of(job.batch)
-    program = with_quantiles(capture(declared, check), leaves)
-    recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
+    program = capture(declared, check)
+    examples = {target.name: example_of(declared, target)[0] for target in targets_of(declared)}
+    examples = {graph: {name: leaf.cpu() for name, leaf in batch.items()} for graph, batch in examples.items()}
+    program = with_quantiles(program, examples)
+    recipe, updates = capture_optimizer(declared, program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
-    example = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}
-    for batch in replay_batches(program.graphs["train"], example, check) if check is Check.THOROUGH else [example]:
-        check_step(program, steps["train"], batch)
+    trained = [name for name, graph in program.graphs.items() if graph.training]
+    for name in trained:
+        example = examples[name]
+        for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
+            check_step(program, name, steps[name], batch)
     assets = {name: Path(source) for name, source in job.assets.items()}
     debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value}}
     package = write_package(path, program, updates, recipe, assets=assets, debug=debug)
     try:
-        write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
+        for name in trained:
+            write_derived(package, derived_key(name, torch.device("cpu")), steps[name])
     except StorageError:
         shutil.rmtree(path)
         raise
@@ -97,7 +103,8 @@ def freeze(
 
 def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
     """debug/batch.json."""
-    shapes = declared_shapes(job.dynamic, leaves_of(job.batch))
+    leaves = {name: leaf for batch in (*job.variants.values(), job.batch) for name, leaf in leaves_of(batch).items()}
+    shapes = declared_shapes({name: dims for name, dims in job.dynamic.items() if name in leaves}, leaves)
     return {
         "constants": {name: value if value is None else str(value) for name, value in constants_of(job.batch).items()},
         "dynamic": {name: {str(dim): spelled(spec) for dim, spec in dims.items()} for name, dims in shapes.items()},

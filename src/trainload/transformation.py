@@ -156,10 +156,13 @@ class Transformation:
         """
         cpu = torch.device("cpu")
         steps = {graph: derive(self.program, graph, cpu) for graph in self.program.graphs}
-        check_step(self.program, steps["train"], self._batches["train"][0])
+        trained = [name for name, graph in self.program.graphs.items() if graph.training]
+        for name in trained:
+            check_step(self.program, name, steps[name], self._batches[name][0])
         package = with_graphs(self.package, Path(path), self.program, self.passes)
         try:
-            write_derived(package, derived_key("train", cpu), steps["train"])
+            for name in trained:
+                write_derived(package, derived_key(name, cpu), steps[name])
         except StorageError:
             shutil.rmtree(package.path)
             raise

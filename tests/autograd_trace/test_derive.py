@@ -298,7 +298,7 @@ def test_a_derivative_with_the_number_of_rows_in_it_is_refused() -> None:
     program = program_of(given)
     step = derive(program, "train", CPU)
     with pytest.raises(CaptureError, match="the joint graph fails on 5 rows"):
-        check_step(program, step, given.batch)
+        check_step(program, "train", step, given.batch)
 
 
 def test_another_device_leaves_the_captured_graph_as_it_is() -> None:

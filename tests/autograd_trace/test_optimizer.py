@@ -7,7 +7,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,13 +14,14 @@ import torch
 from lion_pytorch import Lion
 from tests.capture.jobs import Model, job
 from torch import Tensor, nn, optim
+from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.parameter_groups import parameter_groups
-from trainload.capture.program import ParameterSpec, Program
+from trainload.capture.program import GraphCapture, OutputRole, OutputSpec, ParameterSpec, Program
 from trainload.capture.trace import capture
 
 Make = Callable[[Any], optim.Optimizer]
@@ -284,12 +284,13 @@ def test_state_of_a_shape_of_its_own_is_described(program: Program) -> None:
 
 def test_a_large_parameter_is_compared_on_a_smaller_one() -> None:
     parameter = nn.Parameter(torch.empty(4096, 1024, device="meta"))
-    program = SimpleNamespace(parameters=[ParameterSpec("weight", "float32", (4096, 1024), True, None)])
+    captured = GraphCapture("train", cast(ExportedProgram, None), (), (OutputSpec("loss", OutputRole.LOSS),))
+    program = Program({"train": captured}, (ParameterSpec("weight", "float32", (4096, 1024), True, None),), (), {}, {})
     model = nn.Module()
     model.weight = parameter
     given = Job(model, {"x": torch.zeros(2)}, lambda m: optim.Muon(m.parameters()))
     began = time.perf_counter()
-    (update,) = capture_optimizer(given, cast(Program, program))[1]
+    (update,) = capture_optimizer(given, program)[1]
     assert update.shape == (4096, 1024)
     assert time.perf_counter() - began < 30
 

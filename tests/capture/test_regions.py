@@ -35,7 +35,7 @@ def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_s
     program = capture(description)
     recipe, updates = capture_optimizer(description, program)
     read = write_package(tmp_path / "p", program, updates, recipe).program()
-    check_step(read, derive(read, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+    check_step(read, "train", derive(read, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
     derive(read, "eval", torch.device("cpu"))
 
 
@@ -224,7 +224,7 @@ def solved(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved, jacobian, curvature])
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))
-    check_step(program, derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+    check_step(program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
 
 
 def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -> None:

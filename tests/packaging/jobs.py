@@ -145,5 +145,7 @@ def make_job(seed: int = 0) -> Job:
         steps=2,
         global_batch=4,
     )
-    program = with_quantiles(Program({"train": train, "eval": evaluate}, parameters, buffers, state, constants), batch_of(4))
+    program = with_quantiles(
+        Program({"train": train, "eval": evaluate}, parameters, buffers, state, constants), dict.fromkeys(("train", "eval"), batch_of(4))
+    )
     return Job(program, (update_graph("matrices"), update_graph("rest")), recipe)

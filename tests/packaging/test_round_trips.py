@@ -185,4 +185,4 @@ def test_a_step_graph_is_the_same_whether_derived_at_the_freeze_or_from_the_pack
     # But for the ranges of sizes: torch's reader takes 0 and 1 out of them.
     first, second = (flat_to_json(step.module).document["graph_module"] for step in (at_the_freeze, later))
     assert canonical_json(first) == canonical_json(second)
-    check_step(program, later, batch)
+    check_step(program, "train", later, batch)

@@ -1,0 +1,66 @@
+"""The loop of a recipe, unrolled: which graph is called when, on which of the data's batches. All of it follows from a round's number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainload.autograd_trace.graphs import Recipe, TurnRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCall:
+    """One call of a graph within a round.
+
+    Attributes:
+        graph: its name.
+        draw: which of the round's global batches it reads, from 0.
+        count: how many turns the graph has had before, in all rounds.
+    """
+
+    graph: str
+    draw: int
+    count: int
+
+
+def runs_before(turn: TurnRecipe, round_number: int) -> int:
+    """In how many rounds before this one the turn was taken."""
+    return max(0, -(-(round_number - turn.start) // turn.every))
+
+
+def taken(turn: TurnRecipe, round_number: int) -> bool:
+    """Whether the turn is taken in a round."""
+    return round_number >= turn.start and (round_number - turn.start) % turn.every == 0
+
+
+def turns_before(turns: Sequence[TurnRecipe], graph: str, round_number: int) -> int:
+    """How often a graph was called before a round."""
+    return sum(turn.times * runs_before(turn, round_number) for turn in turns if turn.graph == graph)
+
+
+def draws_before(recipe: Recipe, round_number: int) -> int:
+    """Global batches that were read before a round."""
+    own = sum(turn.times * runs_before(turn, round_number) for turn in recipe.turns if turn.fresh)
+    return own + (round_number if _shares(recipe) else 0)
+
+
+def draws_of(recipe: Recipe, round_number: int) -> int:
+    """Global batches that a round reads."""
+    return draws_before(recipe, round_number + 1) - draws_before(recipe, round_number)
+
+
+def calls_of(recipe: Recipe, round_number: int) -> Iterator[TurnCall]:
+    """What a round calls, in order. A round's own batch, if any turn shares it, is its first; fresh ones follow in order."""
+    counts = {turn.graph: turns_before(recipe.turns, turn.graph, round_number) for turn in recipe.turns}
+    draw = 1 if _shares(recipe) else 0
+    for turn in recipe.turns:
+        if not taken(turn, round_number):
+            continue
+        for _ in range(turn.times):
+            yield TurnCall(turn.graph, draw if turn.fresh else 0, counts[turn.graph])
+            counts[turn.graph] += 1
+            draw += turn.fresh
+
+
+def _shares(recipe: Recipe) -> bool:
+    return any(not turn.fresh for turn in recipe.turns)
