@@ -13,7 +13,19 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from trainload.autograd_trace.graphs import LeanRecord, Recipe, StateSpec
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
-from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec
+from trainload.capture.program import (
+    BufferSpec,
+    GraphCapture,
+    InputSpec,
+    Mode,
+    OutputRole,
+    OutputSpec,
+    ParameterSpec,
+    graph_name,
+    graph_of,
+    mode_of,
+    variant_of,
+)
 from trainload.capture.synthesise import QUANTILES
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 
@@ -23,6 +35,7 @@ FEATURES: Mapping[str, str] = {
     "custom-ops": "graphs call operators of other libraries, named in `op_libraries`; a reader must be told that it may run them",
     "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
     "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
+    "several-graphs": "several graphs are trained in turns: `loop`, `graphs`, `feeds` and `main` in the recipe, `clock` in its groups",
     "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
     "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
     "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
@@ -109,9 +122,13 @@ class OutputEntry(_Record):
 class GraphEntry(_Record):
     """A captured graph and the file that holds it."""
 
+    later: ClassVar[frozenset[str]] = frozenset({"reached"})
+
     file: SafePath
     inputs: tuple[InputEntry, ...]
     outputs: tuple[OutputEntry, ...]
+    reached: tuple[Fqn, ...] | None = None
+    """As `GraphCapture.reached`."""
 
 
 class ParameterEntry(_Record):
@@ -250,6 +267,24 @@ class Manifest(_Record):
         """The sha256 of the entries of `files` under weights/, as canonical JSON."""
         return sha256_bytes(canonical_json({p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}))
 
+    def modes(self) -> dict[str, Mode]:
+        """Graph -> what it is for."""
+        return {name: mode_of(name, any(o.role == "loss" for o in entry.outputs)) for name, entry in self.graphs.items()}
+
+    def training_graphs(self) -> list[str]:
+        """The names of the training graphs, those of the main graph first."""
+        found = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
+        return sorted(found, key=lambda name: (graph_of(name) != self.recipe.main, name))
+
+    def data_inputs(self) -> dict[str, InputEntry]:
+        """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them."""
+        found: dict[str, InputEntry] = {}
+        for name, mode in self.modes().items():
+            if mode is not Mode.PREDICT:
+                fed = self.recipe.feeds.get(graph_of(name), {})
+                found |= {entry.name: entry for entry in self.graphs[name].inputs if entry.name not in fed}
+        return dict(sorted(found.items()))
+
     def graph_files(self) -> dict[str, str]:
         """Graph file -> the name that its constants are stored under ("train", "update-decay-first")."""
         files = {entry.file: name for name, entry in self.graphs.items()}
@@ -275,7 +310,7 @@ class Manifest(_Record):
             if (owner.shape, owner.dtype, owner.trainable) != (parameter.shape, parameter.dtype, parameter.trainable):
                 raise PackageError(f"alias {parameter.name} differs from {owner.name}", where=where)
         grouped = [name for group in self.recipe.groups for name in group.parameters]
-        _unique(grouped, "parameter in the recipe's groups", where)
+        self._check_recipe(where)
         trainable = {p.name for p in self.parameters if p.trainable and p.alias_of is None}
         if set(grouped) - set(names) or trainable - set(grouped):
             wrong = sorted(set(grouped) - set(names)) or sorted(trainable - set(grouped))
@@ -292,6 +327,10 @@ class Manifest(_Record):
                 raise PackageError("a state has a shape of its own where it has the parameter's or none", where=where, got=update.group)
         if self.updates and {u.group for u in self.updates} != {g.name for g in self.recipe.groups}:
             raise PackageError("the updates are not those of the recipe's groups", where=where)
+        modes = self.modes()
+        for name in self.graphs:
+            if name != graph_name(graph_of(name), modes[name], variant_of(name)):
+                raise PackageError("a graph has a name that no job gives", where=where, got=name)
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
         for path in (*self.graph_files(), INDEX, CHUNKS):
             if path not in self.files:
@@ -306,6 +345,46 @@ class Manifest(_Record):
                 other = folded.setdefault(prefix.casefold(), prefix)
                 if other != prefix:
                     raise UnsafePackageError("two paths differ only in case", where=where, got=f"{other} and {prefix}")
+
+    def _check_recipe(self, where: str) -> None:
+        """What the recipe must say of the graphs.
+
+        Raises:
+            PackageError: it does not.
+        """
+        recipe, modes = self.recipe, self.modes()
+        trained = {name for name, mode in modes.items() if mode is Mode.TRAIN}
+        called = {graph_of(name) for name, mode in modes.items() if mode in (Mode.TRAIN, Mode.COMPUTE)}
+        groups = {group.name: group.parameters for group in recipe.groups}
+        if recipe.graphs and set(recipe.graphs) != trained:
+            raise PackageError("the recipe's graphs are not those that train", where=where, got=", ".join(sorted(recipe.graphs)))
+        if not recipe.graphs and {graph_of(name) for name in trained} - {recipe.main}:
+            raise PackageError("the recipe does not say what the graphs train", where=where, got=", ".join(sorted(trained)))
+        for name, graph in recipe.graphs.items():
+            if set(graph.groups) - set(groups):
+                raise PackageError("the recipe names a group that there is not", where=where, got=", ".join(sorted(graph.groups)))
+            _unique([p for group in graph.groups for p in groups[group]], f"parameter in the groups of graph {name}:", where)
+        if not recipe.graphs:
+            _unique([p for parameters in groups.values() for p in parameters], "parameter in the recipe's groups", where)
+        fed = {graph for feeds in recipe.feeds.values() for source in feeds.values() for graph in [source.partition(".")[0]]}
+        clocks = {graph for group in recipe.groups for graph in group.clock}
+        turns = {turn.graph for turn in recipe.turns}
+        if trained and (turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called:
+            wrong = sorted((turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called)
+            raise PackageError("the recipe names a graph that there is not", where=where, got=", ".join(wrong))
+        for fed_graph, feeds in recipe.feeds.items():
+            self._check_feeds(fed_graph, feeds, where)
+
+    def _check_feeds(self, graph: str, feeds: Mapping[str, str], where: str) -> None:
+        for name, entry in self.graphs.items():
+            if self.modes()[name] is Mode.PREDICT:
+                continue
+            if graph_of(name) == graph and set(feeds) - {i.name for i in entry.inputs}:
+                raise PackageError("a graph is fed what it does not take", where=where, got=f"{name}: {', '.join(sorted(feeds))}")
+            given = {f"{graph_of(name)}.{o.name}" for o in entry.outputs if o.role == "output"}
+            lacking = [source for source in feeds.values() if source.partition(".")[0] == graph_of(name) and source not in given]
+            if lacking:
+                raise PackageError("a graph is fed by an output that there is not", where=where, got=lacking[0])
 
 
 def _check_version(raw: dict[str, Any], where: str) -> None:
@@ -348,6 +427,7 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
         file=file,
         inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
         outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
+        reached=graph.reached,
     )
 
 
@@ -355,6 +435,11 @@ def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputS
     """The inverse of `graph_entry`."""
     inputs = tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in entry.inputs)
     return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
+
+
+def data_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
+    """What a run reads of its data: `Manifest.data_inputs` as specs."""
+    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs().values())
 
 
 def parameter_entry(spec: ParameterSpec) -> ParameterEntry:

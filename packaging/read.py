@@ -83,7 +83,7 @@ class Package:
         graphs: dict[str, GraphCapture] = {}
         for name, entry in self.manifest.graphs.items():
             inputs, outputs = graph_specs(entry)
-            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs)
+            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached)
         own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
         return Program(
             graphs=graphs,
