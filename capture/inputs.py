@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainload.capture.errors import JobError
+from trainload.capture.tensor_classes import check_tensors
 
 Constant = int | float | str | bool | None
 """What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""
@@ -28,6 +29,7 @@ def leaves_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
     Raises:
         JobError: a name cannot be one of an input, an entry is of another type, or there is no tensor.
+        CaptureError: a tensor is of a class with behaviour of its own, not dense, or without values.
     """
     if not batch:
         raise JobError("the example batch is empty", where="Job.batch", cure="Give one real batch, input name -> tensor.")
@@ -50,6 +52,7 @@ def leaves_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             where="Job.batch",
             cure="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
         )
+    check_tensors(("input", name, leaf) for name, leaf in sorted(found.items()))
     return dict(sorted(found.items()))
 
 
