@@ -43,6 +43,7 @@ from trainload.capture.causes import (
 from trainload.capture.errors import CaptureError
 from trainload.capture.finding import Finding, Place
 from trainload.capture.job import Job
+from trainload.capture.kernels import without_kernel
 from trainload.capture.place import chain, place_here, place_of_error, place_of_function
 from trainload.capture.program import GraphCapture
 from trainload.capture.rerun import Answers, Deed, Watched, watch
@@ -111,7 +112,8 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
         batch: what it is given.
     """
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
-        return error
+        failing = without_kernel(function, batch) if error.findings[0].cause == OTHER_SIZE.anchor else None
+        return failing or error
     watched = Watched()
     with contextlib.suppress(Exception):  # as above
         watched = watch(function, batch)

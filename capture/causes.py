@@ -122,6 +122,11 @@ NO_VALUES = Cause(
     "a tensor has a shape and no values",
     "Build the model on a real device; run lazy modules once.",
 )
+OWN_KERNEL = Cause(
+    "own-kernel",
+    "an operator of your own has no kernel for this machine",
+    "Register one that computes the same in torch, for the CPU: the comparison runs there, and the package then trains there too.",
+)
 MODULE = Cause(
     "module-changed-in-forward",
     "forward changes a Python attribute, which a graph would freeze",

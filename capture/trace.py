@@ -18,6 +18,7 @@ from trainload.capture.function import Around, Traced, functions_of, nothing_aro
 from trainload.capture.higher_order import differentiates
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
+from trainload.capture.kernels import refuse_wrapped_kernels
 from trainload.capture.parity import check_parity
 from trainload.capture.program import GraphCapture, InputSpec, Program, SizeLike
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
@@ -149,6 +150,7 @@ def _export(
         hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
         with torch.set_grad_enabled(training), inside or nullcontext(), _watched(function, hooks if training else {}, around):
             exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
+        refuse_wrapped_kernels(exported.graph_module)
         make_regions(exported, training)
         return exported
 

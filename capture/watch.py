@@ -22,6 +22,7 @@ from trainload.capture.blame import own_backward
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
+from trainload.capture.kernels import no_raw_kernels
 from trainload.capture.module_hooks import Change, module_hooks
 from trainload.capture.place import place_here
 from trainload.capture.tensor_classes import refuse_arguments
@@ -61,6 +62,7 @@ class Watch:
             for function, value in transforms(self).items():
                 stack.enter_context(_renamed(function, value))
             stack.enter_context(module_hooks(self, model))
+            stack.enter_context(no_raw_kernels())
             for name, found in parameters.items():
                 for hook in found:
                     self.hook(model.get_parameter(name), hook)

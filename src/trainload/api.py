@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Required, TypedDict, Unpack
 
 import torch
@@ -26,11 +27,12 @@ from trainload.launch.build import build_key, derived_key, device_of
 from trainload.launch.dataset import check_schema
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
+from trainload.launch.libraries import Libraries, absolute, open_with
 from trainload.launch.result import RunResult, finish
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.derived import write_derived
 from trainload.packaging.manifest import graph_specs
-from trainload.packaging.read import Package, open_package
+from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.make_plan import check_plan, make_plan, state_counts
@@ -105,9 +107,15 @@ def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
     }
 
 
-def open(path: str | Path) -> Package:
-    """Opens a package; see `trainload.packaging.read.open_package`."""
-    return open_package(Path(path))
+def open(path: str | Path, *, libraries: Libraries = MappingProxyType({})) -> Package:
+    """Opens a package; see `trainload.packaging.read.open_package`.
+
+    Args:
+        path: its folder.
+        libraries: namespaces of other libraries' operators that it may call -> the module or Python file that registers them, which is
+            imported; None: they are registered already. Name only what you trust.
+    """
+    return open_with(Path(path), libraries)
 
 
 plan = make_plan
@@ -129,6 +137,7 @@ class RunOptions(TypedDict, total=False):
     max_failures: how often workers are restarted from the last checkpoint before the run is given up; 3.
     backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
     address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
+    libraries: as for `open`; every worker imports them.
     """
 
     run_dir: Required[str | Path]
@@ -144,6 +153,7 @@ class RunOptions(TypedDict, total=False):
     max_failures: int
     backend: Backend
     address: str | None
+    libraries: Libraries
 
 
 def launch(
@@ -197,7 +207,7 @@ def resume(
     """
     folder = Path(run_dir).absolute()
     spec = read_spec(folder)
-    package = open_package(Path(spec.package))
+    package = open_with(Path(spec.package), spec.libraries)
     if workers is not None or strategy is not None:
         world = workers or spec.plan.world_size
         cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
@@ -263,7 +273,7 @@ def _ignore(event: Event) -> None:
 
 
 def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -> RunSpec:
-    def absolute(path: str | Path | None) -> str | None:
+    def whole(path: str | Path | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
     return RunSpec(
@@ -272,15 +282,16 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         data=str(Path(data).absolute()),
         run_dir=str(Path(options["run_dir"]).absolute()),
         steps=options.get("steps") or package.recipe.steps,
-        eval_data=absolute(options.get("eval_data")),
+        eval_data=whole(options.get("eval_data")),
         eval_every=options.get("eval_every"),
         eval_batches=options.get("eval_batches"),
         checkpoint_every=options.get("checkpoint_every"),
         keep=options.get("keep", 2),
-        output=absolute(options.get("output")),
+        output=whole(options.get("output")),
         weights=options.get("weights", "mean"),
         compile=options.get("compile", True),
         max_failures=options.get("max_failures", 3),
+        libraries={**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
     )
 
 

@@ -29,7 +29,8 @@ from trainload.commands.shared import print_json as _print_json
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s")
-def commands() -> None:
+@click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="Import MODULE; let packages call its operators.")
+def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libraries
     """Freeze a PyTorch training job; choose the parallelism at launch.
 
     \b
