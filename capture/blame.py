@@ -59,7 +59,9 @@ _SECONDS = 30.0
 """The search for further causes takes at most so many captures, and begins none after so many seconds."""
 
 
-def capture_error(graph: str, error: Exception, attempt: Attempt, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError:
+def capture_error(
+    graph: str, error: Exception, attempt: Attempt, function: nn.Module, batch: dict[str, Tensor], *, runs: bool = True
+) -> CaptureError:
     """The page for an exception of torch.export or of the model's own code: its cause, and whatever else stands in the way.
 
     Args:
@@ -68,13 +70,15 @@ def capture_error(graph: str, error: Exception, attempt: Attempt, function: nn.M
         attempt: captures again.
         function: what was to be captured. Its model's buffers change.
         batch: what it is given.
+        runs: whether the model can be run to find out more.
     """
     watched = Watched()
     findings = list(_findings(error, watched))
     # What follows runs the model's own code, which may raise anything: the first cause is told all the same.
     with contextlib.suppress(Exception):
-        with torch.set_grad_enabled(graph == "train"):
-            watched = watch(function, batch)
+        if runs:
+            with torch.set_grad_enabled(graph == "train"):
+                watched = watch(function, batch)
         findings = list(_unique(_findings(error, watched)))
         findings = list(_unique(_all(error, attempt, watched)))
     first = findings[0]

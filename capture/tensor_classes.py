@@ -50,6 +50,11 @@ def behaviour_of(cls: type) -> tuple[str, ...]:
     return tuple(sorted({name for base in own for name in vars(base)} & known))
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither on the meta device nor a fake one."""
+    return tensor.device.type != "meta" and not _is_fake(tensor)
+
+
 def class_name(tensor: Tensor) -> str:
     """As a user would import it."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"

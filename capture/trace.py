@@ -31,8 +31,12 @@ from trainload.capture.watch import Watch
 _PREFIX = "model."
 
 
-def capture(job: Job, check: Check = Check.USUAL) -> Program:
+def capture(job: Job, check: Check | None = Check.USUAL) -> Program:
     """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
+
+    Args:
+        job: what is captured.
+        check: how much is compared; None: nothing, and the model is not run: the job's tensors have no values. See `abstract.py`.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -43,6 +47,8 @@ def capture(job: Job, check: Check = Check.USUAL) -> Program:
     shapes = declared_shapes(job.dynamic, batch)
     warn_of_special_lengths(shapes, batch)
     functions = functions_of(job)
+    for function in functions.values():
+        function.runs = check is not None
     batches = {name: {leaf: batch[leaf] for leaf in function.inputs} for name, function in functions.items()}
     graphs: dict[str, GraphCapture] = {}
     constants: dict[str, Tensor] = {}
@@ -79,8 +85,8 @@ class _Proven:
     without_gradient: set[str]
 
 
-def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven:
-    """Captures one graph and compares it with eager.
+def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check | None) -> _Proven:
+    """Captures one graph and compares it with eager, unless `check` is None.
 
     Raises:
         JobError: the function does not return what a job's must.
@@ -91,6 +97,8 @@ def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes
     _strip_prefix(exported)
     captured = GraphCapture(name, exported, _inputs(exported, batch), function.signature.outputs)
     constants = _constants(name, exported)
+    if check is None:
+        return _Proven(captured, constants, set())
     with state_kept(function.model):
         try:
             return _Proven(captured, constants, check_parity(captured, function, replay_batches(captured, batch, check), constants))
@@ -124,7 +132,7 @@ def _page(name: str, error: Exception, function: Traced, batch: dict[str, Tensor
     def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
         return _export(name, function, batch, shapes, inside=inside)
 
-    return capture_error(name, error, attempt, function, batch)
+    return capture_error(name, error, attempt, function, batch, runs=function.runs)
 
 
 def _export(

@@ -11,10 +11,11 @@ from typing import Literal, Required, TypedDict, Unpack
 
 import torch
 
+from trainload.abstract import freeze_abstract
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.update import capture_optimizer
-from trainload.capture.errors import ClusterError, DataError, StorageError
+from trainload.capture.errors import ClusterError, DataError, JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
 from trainload.capture.replays import Check, replay_batches
@@ -32,7 +33,7 @@ from trainload.launch.result import RunResult, finish
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.derived import write_derived
 from trainload.packaging.manifest import graph_specs
-from trainload.packaging.read import Package
+from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.write import write_package
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.make_plan import check_plan, make_plan, state_counts
@@ -50,6 +51,8 @@ def freeze(
     check: Check | Literal["usual", "thorough"] = Check.USUAL,
     apply_suggested_fixes: bool = False,
     on_fix: Callable[[AppliedFix], None] | None = None,
+    abstract: bool = False,
+    reduced: Job | None = None,
 ) -> Package:
     """Captures a job, proves the graphs equal to eager, and writes the package.
 
@@ -64,6 +67,8 @@ def freeze(
         apply_suggested_fixes: where torch refuses the sizes that `Job.dynamic` declares, declare what it suggests instead. What was
             changed is recorded in debug/batch.json.
         on_fix: told each change.
+        abstract: the model has no values (it is on the meta device, say): shapes alone are frozen, for planning. See docs/abstract.md.
+        reduced: for an abstract package, a job of the same code with smaller sizes, which is compared with eager in its place.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -75,6 +80,10 @@ def freeze(
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+    if abstract or reduced is not None:
+        if not abstract or apply_suggested_fixes:
+            raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
+        return freeze_abstract(job, path, reduced, check)
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
     for fix in fixes:
         if on_fix is not None:
@@ -297,6 +306,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
 
 def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
+    demand_weights(package)
     check_plan(spec.plan, package)
     inputs, _ = graph_specs(package.manifest.graphs["train"])
     rows = check_schema(spec.data, inputs)

@@ -47,8 +47,19 @@ def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libra
 @click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="Compare on more sizes and seeds.")
 @click.option("--explain-shapes", is_flag=True, help="First print what each dim may be, and why.")
 @click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
+@click.option("--abstract", is_flag=True, help="The model has no weights: shapes, to plan with.")
+@click.option("--reduced", metavar="SPEC", help="With --abstract: a smaller job, compared instead.")
 @json_option
-def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_suggested_fixes: bool, as_json: bool) -> None:
+def freeze(
+    spec: str,
+    output: Path,
+    check: str,
+    explain_shapes: bool,
+    apply_suggested_fixes: bool,
+    abstract: bool,
+    reduced: str | None,
+    as_json: bool,
+) -> None:
     """Write the package of the job that SPEC names.
 
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
@@ -58,6 +69,10 @@ def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_sugg
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+    if abstract and (explain_shapes or apply_suggested_fixes):
+        raise click.UsageError("--abstract goes without --explain-shapes and --apply-suggested-fixes: use them on the reduced job.")
+    if reduced is not None and not abstract:
+        raise click.UsageError("--reduced goes with --abstract.")
     demand_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job
@@ -67,12 +82,21 @@ def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_sugg
         from trainload import api
         from trainload.capture.replays import Check
 
+        small = load_job(reduced) if reduced is not None else None
         shapes = api.explain_shapes(job) if explain_shapes else None
     if shapes is not None and not as_json:
         view.print_shapes(_out(), shapes)
     fixes: list[Any] = []
     with redirect_stdout(sys.stderr):
-        package = api.freeze(job, output, check=Check(check), apply_suggested_fixes=apply_suggested_fixes, on_fix=fixes.append)
+        package = api.freeze(
+            job,
+            output,
+            check=Check(check),
+            apply_suggested_fixes=apply_suggested_fixes,
+            on_fix=fixes.append,
+            abstract=abstract,
+            reduced=small,
+        )
     seconds = time.perf_counter() - began
     if as_json:
         explained = {} if shapes is None else {"shapes": shapes}

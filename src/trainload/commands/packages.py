@@ -79,6 +79,9 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         rows.insert(3, ("frozen", f"{frozen:,} parameters"))
     if recipe.clip_norm is not None:
         rows.insert(-2, ("clipping", f"gradient norm {recipe.clip_norm}"))
+    if manifest.abstract is not None:
+        proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
+        rows.insert(2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}"))
     if manifest.passes:
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
