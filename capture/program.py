@@ -87,7 +87,7 @@ class Program:
 
     Laws: `graphs` holds "train", and "eval" and "predict" where they were asked for; every graph's parameters and buffers are
     names of `parameters` and `buffers`; `state` holds a tensor for every parameter that is not an alias and for every buffer,
-    and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU.
+    and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU. An abstract program has no state at all.
     """
 
     graphs: Mapping[str, GraphCapture]

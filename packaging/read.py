@@ -82,10 +82,7 @@ class Package:
         """
         state = self._state(meta=True)
         constants = self._constants()
-        graphs: dict[str, GraphCapture] = {}
-        for name, entry in self.manifest.graphs.items():
-            inputs, outputs = graph_specs(entry)
-            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs)
+        graphs = {name: self._capture(name, state, constants) for name in self.manifest.graphs}
         own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
         return Program(
             graphs=graphs,
@@ -94,6 +91,21 @@ class Package:
             state={} if self.manifest.abstract is not None else LazyState(self.weights),
             constants=own,
         )
+
+    def captured(self, name: str) -> GraphCapture:
+        """Load one captured graph as `program` does, without the others.
+
+        Raises:
+            PackageError: there is none of this name; otherwise as `program`.
+        """
+        if name not in self.manifest.graphs:
+            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
+        return self._capture(name, self._state(meta=True), self._constants())
+
+    def _capture(self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> GraphCapture:
+        entry = self.manifest.graphs[name]
+        inputs, outputs = graph_specs(entry)
+        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs)
 
     def graph(self, name: str) -> ExportedProgram:
         """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.

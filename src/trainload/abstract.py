@@ -16,7 +16,7 @@ from trainload.capture.abstract import capture_abstract
 from trainload.capture.errors import CaptureError, JobError, StorageError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
-from trainload.capture.replays import Check
+from trainload.capture.replays import Check, replay_batches
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.trace import capture
 from trainload.launch.build import derived_key
@@ -56,7 +56,9 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
     leaves = leaves_of(reduced.batch)
     small_recipe, small_updates = capture_optimizer(replace(reduced, batch=leaves), small)
     steps = {graph: derive(small, graph, _CPU) for graph in small.graphs}
-    check_step(small, steps["train"], {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()})
+    example = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}
+    for batch in replay_batches(small.graphs["train"], example, check) if check is Check.THOROUGH else [example]:
+        check_step(small, steps["train"], batch)
     program, proof = capture_abstract(job, small)
     if all(leaf.device.type != "meta" for leaf in leaves_of(job.batch, values=False).values()):
         program = with_quantiles(program, leaves_of(job.batch))
