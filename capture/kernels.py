@@ -40,6 +40,7 @@ class _Failing(TorchFunctionMode):
         self.name = ""
         self.arguments: tuple[str, ...] = ()
         self.place: Place | None = None
+        self.said = ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         try:
@@ -50,6 +51,7 @@ class _Failing(TorchFunctionMode):
             if not self.name and is_overload(overload):
                 self.name, self.place = operator_name(f"{overload} "), place_here()
                 self.arguments = tuple(argument.name for argument in overload._schema.arguments)
+                self.said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:100]}"
             raise
 
 
@@ -74,7 +76,7 @@ def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureE
         f"def _({', '.join(mode.arguments)}):\n"
         "    return ...  # the same in torch's operators"
     )
-    return _error(sentence, OWN_KERNEL.advice, code, mode.place)
+    return _error(sentence, OWN_KERNEL.advice, code, mode.place, mode.said)
 
 
 @contextlib.contextmanager
@@ -117,6 +119,6 @@ def _raw(name: str, place: Place | None) -> CaptureError:
     return _error(sentence, "Make it an operator with torch.library.triton_op, which a graph calls by name.", _RAW.format(name=name), place)
 
 
-def _error(sentence: str, advice: str, code: str, place: Place | None) -> CaptureError:
+def _error(sentence: str, advice: str, code: str, place: Place | None, said: str = "") -> CaptureError:
     finding = Finding(OWN_KERNEL.anchor, sentence, advice, code, place)
-    return CaptureError(sentence, where="" if place is None else str(place), cure=advice, findings=[finding])
+    return CaptureError(sentence, where="" if place is None else str(place), got=said, cure=advice, findings=[finding])

@@ -368,6 +368,15 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("refused::elsewhere", mutates_args=(), device_types="cuda")
+def elsewhere(x: Tensor) -> Tensor:
+    return x * 2
+
+
+elsewhere.register_fake(torch.empty_like)
+elsewhere.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
 class Tagged(Tensor):
     """A subclass."""
 
@@ -390,6 +399,12 @@ def a_loss_whose_shape_is_data(_: Any, x: Tensor) -> Any:
 def an_operator_without_a_derivative(_: Any, x: Tensor) -> Any:
     # -> constant(x)
     return constant(x)
+
+
+@refused("own-kernel", '@torch.library.register_kernel("refused::elsewhere", "cpu")')
+def an_operator_without_a_kernel_here(_: Any, x: Tensor) -> Any:
+    # -> elsewhere(x)
+    return elsewhere(x)
 
 
 @refused("tensor-class", "a function of ordinary tensors")
