@@ -1,6 +1,6 @@
 """Derives step graphs and compiles them: the one module of this stage that touches torch's private names.
 
-Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
+Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
 `torch._functorch._aot_autograd.descriptors`, `torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
 `torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._inductor
 import torch._inductor.cpp_builder
 import torch._inductor.exc
@@ -222,9 +223,15 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
             inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
         context = contextlib.nullcontext() if capture.training else torch.no_grad()
-        with context:
+        with context, _whole_triton_operators():
             joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
     return _flatten(joint, module, graph)
+
+
+def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
+    """Operators that are made of Triton kernels (`torch.library.triton_op`) stay calls by name, as all other custom operators do."""
+    whole: contextlib.AbstractContextManager[None] = torch._functorch.config.patch(decompose_custom_triton_ops=False)
+    return whole
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
@@ -362,7 +369,8 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     for node in output.args[0]:
         node.meta["example_value"] = node.meta["val"]
     marked = dict.fromkeys(_CACHEABLE, True)
-    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups):
+    whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), whole:
         artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
     artifact.save(path=str(path), format="binary")
 

@@ -65,7 +65,9 @@ class Package:
 
         Raises:
             IntegrityError: the index or the list of chunks is damaged.
+            PackageError: the package is abstract.
         """
+        demand_weights(self)
         return WeightReader(self.path, self.manifest)
 
     def program(self) -> Program:
@@ -80,24 +82,36 @@ class Package:
         """
         state = self._state(meta=True)
         constants = self._constants()
-        graphs: dict[str, GraphCapture] = {}
-        for name, entry in self.manifest.graphs.items():
-            inputs, outputs = graph_specs(entry)
-            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached)
+        graphs = {name: self._capture(name, state, constants) for name in self.manifest.graphs}
         own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
         return Program(
             graphs=graphs,
             parameters=tuple(parameter_spec(entry) for entry in self.manifest.parameters),
             buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
-            state=LazyState(self.weights),
+            state={} if self.manifest.abstract is not None else LazyState(self.weights),
             constants=own,
         )
+
+    def captured(self, name: str) -> GraphCapture:
+        """Load one captured graph as `program` does, without the others.
+
+        Raises:
+            PackageError: there is none of this name; otherwise as `program`.
+        """
+        if name not in self.manifest.graphs:
+            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
+        return self._capture(name, self._state(meta=True), self._constants())
+
+    def _capture(self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> GraphCapture:
+        entry = self.manifest.graphs[name]
+        inputs, outputs = graph_specs(entry)
+        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached)
 
     def graph(self, name: str) -> ExportedProgram:
         """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
 
         Raises:
-            PackageError: there is none of this name; otherwise as `program`.
+            PackageError: there is none of this name, or the package is abstract; otherwise as `program`.
         """
         entry = self.manifest.graphs.get(name)
         if entry is None:
@@ -161,6 +175,20 @@ class Package:
             return {}
         data = read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS])
         return read_tensors(data, CONSTANTS, tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in entries))
+
+
+def demand_weights(package: Package) -> None:
+    """Demands a package that can be trained.
+
+    Raises:
+        PackageError: it is abstract.
+    """
+    if package.manifest.abstract is not None:
+        raise PackageError(
+            "this package is abstract: it has shapes and no weights, so it can be shown and planned, and cannot be run",
+            where=str(package.path),
+            cure="Freeze the job with its weights, where they fit: trainload freeze without --abstract.",
+        )
 
 
 def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:

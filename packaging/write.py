@@ -25,6 +25,7 @@ from trainload.packaging.manifest import (
     MANIFEST,
     MEDIA_TYPES,
     OUTSIDE,
+    AbstractEntry,
     ConstantEntry,
     FileEntry,
     Manifest,
@@ -57,6 +58,7 @@ def write_package(
     parent: str | None = None,
     debug: Mapping[str, object] = _NOTHING,
     max_shard: int = MAX_SHARD,
+    abstract: AbstractEntry | None = None,
 ) -> Package:
     """Write a package; it appears at `path` whole, or not at all.
 
@@ -69,6 +71,7 @@ def write_package(
         parent: digest of the package that this one was made from.
         debug: name -> JSON value of further files in debug/, outside the digest.
         max_shard: bytes of tensors in one file of weights.
+        abstract: of a program without state: what was proven of it. No weights are written.
 
     Law: the same arguments (`debug` aside) give the same digest, whatever the machine, folder and process.
 
@@ -86,7 +89,10 @@ def write_package(
         for name, source in assets.items():
             _copy_asset(root, name, Path(source))
         bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, (), parent)
-        write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
+        if abstract is not None:
+            bare = bare.model_copy(update={"features": tuple(sorted({*bare.features, "abstract"})), "abstract": abstract})
+        else:
+            write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
         _finish(root, bare)
         graphs.check(root)
         write_debug(root, {**debug, **graphs.debug({})})
