@@ -1,6 +1,6 @@
 """Derives step graphs and compiles them: the one module of this stage that touches torch's private names.
 
-Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
+Run on torch 2.13.0. Private names used: `torch._dispatch.python.enable_python_dispatcher`, `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
 `torch._functorch._aot_autograd.descriptors`, `torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
 `torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`.
 """
@@ -21,6 +21,7 @@ import torch._inductor.cpp_builder
 import torch._inductor.exc
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
@@ -49,8 +50,10 @@ from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import differentiates
+from trainload.capture.operators import is_higher_order, is_overload, is_seeded
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
+_HOP: Any = torch.ops.higher_order
 _C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
 _DRAWING = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"))
 _TRAINING = (*_DRAWING, Port(Role.SCALE, "scale"))
@@ -120,6 +123,12 @@ class StepModule(nn.Module):
         if not any(p.role in (Role.WEIGHT, Role.PREDICTION) for p in ports):
             ports.append(Port(Role.WEIGHT, "weight"))
         return tuple(ports)
+
+    def loss_dtype(self) -> torch.dtype:
+        """Of the loss, and so of the objective; float32 in a graph for prediction."""
+        output = next(node for node in reversed(self._capture.exported.graph.nodes) if node.op == "output")
+        values = zip(self._capture.outputs, output.args[0], strict=True)
+        return next((value.meta["val"].dtype for spec, value in values if spec.role is OutputRole.LOSS), torch.float32)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Owner's name -> parameter."""
@@ -221,8 +230,70 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
     with contextlib.ExitStack() as stack:
         context = contextlib.nullcontext() if graph == "train" else torch.no_grad()
         with context:
-            joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
+            joint = _trace_functional(module, mode, inputs) if is_functional(capture.exported.graph_module) else None
+            if joint is None:
+                joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
     return _flatten(joint, module, graph)
+
+
+def is_functional(module: GraphModule) -> bool:
+    """Whether a captured graph writes to nothing and calls operators that take graphs for autocast and grad mode alone."""
+    return all(
+        node.target in (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
+        or (not node.target._schema.is_mutable if is_overload(node.target) else not is_higher_order(node.target))
+        for part in module.modules()
+        if isinstance(part, GraphModule)
+        for node in part.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule | None:
+    """AOT autograd's joint graph of a functional graph, in half of its time: nothing in it needs to be made functional, and no first run is
+    needed to see what it writes to.
+
+    Args:
+        module: of a graph that `is_functional`; its state is fake.
+        mode: of its state and of the inputs.
+        inputs: fake tensors, as `StepModule.input_ports` says.
+
+    Returns:
+        The graph with AOT autograd's descriptions of inputs and outputs. None: an operator's own decomposition writes to a tensor, or
+        has another effect beside its result.
+    """
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    state = {**parameters, **buffers}
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    outputs: list[Any] = []
+
+    def step(*flat: Tensor) -> list[Tensor]:
+        given = dict(zip(state, flat, strict=False))
+        *entries, tangent = flat[len(state) :]
+        results = list(torch.func.functional_call(module, given, tuple(entries)))
+        outputs[:] = [PlainAOTOutput(idx=index) for index in range(len(results))]
+        if module.training_graph and results[-1].requires_grad:
+            wanted = [given[name] for name in trained]
+            gradients = torch.autograd.grad(results[-1], wanted, tangent, allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    results.append(gradient)
+                    outputs.append(GradAOTOutput(grad_of=ParamAOTInput(target=name)))
+        return results
+
+    with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False):
+        tangent = torch.empty((), dtype=module.loss_dtype(), device=inputs[0].device)
+        traced: GraphModule = make_fx(step, tracing_mode="real")(*state.values(), *inputs, tangent)
+    overloads = [node for node in traced.graph.nodes if node.op == "call_function" and is_overload(node.target)]
+    # Attention without dropout counts as seeded, and so as impure.
+    if any(node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target)) for node in overloads):
+        return None
+    places: list[Any] = [ParamAOTInput(target=name) for name in parameters] + [BufferAOTInput(target=name) for name in buffers]
+    places += [PlainAOTInput(idx=index) for index in range(len(inputs))]
+    places.append(TangentAOTInput(output=PlainAOTOutput(idx=len(module.output_ports()))))
+    for node, description in zip((n for n in traced.graph.nodes if n.op == "placeholder"), places, strict=True):
+        node.meta["desc"] = description
+    next(node for node in reversed(traced.graph.nodes) if node.op == "output").meta["desc"] = outputs
+    return traced
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
