@@ -1,14 +1,16 @@
 """Derives step graphs and compiles them: the one module of this stage that touches torch's private names.
 
-Run on torch 2.13.0. Private names used: `torch._dispatch.python.enable_python_dispatcher`, `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
-`torch._functorch._aot_autograd.descriptors`, `torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
-`torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`.
+Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
+`torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
+`torch._inductor.standalone_compile`, `torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings,
+`ProcessGroupGloo._Options`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,10 +121,7 @@ class StepModule(nn.Module):
         return batch + self._scalars
 
     def output_ports(self) -> tuple[Port, ...]:
-        ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in self._capture.outputs]
-        if not any(p.role in (Role.WEIGHT, Role.PREDICTION) for p in ports):
-            ports.append(Port(Role.WEIGHT, "weight"))
-        return tuple(ports)
+        return output_ports(self._capture)
 
     def loss_dtype(self) -> torch.dtype:
         """Of the loss, and so of the objective; float32 in a graph for prediction."""
@@ -164,6 +163,14 @@ class StepModule(nn.Module):
         if not self.training_graph:
             return detached
         return (*detached, loss * (weight * scalars[-1]).to(loss.dtype))
+
+
+def output_ports(capture: GraphCapture) -> tuple[Port, ...]:
+    """What a step gives of a captured graph's outputs, in their order; a weight is added if the job gave none."""
+    ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in capture.outputs]
+    if not any(p.role in (Role.WEIGHT, Role.PREDICTION) for p in ports):
+        ports.append(Port(Role.WEIGHT, "weight"))
+    return tuple(ports)
 
 
 def _draws(capture: GraphCapture) -> bool:
@@ -287,6 +294,7 @@ def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence
     # Attention without dropout counts as seeded, and so as impure.
     if any(node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target)) for node in overloads):
         return None
+    _multiply_sizes(traced.graph)
     places: list[Any] = [ParamAOTInput(target=name) for name in parameters] + [BufferAOTInput(target=name) for name in buffers]
     places += [PlainAOTInput(idx=index) for index in range(len(inputs))]
     places.append(TangentAOTInput(output=PlainAOTOutput(idx=len(module.output_ports()))))
@@ -294,6 +302,38 @@ def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence
         node.meta["desc"] = description
     next(node for node in reversed(traced.graph.nodes) if node.op == "output").meta["desc"] = outputs
     return traced
+
+
+def _multiply_sizes(graph: Graph) -> None:
+    """Products of sizes for counts of a tensor's entries: a count keeps a tensor of forward alive until backward."""
+    count = torch.ops.aten.sym_numel.default
+    sizes: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target is not count:
+            if isinstance(value, torch.SymInt):
+                sizes.setdefault(str(value), node)
+            continue
+        (source,) = node.all_input_nodes
+        with graph.inserting_before(node):
+            product: Node | None = None
+            for dim, size in enumerate(source.meta["val"].shape):
+                if isinstance(size, int):
+                    continue
+                if str(size) not in sizes:
+                    sizes[str(size)] = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+                    sizes[str(size)].meta["val"] = size
+                product = sizes[str(size)] if product is None else _product(graph, product, sizes[str(size)])
+            fixed = math.prod(size for size in source.meta["val"].shape if isinstance(size, int))
+            assert product is not None, "the count of a tensor of fixed sizes is a number"
+            node.replace_all_uses_with(product if fixed == 1 else _product(graph, product, fixed))
+        graph.erase_node(node)
+
+
+def _product(graph: Graph, size: Node, factor: Node | int) -> Node:
+    made = graph.call_function(operator.mul, (size, factor))
+    made.meta["val"] = size.meta["val"] * (factor.meta["val"] if isinstance(factor, Node) else factor)
+    return made
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:

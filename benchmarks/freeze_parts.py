@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import tempfile
 import time
@@ -67,12 +66,32 @@ def job_for(model: nn.Module) -> Any:
     return job_of(model, {"input_ids": ids, "labels": ids.clone()}, settings)
 
 
-@contextlib.contextmanager
-def counted(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Adds what passes inside to `seconds[name]`."""
-    began = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+class Clock:
+    """Adds up seconds by name: `cpu`, those of the processor in this process, and `wall`. On one thread of an idle machine they are the
+    same but for waiting for the disk; on a busy one only the first say what the work costs.
+    """
+
+    def __init__(self) -> None:
+        self.cpu: dict[str, float] = {}
+        self.wall: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def counted(self, name: str) -> Iterator[None]:
+        """Adds what passes inside to the entries of this name."""
+        began, ran = time.perf_counter(), time.process_time()
+        yield
+        self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - ran
+        self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - began
+
+    def wrapped(self, module: Any, function: str, name: Callable[..., str]) -> None:
+        """Counts every call of a module's function; `name` is given its arguments."""
+        before = getattr(module, function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.counted(name(*args, **kwargs)):
+                return before(*args, **kwargs)
+
+        setattr(module, function, call)
 
 
 class Function(nn.Module):
@@ -141,7 +160,7 @@ def trace_joint(exported: ExportedProgram, batch: dict[str, Tensor]) -> None:
 
 
 def warm_up() -> None:
-    """torch imports much at its first trace, and its first product of matrices starts its threads."""
+    """What comes once in a process: torch imports much at its first trace, and its first product of matrices starts its threads."""
     layer = Function(nn.Linear(4, 4), lambda model, batch: (model(batch["x"]).sum(),))
     batch = {"x": torch.randn(2, 4)}
     trace_joint(export(layer, batch, training=True), batch)
@@ -166,47 +185,64 @@ def parts(layers: int, hidden: int) -> dict[str, Any]:
     warm_up()
     memory = PeakMemory()
     memory.reset()
-    seconds: dict[str, float] = {}
-    with counted(seconds, "export train"):
+    clock = Clock()
+    with clock.counted("export train"):
         exported = export(Function(model.train(), loss), batch, training=True)
-    with counted(seconds, "joint trace of train"):
+    with clock.counted("joint trace of train"):
         trace_joint(exported, batch)
-    with counted(seconds, "export eval"):
+    with clock.counted("export eval"):
         export(Function(model.eval(), loss), batch, training=False)
-    with counted(seconds, "export predict"):
+    with clock.counted("export predict"):
         export(Function(model, predict), inputs, training=False)
     for _ in range(GROUPS):
-        with counted(seconds, f"export {2 * GROUPS} update graphs"):
+        with clock.counted(f"export {2 * GROUPS} update graphs"):
             export_updates()
     for each in batches:
         model.train()
-        with counted(seconds, f"eager forward+backward of train, {len(batches)} batches"):
+        with clock.counted(f"eager forward+backward of train, {len(batches)} batches"):
             loss(model, each)[0].backward()  # type: ignore[no-untyped-call]  # torch's
         model.zero_grad()
         model.eval()
         with torch.no_grad():
-            with counted(seconds, f"eager forward of eval, {len(batches)} batches"):
+            with clock.counted(f"eager forward of eval, {len(batches)} batches"):
                 loss(model, each)
-            with counted(seconds, f"eager forward of predict, {len(batches)} batches"):
+            with clock.counted(f"eager forward of predict, {len(batches)} batches"):
                 predict(model, {name: each[name] for name in inputs})
-    return {"seconds": seconds, "sum": sum(seconds.values()), "memory": memory.read(), "parameters": sum(p.numel() for p in model.parameters())}
+    return {
+        "cpu": clock.cpu,
+        "wall": clock.wall,
+        "memory": memory.read(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
 
 
 def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
-    """A freeze."""
+    """A freeze, by its stages."""
+    from trainload import api
+    from trainload.capture import trace
+
     job = job_for(llama(layers, hidden))
     warm_up()
+    clock, rest = Clock(), Clock()
+    clock.wrapped(trace, "export_graph", lambda name, *_: f"capture {name}")
+    clock.wrapped(trace, "check_parity", lambda captured, *_: f"replay {captured.name}")
+    clock.wrapped(api, "capture_optimizer", lambda *_: "capture and check the optimizer's updates")
+    clock.wrapped(api, "derive", lambda _, graph, __: f"derive {graph}")
+    clock.wrapped(api, "check_step", lambda *_: "check the joint graph")
+    clock.wrapped(api, "write_package", lambda *_, **__: "write the package")
+    clock.wrapped(api, "write_derived", lambda *_: "write the derived graph")
     memory = PeakMemory()
     memory.reset()
     with tempfile.TemporaryDirectory(prefix="trainload-freeze-", dir=keep.parent if keep is not None else None) as folder:
         path = Path(folder) / "package.tl"
-        began, ran = time.perf_counter(), time.process_time()
-        trainload.freeze(job, path)
-        seconds, cpu = time.perf_counter() - began, time.process_time() - ran
-        found = {"seconds": seconds, "cpu": cpu, "memory": memory.read(), "bytes": sum(f.stat().st_size for f in path.rglob("*") if f.is_file())}
+        with rest.counted("everything"):
+            api.freeze(job, path)
+        peak = memory.read()
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         if keep is not None:
             path.rename(keep)
-    return found
+    other = {kind: sum(vars(rest)[kind].values()) - sum(vars(clock)[kind].values()) for kind in ("cpu", "wall")}
+    return {"cpu": clock.cpu | {"other": other["cpu"]}, "wall": clock.wall | {"other": other["wall"]}, "memory": peak, "bytes": size}
 
 
 def package(path: Path) -> dict[str, Any]:
@@ -218,21 +254,21 @@ def package(path: Path) -> dict[str, Any]:
 
     cpu = torch.device("cpu")
     warm_up()
-    seconds: dict[str, float] = {}
-    with counted(seconds, "trainload.open"):
+    clock = Clock()
+    with clock.counted("trainload.open"):
         opened = trainload.open(path)
-    with counted(seconds, "verify"):
+    with clock.counted("verify"):
         assert verify_package(path).ok
-    with counted(seconds, "plan, ZeRO-3 on 8 workers"):
+    with clock.counted("plan, ZeRO-3 on 8 workers"):
         trainload.plan(opened, trainload.Cluster(nodes=2, devices_per_node=4, device="cpu"), "zero3", global_batch=16)
-    with counted(seconds, "load the captured graphs"):
+    with clock.counted("load the captured graphs"):
         program = opened.program()
     for graph in sorted(program.graphs):
-        with counted(seconds, f"derive {graph}"):
+        with clock.counted(f"derive {graph}"):
             derive(program, graph, cpu)
-    with counted(seconds, "read the derived graph of train"):
+    with clock.counted("read the derived graph of train"):
         assert read_derived(opened, derived_key("train", cpu)) is not None
-    return {"seconds": seconds}
+    return {"cpu": clock.cpu, "wall": clock.wall}
 
 
 def main() -> None:
@@ -241,14 +277,10 @@ def main() -> None:
     parser.add_argument("what", choices=["whole", "parts", "package"])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as it takes")
     parser.add_argument("--package", type=Path, help="what `package` opens, and where `whole` leaves its own")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    gc.collect()
     if arguments.what == "whole":
         found = whole(arguments.layers, arguments.hidden, arguments.package)
     elif arguments.what == "parts":

@@ -62,4 +62,4 @@ def _finite(block: Tensor) -> Tensor:
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     """The entries, flattened, (at most `_BLOCK`,) at a time."""
-    return iter(tensor.detach().reshape(-1).split(_BLOCK))
+    return iter(torch.split(tensor.detach().reshape(-1), _BLOCK))

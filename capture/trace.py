@@ -22,7 +22,7 @@ from trainload.capture.parity import check_parity
 from trainload.capture.program import GraphCapture, InputSpec, Program, SizeLike
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
-from trainload.capture.replays import Check, replay_batches
+from trainload.capture.replays import Check, Replayed, replay_batches
 from trainload.capture.shapes import Shapes, declared_shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
 from trainload.capture.watch import Watch
@@ -30,8 +30,13 @@ from trainload.capture.watch import Watch
 _PREFIX = "model."
 
 
-def capture(job: Job, check: Check = Check.USUAL) -> Program:
+def capture(job: Job, check: Check = Check.USUAL, kept: list[Replayed] | None = None) -> Program:
     """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
+
+    Args:
+        job: what is captured.
+        check: how much is compared.
+        kept: gets what the training graph gave on the batches, for `check_step`.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -49,7 +54,7 @@ def capture(job: Job, check: Check = Check.USUAL) -> Program:
     with modes_kept(model):
         for name, function in functions.items():
             model.train(name == "train")
-            proven = _capture_graph(name, function, batches[name], shapes, check)
+            proven = _capture_graph(name, function, batches[name], shapes, check, kept)
             graphs[name] = proven.captured
             constants |= proven.constants
             without_gradient |= proven.without_gradient
@@ -78,7 +83,9 @@ class _Proven:
     without_gradient: set[str]
 
 
-def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven:
+def _capture_graph(
+    name: str, function: Traced, batch: dict[str, Tensor], shapes: Shapes, check: Check, kept: list[Replayed] | None
+) -> _Proven:
     """Captures one graph and compares it with eager.
 
     Raises:
@@ -92,7 +99,8 @@ def _capture_graph(name: str, function: Traced, batch: dict[str, Tensor], shapes
     constants = _constants(name, exported)
     with state_kept(function.model):
         try:
-            return _Proven(captured, constants, check_parity(captured, function, replay_batches(captured, batch, check), constants))
+            missing = check_parity(captured, function, replay_batches(captured, batch, check), constants, kept)
+            return _Proven(captured, constants, missing)
         except CaptureError as error:
             raise explained(error, function, batch) from error
 

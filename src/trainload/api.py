@@ -16,7 +16,7 @@ from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
-from trainload.capture.replays import Check, replay_batches
+from trainload.capture.replays import Check, Replayed, replay_batches
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
@@ -78,12 +78,14 @@ def freeze(
         if on_fix is not None:
             on_fix(fix)
     leaves = leaves_of(job.batch)
-    program = with_quantiles(capture(declared, check), leaves)
+    replayed: list[Replayed] = []  # gradients of every batch, so not of the many batches of a thorough check
+    program = with_quantiles(capture(declared, check, replayed if check is Check.USUAL else None), leaves)
     recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
     example = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}
     for batch in replay_batches(program.graphs["train"], example, check) if check is Check.THOROUGH else [example]:
-        check_step(program, steps["train"], batch)
+        check_step(program, steps["train"], batch, replayed)
+    replayed.clear()
     assets = {name: Path(source) for name, source in job.assets.items()}
     debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value}}
     package = write_package(path, program, updates, recipe, assets=assets, debug=debug)
