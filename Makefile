@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo mutate bench kills gpu parity coverage-suite clean
+.PHONY: env test check format demo mutate bench freeze kills gpu parity coverage-suite clean
 
 env: $(STAMP)
 
@@ -42,6 +42,9 @@ mutate: env
 bench: env
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/startup.py
+
+freeze: env
+	$(BIN)/python benchmarks/freeze.py
 
 kills: env
 	$(BIN)/python benchmarks/kills.py

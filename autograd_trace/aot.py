@@ -3,7 +3,7 @@
 Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
 `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
 `torch._inductor.standalone_compile`, `torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings,
-`ProcessGroupGloo._Options`.
+`ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -91,7 +92,7 @@ class StepModule(nn.Module):
         self._names: dict[str, str] = {}
         self._slots: list[tuple[str, Any]] = []
         self.training_graph = capture.name == "train"
-        self._scalars = _TRAINING if self.training_graph else _DRAWING if _draws(capture) else ()
+        self._scalars = _TRAINING if self.training_graph else _DRAWING if draws(capture) else ()
         for spec in capture.exported.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT:
                 self._slots.append(("input", None))
@@ -173,7 +174,8 @@ def output_ports(capture: GraphCapture) -> tuple[Port, ...]:
     return tuple(ports)
 
 
-def _draws(capture: GraphCapture) -> bool:
+def draws(capture: GraphCapture) -> bool:
+    """Whether a captured graph draws random numbers."""
     parts = (part for part in capture.exported.graph_module.modules() if isinstance(part, GraphModule))
     return any(is_random(node) for part in parts for node in part.graph.nodes)
 
@@ -287,7 +289,8 @@ def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence
                     outputs.append(GradAOTOutput(grad_of=ParamAOTInput(target=name)))
         return results
 
-    with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False):
+    lazily = _use_lazy_graph_module(True)  # the traced graph is read, never run: no source is written for it
+    with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False), lazily:
         tangent = torch.empty((), dtype=module.loss_dtype(), device=inputs[0].device)
         traced: GraphModule = make_fx(step, tracing_mode="real")(*state.values(), *inputs, tangent)
     overloads = [node for node in traced.graph.nodes if node.op == "call_function" and is_overload(node.target)]
@@ -391,11 +394,10 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
             if node.op == "get_attr" and isinstance(getattr(joint, str(node.target)), Tensor):
                 constants[str(node.target)] = getattr(joint, str(node.target))
+    graph.eliminate_dead_code()
     flat = GraphModule(joint, graph)
     for name, tensor in constants.items():
         setattr(flat, name, tensor)
-    flat.graph.eliminate_dead_code()
-    flat.recompile()
     return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from trainload.autograd_trace.aot import compile_graph, derive, has_cpp_compiler, load_compiled
+from trainload.autograd_trace.evaluation import derive_evaluation
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
 from trainload.launch.determinism import deterministic
@@ -175,7 +176,7 @@ def _graphs(
     on_stage("load graphs", time.perf_counter() - began)
     began = time.perf_counter()
     step = read_derived(package, derived_key("train", device)) or derive(program, "train", device)
-    evaluate = derive(program, "eval", device)
+    evaluate = derive_evaluation(program, step, device)
     on_stage("derive joint graph", time.perf_counter() - began)
     began = time.perf_counter()
     graphs = {f"train-{phase.value}": rewrite(step, plan, phase) for phase in phases(plan)}

@@ -130,7 +130,7 @@ class Engine:
         ]
 
     def _load_constants(self) -> None:
-        self._constants = {name: value.to(self._device) for name, value in self._package.program().constants.items()}
+        self._constants = {name: value.to(self._device) for name, value in self._package.constants.items()}
 
     def _state_entries(self) -> list[tuple[str, str, StateKind]]:
         """(bucket, entry, kind) in the order of the update's states."""

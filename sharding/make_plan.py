@@ -49,7 +49,7 @@ def make_plan(
     _check_batch(package, rows, world, accumulate)
     manifest = package.manifest
     group_of = {p: g.name for g in package.recipe.groups for p in g.parameters}
-    owners = [p for p in package.program().parameters if p.alias_of is None]
+    owners = [p for p in package.parameters if p.alias_of is None]
     if strategy is None:
         everything = sum(math.prod(p.shape) * item_bytes(p.dtype) * (4 if p.name in group_of else 1) for p in owners)
         strategy = "single" if world == 1 else "zero0" if everything <= REPLICATED_BYTES else "zero3"
@@ -63,7 +63,7 @@ def make_plan(
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
         raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
-    order = parameter_order(package.program().graphs["train"])
+    order = parameter_order(package.captured("train"))
     aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
     whole = {u.group for u in manifest.updates if not u.elementwise}
     buckets = make_buckets(owners, group_of, [aliases.get(n) or n for n in order], world, bucket_bytes, whole)

@@ -12,6 +12,7 @@ import torch
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.evaluation import derive_evaluation
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
@@ -81,7 +82,10 @@ def freeze(
     replayed: list[Replayed] = []  # gradients of every batch, so not of the many batches of a thorough check
     program = with_quantiles(capture(declared, check, replayed if check is Check.USUAL else None), leaves)
     recipe, updates = capture_optimizer(replace(job, batch=leaves), program)
-    steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
+    cpu = torch.device("cpu")
+    steps = {"train": derive(program, "train", cpu)}
+    steps["eval"] = derive_evaluation(program, steps["train"], cpu)
+    steps |= {graph: derive(program, graph, cpu) for graph in program.graphs if graph not in steps}  # all, before anything is written
     example = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}
     for batch in replay_batches(program.graphs["train"], example, check) if check is Check.THOROUGH else [example]:
         check_step(program, steps["train"], batch, replayed)
@@ -90,7 +94,7 @@ def freeze(
     debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value}}
     package = write_package(path, program, updates, recipe, assets=assets, debug=debug)
     try:
-        write_derived(package, derived_key("train", torch.device("cpu")), steps["train"])
+        write_derived(package, derived_key("train", cpu), steps["train"])
     except StorageError:
         shutil.rmtree(path)
         raise
