@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.last = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(1, (4, 2)) + self.shift
+        parts = x.view(-1, 4, 2) + self.shift
         query, key, value = self.mix(parts).chunk(3, -1)
         with torch.no_grad():
             scale = query.detach().abs().mean() + 1
