@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo demo-gan mutate bench kills gpu parity coverage-suite clean
+.PHONY: env test check format demo demo-gan mutate bench freeze kills gpu parity coverage-suite clean
 
 env: $(STAMP)
 
@@ -46,6 +46,9 @@ mutate: env
 bench: env
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/startup.py
+
+freeze: env
+	$(BIN)/python benchmarks/freeze.py
 
 kills: env
 	$(BIN)/python benchmarks/kills.py

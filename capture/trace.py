@@ -22,7 +22,7 @@ from trainload.capture.parity import check_parity
 from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
-from trainload.capture.replays import Check, replay_batches
+from trainload.capture.replays import Check, Replayed, replay_batches
 from trainload.capture.shapes import Shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
 from trainload.capture.targets import Target, example_of, targets_of
@@ -31,12 +31,13 @@ from trainload.capture.watch import Watch
 _PREFIX = "model."
 
 
-def capture(job: Job, check: Check | None = Check.USUAL) -> Program:
+def capture(job: Job, check: Check | None = Check.USUAL, kept: dict[str, list[Replayed]] | None = None) -> Program:
     """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
 
     Args:
         job: what is captured.
         check: how much is compared; None: nothing, and the model is not run: the job's tensors have no values. See `abstract.py`.
+        kept: gets, by training graph, what it gave on the batches, for `check_step`.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -54,7 +55,8 @@ def capture(job: Job, check: Check | None = Check.USUAL) -> Program:
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
             model.train(target.training)
             target.function.runs = check is not None
-            proven = _capture_graph(target, batch, shapes, check)
+            given = kept.setdefault(target.name, []) if kept is not None and target.training else None
+            proven = _capture_graph(target, batch, shapes, check, given)
             graphs[target.name] = proven.captured
             constants |= proven.constants
             if target.training:
@@ -106,7 +108,7 @@ def _check_variants(graphs: Iterable[GraphCapture]) -> None:
             )
 
 
-def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None) -> _Proven:
+def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None, kept: list[Replayed] | None) -> _Proven:
     """Captures one graph and compares it with eager, unless `check` is None.
 
     Raises:
@@ -123,7 +125,8 @@ def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, che
         return _Proven(captured, constants, set())
     with state_kept(function.model):
         try:
-            return _Proven(captured, constants, check_parity(captured, function, replay_batches(captured, batch, check), constants))
+            missing = check_parity(captured, function, replay_batches(captured, batch, check), constants, kept)
+            return _Proven(captured, constants, missing)
         except CaptureError as error:
             raise explained(error, function, batch) from error
 

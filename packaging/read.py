@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.capture.program import GraphCapture, Program
+from trainload.capture.program import GraphCapture, ParameterSpec, Program
 from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
@@ -82,30 +82,36 @@ class Package:
         """
         state = self._state(meta=True)
         constants = self._constants()
-        graphs = {name: self._capture(name, state, constants) for name in self.manifest.graphs}
-        own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
+        graphs = {name: self._captured(name, state, constants) for name in self.manifest.graphs}
         return Program(
             graphs=graphs,
-            parameters=tuple(parameter_spec(entry) for entry in self.manifest.parameters),
+            parameters=self.parameters,
             buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
             state={} if self.manifest.abstract is not None else LazyState(self.weights),
-            constants=own,
+            constants=self._of_graphs(constants),
         )
 
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """What `Program.parameters` is."""
+        return tuple(parameter_spec(entry) for entry in self.manifest.parameters)
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What `Program.constants` is.
+
+        Raises:
+            IntegrityError: the file is damaged.
+        """
+        return self._of_graphs(self._constants())
+
     def captured(self, name: str) -> GraphCapture:
-        """Load one captured graph as `program` does, without the others.
+        """Load one graph of `program`, without the others.
 
         Raises:
             PackageError: there is none of this name; otherwise as `program`.
         """
-        if name not in self.manifest.graphs:
-            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
-        return self._capture(name, self._state(meta=True), self._constants())
-
-    def _capture(self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> GraphCapture:
-        entry = self.manifest.graphs[name]
-        inputs, outputs = graph_specs(entry)
-        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached)
+        return self._captured(name, self._state(meta=True), self._constants())
 
     def graph(self, name: str) -> ExportedProgram:
         """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
@@ -113,10 +119,7 @@ class Package:
         Raises:
             PackageError: there is none of this name, or the package is abstract; otherwise as `program`.
         """
-        entry = self.manifest.graphs.get(name)
-        if entry is None:
-            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
-        return self._graph(entry.file, name, self._state(meta=False), self._constants())
+        return self._captured(name, self._state(meta=False), self._constants()).exported
 
     def updates(self) -> tuple[UpdateGraph, ...]:
         """Load the update graphs, in the manifest's order.
@@ -147,6 +150,16 @@ class Package:
         if path not in self.manifest.files:
             raise StorageError("the package has no such asset", where=path)
         return read_checked(self.path, path, self.manifest.files[path])
+
+    def _of_graphs(self, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in constants.items() if name.split("/")[0] in self.manifest.graphs}
+
+    def _captured(self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> GraphCapture:
+        entry = self.manifest.graphs.get(name)
+        if entry is None:
+            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
+        inputs, outputs = graph_specs(entry)
+        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached)
 
     def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
         document = parse_canonical(read_checked(self.path, file, self.manifest.files[file]), file)

@@ -105,15 +105,16 @@ class _Graphs:
     def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
         exported = _exported(program, updates)
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
+        self._bytes = {name: canonical_json(graph.document) for name, graph in self._written.items()}
         # Read back from its bytes: what is validated here is what will be read.
-        self._documents = {name: parse_canonical(canonical_json(graph.document), name) for name, graph in self._written.items()}
+        self._documents = {name: parse_canonical(data, name) for name, data in self._bytes.items()}
         used = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values()))
         self.namespaces = used - BUILT_IN_NAMESPACES
         self.facts = [validate_graph(document, f"graphs/{name}.json", self.namespaces) for name, document in self._documents.items()]
 
     def write(self, root: Path) -> None:
-        for name, document in self._documents.items():
-            write_bytes(root / f"graphs/{name}.json", canonical_json(document))
+        for name, data in self._bytes.items():
+            write_bytes(root / f"graphs/{name}.json", data)
 
     def check(self, root: Path) -> None:
         """Demand that the graphs are those of the manifest that was written."""

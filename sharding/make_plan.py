@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 
 from trainload.capture.errors import PlanError
 from trainload.capture.program import GraphCapture
-from trainload.packaging.manifest import parameter_spec
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
 from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Strategy
@@ -50,7 +49,7 @@ def make_plan(
     _check_batch(package, rows, world, accumulate)
     manifest = package.manifest
     groups_of = _groups_of(package)
-    owners = [parameter_spec(p) for p in manifest.parameters if p.alias_of is None]
+    owners = [p for p in package.parameters if p.alias_of is None]
     if strategy is None:
         everything = sum(
             math.prod(p.shape) * item_bytes(p.dtype) * (2 + 2 * len(groups_of[p.name]) if p.name in groups_of else 1) for p in owners

@@ -13,7 +13,7 @@ from trainload.autograd_trace.graphs import Recipe, StepGraph, UpdateGraph
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.job import Job
 from trainload.capture.program import Program
-from trainload.capture.replays import Check, replay_batches
+from trainload.capture.replays import Check, Replayed, replay_batches
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
@@ -42,7 +42,8 @@ def prove(job: Job, check: Check) -> Proven:
         JobError: the job's description does not hold together.
         CaptureError: it cannot be captured soundly.
     """
-    program = capture(job, check)
+    replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
+    program = capture(job, check, replayed if check is Check.USUAL else None)
     examples = {target.name: example_of(job, target)[0] for target in targets_of(job)}
     examples = {graph: {name: leaf.cpu() for name, leaf in batch.items()} for graph, batch in examples.items()}
     program = with_quantiles(program, examples)
@@ -51,5 +52,5 @@ def prove(job: Job, check: Check) -> Proven:
     for name, step in proven.training_steps().items():
         example = examples[name]
         for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
-            check_step(program, name, step, batch)
+            check_step(program, name, step, batch, replayed.pop(name, ()))
     return proven
