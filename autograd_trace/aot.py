@@ -42,18 +42,22 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
 
 from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
+from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.random import RandomKey
+from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.capture.errors import CaptureError
-from trainload.capture.higher_order import differentiates
+from trainload.capture.higher_order import differentiates, has_checkpoints
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
 _C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
 _DRAWING = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"))
 _TRAINING = (*_DRAWING, Port(Role.SCALE, "scale"))
+_VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 _ROLE_OF_OUTPUT = {
     OutputRole.LOSS: Role.LOSS,
     OutputRole.WEIGHT: Role.WEIGHT,
@@ -188,7 +192,7 @@ def trainable_parameters(program: Program) -> set[str]:
 
 
 def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
-    """Derives the flat step graph of one captured graph for a device.
+    """Derives the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
 
     Args:
         program: the captured program; no weights are read, only shapes.
@@ -219,8 +223,8 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
         for port in module.input_ports()[len(inputs) :]:
             inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
-        context = contextlib.nullcontext() if graph == "train" else torch.no_grad()
-        with context:
+        stack.enter_context(contextlib.nullcontext() if graph == "train" else torch.no_grad())
+        with preserve_node_meta(has_checkpoints(capture.exported.graph_module)):
             joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
     return _flatten(joint, module, graph)
 
@@ -232,6 +236,8 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
     inputs: list[Port] = []
     mapping: dict[Node, Node] = {}
     constants: dict[str, Tensor] = {}
+    regions: dict[Node, Regions] = {}
+    varying: list[Node] = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             description = node.meta["desc"]
@@ -248,6 +254,8 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
             placeholder.meta["val"] = node.meta["val"]
             mapping[node] = placeholder
             inputs.append(port)
+            if port.role in _VARYING:
+                varying.append(placeholder)
     tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and isinstance(n.meta["desc"], TangentAOTInput)]
     if len(tangents) > 1:
         raise CaptureError(
@@ -277,14 +285,15 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
             outputs, results = _outputs(node, module, output_ports)
             graph.output(tuple(mapping[r] for r in results))
         else:
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            copy = mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            regions[copy] = regions_of(node)
             if node.op == "get_attr" and isinstance(getattr(joint, str(node.target)), Tensor):
                 constants[str(node.target)] = getattr(joint, str(node.target))
     flat = GraphModule(joint, graph)
     for name, tensor in constants.items():
         setattr(flat, name, tensor)
     flat.graph.eliminate_dead_code()
-    flat.recompile()
+    recompute(flat, regions, varying)
     return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
 
 
@@ -348,13 +357,14 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     """Compiles a flat graph with Inductor and saves the artifact as one file.
 
     Args:
-        module: the graph.
+        module: the graph; it is changed.
         path: where the artifact goes.
         groups: logical name -> size of the process groups that the graph's collectives name. They need not exist yet.
 
     Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`): keep both.
     It is native code and pickles: never load one from somewhere that is not trusted.
     """
+    hold_back(module)
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:
