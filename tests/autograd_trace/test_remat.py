@@ -20,9 +20,12 @@ from trainload.autograd_trace.aot import compile_graph, derive, load_compiled
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import TANGENT, StepGraph
 from trainload.autograd_trace.hold import hold_back
-from trainload.autograd_trace.remat import RECOMPUTES
+from trainload.autograd_trace.remat import RECOMPUTES, REPEATED
+from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
+from trainload.packaging.derived import read_derived, write_derived
+from trainload.packaging.write import write_package
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -269,3 +272,19 @@ def test_a_list_of_operators_is_kept_with_those_of_other_devices() -> None:
     program = program_of(job(Blocks(keeping([flash, aten.gelu.default]), count=1)))
     (call,) = (n for n in program.graphs["train"].exported.graph.nodes if "selective" in str(n.target))
     assert call.args[1] == "aten._scaled_dot_product_flash_attention.default=1 aten.gelu.default=1"
+
+
+def test_a_package_keeps_checkpoints_and_what_they_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINLOAD_STATE_DIR", str(tmp_path / "state"))
+    description = job(Blocks(keeping([aten.gelu.default])))
+    program = program_of(description)
+    recipe, updates = capture_optimizer(description, program)
+    package = write_package(tmp_path / "p", program, updates, recipe)
+    step = derive(package.program(), "train", CPU)
+    assert len(copies(step, aten.addmm.default)) == 3
+    assert copies(step, aten.gelu.default) == []
+    write_derived(package, "key", step)
+    read = read_derived(package, "key")
+    assert read is not None
+    tags = [[n.meta.get(tag) for n in graph.module.graph.nodes] for graph in (step, read) for tag in (RECOMPUTES, REPEATED)]
+    assert tags[:2] == tags[2:]
