@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo mutate bench kills gpu parity coverage-suite clean
+.PHONY: env test check format demo mutate bench kills gpu parity remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -51,6 +51,9 @@ gpu: env
 
 parity: env
 	$(BIN)/python benchmarks/parity.py
+
+remat: env
+	$(BIN)/python benchmarks/remat.py
 
 coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"

@@ -8,6 +8,7 @@ others). They sleep on a pipe; one at a time runs a step, round after round.
 
 Peak: the most that torch's allocator held during a step beyond what it held before, as torch's profiler writes it down; it is the same in
 every round, and is taken in a step of its own, not timed. Resident: the kernel's high-water mark of the process during the timed steps.
+The norm is the gradient's; in a package's steps that of rows x loss.
 """
 
 from __future__ import annotations
