@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from trainload.capture.errors import JobError
 
-Constant = int | float | str | bool | None
+Constant = int | float | str | bool | enum.Enum | None
 """What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""
 
 LONGEST_NAME = 256
@@ -35,11 +36,11 @@ def leaves_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in _entries("", batch):
         if isinstance(value, Tensor):
             found[name] = value
-        elif not (value is None or isinstance(value, int | float | str)):
+        elif not (value is None or isinstance(value, int | float | str | enum.Enum)):
             raise JobError(
                 "an entry of a type that a batch cannot hold",
                 where=f"Job.batch: {name}",
-                expected="a tensor, None, a number, a string, or a dict, list, tuple, named tuple or dataclass of these",
+                expected="a tensor, None, a number, a string, an Enum's member, or a dict, list, tuple, named tuple or dataclass of these",
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
                 cure="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
                 "See docs/capture.md#unsupported-input.",

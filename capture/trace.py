@@ -69,7 +69,7 @@ def capture(job: Job, check: Check = Check.USUAL) -> Program:
     if not any(p.trainable for p in parameters):
         raise no_gradient(job)
     buffers = buffer_specs(model)
-    return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants)
+    return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants, tuple(job.variants))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from trainload.autograd_trace.graphs import LeanRecord, Recipe, StateSpec
+from trainload.autograd_trace.graphs import Recipe, StateSpec
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.capture.guards import Guard, InputGuard
 from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec
 from trainload.capture.synthesise import QUANTILES
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+from trainload.packaging.guards import GuardEntry, InputName, Record, Size, check_guard, guard_entry, guard_of
 
 FORMAT_VERSION = 1
 """History: 1 (2026-11-21) the first."""
@@ -26,6 +28,7 @@ FEATURES: Mapping[str, str] = {
     "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
     "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
     "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
+    "variants": "graphs have variants, each with a guard, which are tried in the order of `variants`",
     "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
 """What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""
@@ -71,18 +74,13 @@ SafePath = Annotated[str, AfterValidator(_safe_path)]
 Fqn = Annotated[str, AfterValidator(_fqn)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
-Size = Annotated[int, Field(ge=0, lt=2**63)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
 Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
 Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
 """What a pass may be given."""
 
 
-class _Record(LeanRecord):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class FileEntry(_Record):
+class FileEntry(Record):
     """A file: `size` in bytes."""
 
     media_type: str
@@ -90,31 +88,34 @@ class FileEntry(_Record):
     size: Size
 
 
-class InputEntry(_Record):
+class InputEntry(Record):
     """One entry of a graph's batch; `quantiles` as in `InputSpec`."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: InputName
     dtype: Identifier
     shape: tuple[Size | Symbolic, ...]
     quantiles: Annotated[tuple[Quantile, ...], Field(max_length=QUANTILES)]
 
 
-class OutputEntry(_Record):
+class OutputEntry(Record):
     """One output of a graph."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     role: Literal["loss", "weight", "metric", "prediction", "output"]
 
 
-class GraphEntry(_Record):
+class GraphEntry(Record):
     """A captured graph and the file that holds it."""
+
+    later: ClassVar[frozenset[str]] = frozenset({"guard"})
 
     file: SafePath
     inputs: tuple[InputEntry, ...]
     outputs: tuple[OutputEntry, ...]
+    guard: GuardEntry | None = None
 
 
-class ParameterEntry(_Record):
+class ParameterEntry(Record):
     """A parameter; one with `alias_of` has no tensor of its own."""
 
     name: Fqn
@@ -124,7 +125,7 @@ class ParameterEntry(_Record):
     alias_of: Fqn | None
 
 
-class BufferEntry(_Record):
+class BufferEntry(Record):
     """A buffer."""
 
     name: Fqn
@@ -133,7 +134,7 @@ class BufferEntry(_Record):
     persistent: bool
 
 
-class ConstantEntry(_Record):
+class ConstantEntry(Record):
     """A tensor constant: `name` is graph name, "/", name in the graph."""
 
     name: SafePath
@@ -141,7 +142,7 @@ class ConstantEntry(_Record):
     shape: tuple[Size, ...]
 
 
-class StateEntry(_Record):
+class StateEntry(Record):
     """One entry of an optimizer's state."""
 
     later: ClassVar[frozenset[str]] = frozenset({"shape"})
@@ -153,7 +154,7 @@ class StateEntry(_Record):
     """Where it is not like the parameter."""
 
 
-class UpdateEntry(_Record):
+class UpdateEntry(Record):
     """The update of one parameter group: two graph files. `shape`: of the parameters that it takes whole, None where it is elementwise."""
 
     later: ClassVar[frozenset[str]] = frozenset({"shape"})
@@ -166,7 +167,7 @@ class UpdateEntry(_Record):
     shape: tuple[Size, ...] | None = None
 
 
-class PassEntry(_Record):
+class PassEntry(Record):
     """A pass that made a package's graphs from its parent's.
 
     Attributes:
@@ -185,15 +186,19 @@ class PassEntry(_Record):
     preserving: bool
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """manifest.json.
 
     Laws: `from_bytes(m.to_bytes(), w) == m`, and `to_bytes` of what `from_bytes` returns is what it was given.
     """
 
+    later: ClassVar[frozenset[str]] = frozenset({"variants"})
+
     format_version: Literal[1] = 1
     features: tuple[str, ...]
     graphs: dict[Label, GraphEntry]
+    variants: Annotated[tuple[Label, ...], Field(max_length=256)] = ()
+    """The job's variants but for the first, in the order in which a batch is tried on them."""
     parameters: tuple[ParameterEntry, ...]
     buffers: tuple[BufferEntry, ...]
     constants: tuple[ConstantEntry, ...]
@@ -268,6 +273,12 @@ class Manifest(_Record):
         names = [*parameters, *(b.name for b in self.buffers)]
         _unique([*(p.name for p in self.parameters), *(b.name for b in self.buffers)], "state entry", where)
         _unique([c.name for c in self.constants], "constant", where)
+        _unique(self.variants, "variant", where)
+        for name, graph in self.graphs.items():
+            if graph.guard is not None:
+                check_guard(graph.guard, [(i.name, i.shape) for i in graph.inputs], f"{where}, graph {name}")
+            if (variant := variant_of(name)) and (variant not in self.variants or graph.guard is None):
+                raise PackageError("a graph is of a variant without a guard or a place among the variants", where=where, got=name)
         for parameter in self.parameters:
             owner = parameters.get(parameter.alias_of) if parameter.alias_of is not None else parameter
             if owner is None or (owner is not parameter and owner.alias_of is not None):
@@ -348,7 +359,21 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
         file=file,
         inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
         outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
+        guard=None if graph.guard is None else guard_entry(graph.guard),
     )
+
+
+def graph_guard(entry: GraphEntry) -> Guard:
+    """Which batches a graph takes; by its inputs alone where the package is from before guards."""
+    if entry.guard is not None:
+        return guard_of(entry.guard, [(i.name, i.dtype) for i in entry.inputs])
+    symbols = {size for i in entry.inputs for size in i.shape if isinstance(size, str)}
+    return Guard(tuple(InputGuard(i.name, i.dtype, i.shape) for i in entry.inputs), dict.fromkeys(sorted(symbols), (0, None)))
+
+
+def variant_of(graph: str) -> str:
+    """The variant that a graph is of, by its name; "" for the first."""
+    return next((part for part in graph.split("-")[1:] if part != "eval"), "")
 
 
 def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:

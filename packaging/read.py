@@ -12,8 +12,9 @@ import torch
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.capture.program import GraphCapture, Program
+from trainload.capture.program import MAIN, GraphCapture, Program
 from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
@@ -25,9 +26,11 @@ from trainload.packaging.manifest import (
     Manifest,
     ParameterEntry,
     buffer_spec,
+    graph_guard,
     graph_specs,
     parameter_spec,
     state_spec,
+    variant_of,
 )
 from trainload.packaging.signature import check_signature
 from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors
@@ -83,7 +86,8 @@ class Package:
         graphs: dict[str, GraphCapture] = {}
         for name, entry in self.manifest.graphs.items():
             inputs, outputs = graph_specs(entry)
-            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs)
+            guard = graph_guard(entry) if entry.guard is not None else None
+            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, guard=guard)
         own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
         return Program(
             graphs=graphs,
@@ -91,6 +95,7 @@ class Package:
             buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
             state=LazyState(self.weights),
             constants=own,
+            variants=self.manifest.variants,
         )
 
     def graph(self, name: str) -> ExportedProgram:
@@ -103,6 +108,43 @@ class Package:
         if entry is None:
             raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
         return self._graph(entry.file, name, self._state(meta=False), self._constants())
+
+    def dispatcher(self, graph: str = MAIN) -> Dispatcher:
+        """What picks the variant of a graph for a batch.
+
+        Args:
+            graph: its name in the first variant: "train", "eval", "predict", "critic", "critic-eval".
+
+        Raises:
+            PackageError: there is none of this name.
+        """
+        entries = self.manifest.graphs
+        if graph not in entries or variant_of(graph):
+            known = ", ".join(name for name in entries if not variant_of(name))
+            raise PackageError("the package has no such graph", where=graph, expected=known)
+        variants = {"": graph, **{variant: f"{graph}-{variant}" for variant in self.manifest.variants}}
+        guards = {variant: (graph_guard(entries[name]),) for variant, name in variants.items()}
+        return Dispatcher(graph, guards, ignored=self.batch_names)
+
+    @property
+    def batch_names(self) -> frozenset[str]:
+        """The inputs and constants of all graphs, by dotted name."""
+        guards = [graph_guard(entry) for entry in self.manifest.graphs.values()]
+        return frozenset(name for guard in guards for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent))
+
+    def dispatch(self, batch: Mapping[str, Any], graph: str = MAIN) -> str:
+        """The name of the graph that takes a batch: the first variant of `graph` whose guard holds.
+
+        Args:
+            batch: name -> tensor or constant, flat with dotted names or nested as the job's was.
+            graph: as `dispatcher`, which is what to keep where many batches are dispatched.
+
+        Raises:
+            PackageError: there is no such graph.
+            DataError: the batch fits no variant; the message says of each what does not fit, the nearest first.
+        """
+        variant = self.dispatcher(graph).pick(batch)
+        return f"{graph}-{variant}" if variant else graph
 
     def updates(self) -> tuple[UpdateGraph, ...]:
         """Load the update graphs, in the manifest's order.

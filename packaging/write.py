@@ -252,6 +252,8 @@ def _bare_manifest(
         features.add("whole-updates")
     if recipe.schedules:
         features.add("schedules")
+    if program.variants:
+        features.add("variants")
     asked = {"clip-value": recipe.clip_value, "ema": recipe.ema_decay, "loss-scale": recipe.loss_scale}
     features |= {name for name, value in asked.items() if value is not None}
     schemas: dict[str, str] = {}
@@ -264,6 +266,7 @@ def _bare_manifest(
         return Manifest(
             features=tuple(sorted(features)),
             graphs={name: graph_entry(graph, f"graphs/{name}.json") for name, graph in sorted(program.graphs.items())},
+            variants=program.variants,
             parameters=tuple(parameter_entry(spec) for spec in program.parameters),
             buffers=tuple(buffer_entry(spec) for spec in program.buffers),
             constants=tuple(

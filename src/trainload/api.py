@@ -12,6 +12,7 @@ import torch
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.guards import with_guards
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
@@ -79,9 +80,9 @@ def freeze(
         if on_fix is not None:
             on_fix(fix)
     program = capture(declared, check)
-    examples = {target.name: example_of(declared, target)[0] for target in targets_of(declared)}
-    examples = {graph: {name: leaf.cpu() for name, leaf in batch.items()} for graph, batch in examples.items()}
-    program = with_quantiles(program, examples)
+    targets = targets_of(declared)
+    examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(declared, t)[0].items()} for t in targets}
+    program = with_guards(with_quantiles(program, examples), targets, examples)
     recipe, updates = capture_optimizer(declared, program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
     trained = [name for name, graph in program.graphs.items() if graph.training]
