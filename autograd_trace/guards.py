@@ -12,6 +12,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from trainload.autograd_trace.aot import size_conditions
+from trainload.capture.dispatch import Dispatcher
+from trainload.capture.errors import JobError
 from trainload.capture.guards import Guard, InputGuard, fixed_value
 from trainload.capture.inputs import constants_of
 from trainload.capture.program import GraphCapture, Mode, Program, SizeLike
@@ -30,6 +32,9 @@ def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[s
         program: what was captured of `targets`.
         targets: of the job, in order.
         examples: by graph, its inputs' example.
+
+    Raises:
+        JobError: a variant would never be picked, since another takes its example.
     """
     targets = tuple(targets)
     graphs = dict(program.graphs)
@@ -44,7 +49,45 @@ def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[s
             absent=tuple(sorted(inputs[target.graph, target.mode] - set(example))),
         )
         graphs[target.name] = replace(captured, guard=guard)
+    _check_order(graphs, targets)
     return replace(program, graphs=graphs)
+
+
+def dispatcher_of(graphs: Mapping[str, GraphCapture], variants: Sequence[str], name: str) -> Dispatcher:
+    """What picks the variant of one of the job's graphs in one mode.
+
+    Args:
+        graphs: with guards.
+        variants: but for the first, in order.
+        name: of the graph in its first variant.
+    """
+    found: dict[str, tuple[Guard, ...]] = {}
+    for variant in ("", *variants):
+        guard = graphs[f"{name}-{variant}" if variant else name].guard
+        assert guard is not None, "every graph was given one"
+        found[variant] = (guard,)
+    guards = [graph.guard for graph in graphs.values() if graph.guard is not None]
+    known = {entry for guard in guards for entry in (*(i.name for i in guard.inputs), *guard.constants)}
+    return Dispatcher(name, found, ignored=known)
+
+
+def _check_order(graphs: Mapping[str, GraphCapture], targets: Sequence[Target]) -> None:
+    variants = tuple(dict.fromkeys(target.variant for target in targets if target.variant))
+    taken: dict[str, set[str]] = {}
+    for target in targets:
+        if target.training:
+            first = dispatcher_of(graphs, variants, target.graph).pick(target.batch)
+            taken.setdefault(target.variant, set()).add(first)
+    for variant, takers in taken.items():
+        if variant and variant not in takers:
+            other = min(takers)
+            raise JobError(
+                "the variant would never be picked for its own example: one before it takes that batch",
+                where=f"Job.variants[{variant!r}]",
+                expected="another input, constant or shape than in the variants before it",
+                got=f"a batch that {f'the variant {other!r}' if other else 'the first variant, of Job.batch,'} takes",
+                cure="Leave it out, or put it first (Job.batch) if its graph is the one to run.",
+            )
 
 
 def size_guard(exported: ExportedProgram, captured: GraphCapture, example: Mapping[str, Tensor]) -> Guard:

@@ -59,6 +59,15 @@ def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
     return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor)))
 
 
+def structure_of(value: Any) -> str:
+    """The containers of a batch, without what is in them: batches of one structure differ in tensors and constants only."""
+    parts = _parts(value)
+    if parts is None:
+        return "tensor" if isinstance(value, Tensor) else "constant"
+    inside = ", ".join(f"{key}: {structure_of(part)}" for key, part in sorted(parts.items(), key=lambda entry: str(entry[0])))
+    return f"{type(value).__module__}.{type(value).__qualname__}({inside})"
+
+
 def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Any]:
     """A batch nested as `batch` is, with its constants, and `leaves` in the places of its tensors.
 

@@ -13,6 +13,7 @@ import torch
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.guards import with_guards
+from trainload.autograd_trace.replays import check_replays
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import ClusterError, DataError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
@@ -83,6 +84,7 @@ def freeze(
     targets = targets_of(declared)
     examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(declared, t)[0].items()} for t in targets}
     program = with_guards(with_quantiles(program, examples), targets, examples)
+    check_replays(declared, program)
     recipe, updates = capture_optimizer(declared, program)
     steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
     trained = [name for name, graph in program.graphs.items() if graph.training]

@@ -29,10 +29,12 @@ class Model(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, task: str = "a") -> Tensor:
         y = self.linear(x)
         y = y if mask is None else y * mask[..., None]
-        return y.square().mean() if task == "a" else y.abs().mean()
+        found: Tensor = y.square().mean() if task == "a" else y.abs().mean()
+        return found
 
 
-def predict(model: Model, batch: dict[str, Tensor]) -> Tensor:
+def predict(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    assert isinstance(model, Model)
     found: Tensor = model.linear(batch["x"])
     return found
 
