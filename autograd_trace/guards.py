@@ -38,17 +38,16 @@ def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[s
     """
     targets = tuple(targets)
     graphs = dict(program.graphs)
-    inputs: dict[tuple[str, Mode], set[str]] = {}
+    present: dict[tuple[str, Mode], set[str]] = {}
     for target in targets:
-        inputs.setdefault((target.graph, target.mode), set()).update(examples[target.name])
+        told = {name for name, value in constants_of(target.batch).items() if value is not None}
+        present.setdefault((target.graph, target.mode), set()).update(examples[target.name], told)
     for target in targets:
         captured, example = graphs[target.name], examples[target.name]
-        guard = replace(
-            size_guard(captured.exported, captured, example),
-            constants={name: fixed_value(value) for name, value in constants_of(target.batch).items()},
-            absent=tuple(sorted(inputs[target.graph, target.mode] - set(example))),
-        )
-        graphs[target.name] = replace(captured, guard=guard)
+        constants = {name: fixed_value(value) for name, value in constants_of(target.batch).items()}
+        absent = present[target.graph, target.mode] - set(example) - set(constants)
+        size = size_guard(captured.exported, captured, example)
+        graphs[target.name] = replace(captured, guard=replace(size, constants=constants, absent=tuple(sorted(absent))))
     _check_order(graphs, targets)
     return replace(program, graphs=graphs)
 

@@ -72,7 +72,7 @@ def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: flo
     """Train the package with trainload's engine, without Ray."""
     from trainload.launch.build import compile_build, load_build
     from trainload.launch.determinism import deterministic
-    from trainload.launch.engine import Engine, Microbatch
+    from trainload.launch.engine import Draw, Engine, Microbatch
     from trainload.packaging.read import open_package
     from trainload.sharding.plan import Plan
 
@@ -85,11 +85,11 @@ def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: flo
         note(f"  {stage}: {seconds:.1f} s")
 
     with deterministic():  # as in every worker
-        engine = Engine(package, plan, 0, device, load_build(compile_build(package, plan, device, cache, on_stage), plan, cache))
-        engine.load_package()
+        engine = Engine(package, plan, 0, device, load_build(compile_build(package, plan, device, cache, on_stage), package, plan, cache))
+        engine.held.load_package()
 
         def step(number: int, tokens: Tensor) -> float:
-            return engine.step(number, [Microbatch({"tokens": tokens}, 0)]).loss
+            return engine.step(number, [Draw([Microbatch({"tokens": tokens}, 0)])]).loss
 
         return train(step, batches(case, device), device, began) | {"stages": stages}
 

@@ -113,16 +113,16 @@ class Trainload:
         device = torch.device("cpu")
         folder = compile_build(package, plan, device, place.cache, lambda stage, seconds: note(f"  {stage}: {seconds:.1f} s"))
         dist.barrier()
-        self._engine = Engine(package, plan, place.rank, device, load_build(folder, plan, place.cache))
-        self._engine.load_package()
+        self._engine = Engine(package, plan, place.rank, device, load_build(folder, package, plan, place.cache))
+        self._engine.held.load_package()
         self._mode = deterministic  # as in every worker
         self._first_row = place.rank * plan.rows_per_call
 
     def step(self, number: int, tokens: Tensor) -> float:
-        from trainload.launch.engine import Microbatch
+        from trainload.launch.engine import Draw, Microbatch
 
         with self._mode():
-            return self._engine.step(number, [Microbatch({"tokens": tokens}, self._first_row)]).loss
+            return self._engine.step(number, [Draw([Microbatch({"tokens": tokens}, self._first_row)])]).loss
 
 
 def make_trainer(system: System, place: Place) -> Trainer:

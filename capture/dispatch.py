@@ -61,11 +61,14 @@ class Dispatcher:
         self._deciding = frozenset(name for name in told if len({guard.constants.get(name) for guard in every}) > 1)
         self._graph = graph
         self._variants = {name: tuple(_Matcher(guard, self._deciding, frozenset(fed)) for guard in each) for name, each in guards.items()}
+        first = next(iter(guards.values()))
+        usual = {name: value for guard in first for name, value in guard.constants.items() if value.kind != "none"}
+        self._usual = {name: value for name, value in usual.items() if name in self._deciding}
         inputs = {name for guard in every for name in (*(i.name for i in guard.inputs), *guard.absent)}
         self._names = frozenset((inputs | told | set(ignored)) - set(fed))
 
     def pick(self, batch: Mapping[str, Any]) -> str:
-        """The first variant that takes a batch.
+        """The first variant that takes a batch. Constants that the batch leaves out are as the first variant has them.
 
         Args:
             batch: name -> tensor or constant, flat with dotted names or nested as the job's was.
@@ -88,6 +91,7 @@ class Dispatcher:
 
     def pick_facts(self, facts: Facts, constants: Constants) -> str:
         """As `pick`, of a batch of which only the inputs' dtypes and sizes, and the constants, are known."""
+        constants = self._completed(facts, constants)
         for name, matchers in self._variants.items():
             for matcher in matchers:
                 if not matcher.takes(facts, constants):
@@ -98,9 +102,15 @@ class Dispatcher:
 
     def misfits(self, facts: Facts, constants: Constants) -> dict[str, Misfit]:
         """What does not fit, by variant, the nearest first; of each the first thing. Variants that take the batch are left out."""
+        constants = self._completed(facts, constants)
         found = {name: [m for matcher in matchers for m in matcher.misfits(facts, constants)] for name, matchers in self._variants.items()}
         ranked = sorted((sum(m.coarse for m in each), len(each), order, name) for order, (name, each) in enumerate(found.items()) if each)
         return {name: found[name][0] for *_, name in ranked}
+
+    def _completed(self, facts: Facts, constants: Constants) -> Constants:
+        """The constants, those that a batch leaves out as the first variant has them."""
+        lacking = [name for name in self._usual if name not in constants and name not in facts]
+        return {**constants, **{name: self._usual[name] for name in lacking}} if lacking else constants
 
     def _pick_nested(self, batch: Mapping[str, Any]) -> str:
         leaves = leaves_of(batch)

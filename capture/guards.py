@@ -59,7 +59,7 @@ class Guard:
         ranges: symbol -> its least and greatest value; None: there is no greatest.
         conditions: further conditions over the symbols ("x_1 % 2 == 0"), in the grammar of capture/size_expressions.py.
         constants: what the variant's batch holds beside tensors, by dotted name. It is fixed in the graph.
-        absent: inputs of other variants that this one lacks, sorted.
+        absent: inputs and constants of other variants that this one has not, sorted; what it has as None is among the constants.
     """
 
     inputs: tuple[InputGuard, ...]

@@ -56,6 +56,27 @@ def graph_name(graph: str, mode: Mode, variant: str = "") -> str:
     return f"{name}-{variant}" if variant else name
 
 
+def graph_of(name: str) -> str:
+    """The job's graph that a captured one is of, by `graph_name`."""
+    base = name.split("-")[0]
+    return MAIN if base in ("eval", "predict") else base
+
+
+def variant_of(name: str) -> str:
+    """The variant that a captured graph is, by `graph_name`; "" for the first."""
+    return next((part for part in name.split("-")[1:] if part != "eval"), "")
+
+
+def mode_of(name: str, has_loss: bool) -> Mode:
+    """What a captured graph is for, by `graph_name` and by whether a loss is among its outputs."""
+    base, *rest = name.split("-")
+    if base == "predict":
+        return Mode.PREDICT
+    if base == "eval" or rest[:1] == ["eval"]:
+        return Mode.EVAL
+    return Mode.TRAIN if has_loss else Mode.COMPUTE
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """One entry of a batch: `dtype` as torch spells it ("int64"), `shape` with symbols for dynamic sizes.
@@ -122,24 +143,17 @@ class GraphCapture:
     @property
     def mode(self) -> Mode:
         """What it is for."""
-        base, *rest = self.name.split("-")
-        if base == "predict":
-            return Mode.PREDICT
-        if base == "eval" or rest[:1] == ["eval"]:
-            return Mode.EVAL
-        return Mode.TRAIN if any(o.role is OutputRole.LOSS for o in self.outputs) else Mode.COMPUTE
+        return mode_of(self.name, any(o.role is OutputRole.LOSS for o in self.outputs))
 
     @property
     def graph(self) -> str:
         """Which of the job's graphs it is of."""
-        base = self.name.split("-")[0]
-        return MAIN if base in ("eval", "predict") else base
+        return graph_of(self.name)
 
     @property
     def variant(self) -> str:
         """Which variant it is; "" for the first."""
-        rest = self.name.split("-")[1:]
-        return next((part for part in rest if part != "eval"), "")
+        return variant_of(self.name)
 
     @property
     def training(self) -> bool:

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from trainload.autograd_trace.aot import compile_graph, derive, has_cpp_compiler, load_compiled
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
+from trainload.capture.program import Mode
 from trainload.launch.determinism import deterministic
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.derived import read_derived
@@ -32,7 +33,7 @@ from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import GROUP, Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
 
-BUILD_VERSION = 3
+BUILD_VERSION = 4
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 LOCK_SECONDS = 3600.0
 _INDEX = "index.json"
@@ -52,16 +53,45 @@ class BuiltGraph:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """All that a rank calls.
+    """All that a rank calls, by the name of the captured graph.
 
-    train: one graph for each phase of a step. evaluate: totals over a batch. update: what `UpdateStep.trace` gives, which writes in place.
-    compiled: whether they were compiled.
+    train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. update: what
+    `UpdateStep.trace` gives, which writes in place. compiled: whether they were compiled.
     """
 
-    train: dict[Phase, BuiltGraph]
-    evaluate: BuiltGraph
-    update: Call
+    train: dict[str, dict[Phase, BuiltGraph]]
+    forward: dict[str, BuiltGraph]
+    update: dict[str, Call]
     compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """What is compiled: rank graphs by file name, updates by that of the first training graph that shares them."""
+
+    ranks: dict[str, RankGraph]
+    updates: dict[str, GraphModule]
+
+
+def _train_file(name: str, phase: Phase) -> str:
+    return f"{name}.{phase.value}"
+
+
+def _update_file(name: str) -> str:
+    return f"{name}.update"
+
+
+def _update_owners(package: Package) -> dict[str, str]:
+    """Training graph -> the first one that updates the same groups in the same way."""
+    first: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for name in package.manifest.training_graphs():
+        owners[name] = first.setdefault(package.recipe.graph(name).model_dump_json(), name)
+    return owners
+
+
+def _forward_names(package: Package) -> list[str]:
+    return [name for name, mode in package.manifest.modes().items() if mode in (Mode.EVAL, Mode.COMPUTE)]
 
 
 def phases(plan: Plan) -> tuple[Phase, ...]:
@@ -83,7 +113,6 @@ def build_key(package: Package, plan: Plan, device: torch.device) -> str:
         "build": BUILD_VERSION,
         "program": package.manifest.program_digest,
         "plan": plan.model_dump(mode="json", include={"strategy", "accumulate", "prefetch", "buckets"}) | {"world": plan.world_size},
-        "clip": package.recipe.clip_norm,
         "torch": torch.__version__,
         "device": [device.type, hardware, torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
     }
@@ -132,7 +161,7 @@ def compile_build(package: Package, plan: Plan, device: torch.device, cache_dir:
     return final
 
 
-def load_build(folder: Path, plan: Plan, cache_dir: Path) -> Built:
+def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:
     """Loads a build that `compile_build` made in the same cache."""
     index = json.loads((folder / _INDEX).read_bytes())
     _use_inductor_cache(cache_dir)
@@ -141,19 +170,24 @@ def load_build(folder: Path, plan: Plan, cache_dir: Path) -> Built:
         entry = index["graphs"][name]
         return BuiltGraph(load_compiled(folder / f"{name}.bin"), _ports(entry["inputs"]), _ports(entry["outputs"]))
 
-    train = {phase: graph(f"train-{phase.value}") for phase in phases(plan)}
-    return Built(train, graph("eval"), load_compiled(folder / "update.bin"), compiled=True)
+    owners = _update_owners(package)
+    updates = {owner: load_compiled(folder / f"{_update_file(owner)}.bin") for owner in set(owners.values())}
+    train = {name: {phase: graph(_train_file(name, phase)) for phase in phases(plan)} for name in owners}
+    forward = {name: graph(name) for name in _forward_names(package)}
+    return Built(train, forward, {name: updates[owner] for name, owner in owners.items()}, compiled=True)
 
 
 def uncompiled_build(package: Package, plan: Plan, device: torch.device) -> Built:
     """The same callables, interpreted: for machines without a compiler, and for tests."""
-    graphs, update = _graphs(package, plan, device, lambda *_: None)
+    graphs = _graphs(package, plan, device, lambda *_: None)
 
-    def graph(rank_graph: RankGraph) -> BuiltGraph:
-        return BuiltGraph(rank_graph.module, rank_graph.inputs, rank_graph.outputs)
+    def graph(file: str) -> BuiltGraph:
+        return BuiltGraph(graphs.ranks[file].module, graphs.ranks[file].inputs, graphs.ranks[file].outputs)
 
-    train = {phase: graph(graphs[f"train-{phase.value}"]) for phase in phases(plan)}
-    return Built(train, graph(graphs["eval"]), update, compiled=False)
+    owners = _update_owners(package)
+    train = {name: {phase: graph(_train_file(name, phase)) for phase in phases(plan)} for name in owners}
+    forward = {name: graph(name) for name in _forward_names(package)}
+    return Built(train, forward, {name: graphs.updates[owner] for name, owner in owners.items()}, compiled=False)
 
 
 def derived_key(graph: str, device: torch.device) -> str:
@@ -166,37 +200,39 @@ def can_compile() -> bool:
     return has_cpp_compiler()
 
 
-def _graphs(
-    package: Package, plan: Plan, device: torch.device, on_stage: Callable[[str, float], None]
-) -> tuple[dict[str, RankGraph], GraphModule]:
+def _graphs(package: Package, plan: Plan, device: torch.device, on_stage: Callable[[str, float], None]) -> _Graphs:
     began = time.perf_counter()
     program = package.program()
     updates = package.updates()
     on_stage("load graphs", time.perf_counter() - began)
     began = time.perf_counter()
-    step = read_derived(package, derived_key("train", device)) or derive(program, "train", device)
-    evaluate = derive(program, "eval", device)
-    on_stage("derive joint graph", time.perf_counter() - began)
+    owners = _update_owners(package)
+    steps = {name: read_derived(package, derived_key(name, device)) or derive(program, name, device) for name in owners}
+    forward = {name: derive(program, name, device) for name in _forward_names(package)}
+    on_stage("derive joint graphs", time.perf_counter() - began)
     began = time.perf_counter()
-    graphs = {f"train-{phase.value}": rewrite(step, plan, phase) for phase in phases(plan)}
-    graphs["eval"] = rewrite(evaluate, plan)
-    update = UpdateStep(plan, updates, package.recipe, first=False).trace(device)
+    graphs = {name: rewrite(step, plan) for name, step in forward.items()}
+    for name, step in steps.items():
+        groups = package.recipe.graph(name).groups
+        graphs |= {_train_file(name, phase): rewrite(step, plan, phase, groups) for phase in phases(plan)}
+    traced = {owner: UpdateStep(plan, updates, package.recipe, owner).trace(device) for owner in dict.fromkeys(owners.values())}
     on_stage("shard", time.perf_counter() - began)
-    return graphs, update
+    return _Graphs(graphs, traced)
 
 
 def _compile_into(draft: Path, package: Package, plan: Plan, device: torch.device, on_stage: Callable[[str, float], None]) -> None:
-    graphs, update = _graphs(package, plan, device, on_stage)
+    graphs = _graphs(package, plan, device, on_stage)
     groups = {GROUP: plan.world_size}
-    for name, graph in graphs.items():
+    for name, graph in graphs.ranks.items():
         began = time.perf_counter()
         compile_graph(graph.module, draft / f"{name}.bin", groups)
         on_stage(f"compile {name}", time.perf_counter() - began)
-    began = time.perf_counter()
-    compile_graph(update, draft / "update.bin", groups)
-    on_stage("compile update", time.perf_counter() - began)
+    for owner, update in graphs.updates.items():
+        began = time.perf_counter()
+        compile_graph(update, draft / f"{_update_file(owner)}.bin", groups)
+        on_stage(f"compile {_update_file(owner)}", time.perf_counter() - began)
     index = {
-        "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.items()},
+        "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }
     (draft / _INDEX).write_bytes(canonical_json(index))

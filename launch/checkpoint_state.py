@@ -9,12 +9,13 @@ from enum import StrEnum
 import torch
 
 from trainload.capture.errors import CheckpointError
-from trainload.sharding.plan import Bucket, Plan, Strategy
+from trainload.sharding.plan import Plan, Strategy
 
 PARAM = "param"
 """The entry of a bucket that holds its parameters."""
 MEAN = "param.mean"
-"""The entry that holds the running mean of its parameters, where there is one. All others are the optimizer's, whose names have no dot."""
+"""The entry that holds the running mean of its parameters, where there is one. All others are the optimizer's: "exp_avg", or with its group
+before it ("actor-group0.exp_avg") where a bucket is in several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class StateKind(StrEnum):
     STACK = "stack"
 
 
-def state_kind(bucket: Bucket, like_parameter: bool) -> StateKind:
-    """Where a bucket's entry is, by whether it has its parameter's shape."""
+def state_kind(elementwise: bool, like_parameter: bool) -> StateKind:
+    """Where an entry is, by the kind of its update, and by whether it has its parameter's shape."""
     if like_parameter:
         return StateKind.FLAT
-    return StateKind.STACK if bucket.whole else StateKind.SCALAR
+    return StateKind.SCALAR if elementwise else StateKind.STACK
 
 
 def is_sharded(strategy: Strategy, entry: str) -> bool:

@@ -1,38 +1,49 @@
-"""One rank's part of a training run, without processes, files or schedules: state, a step, an evaluation."""
+"""One rank's part of a training run, without processes, files or schedules: a step, an evaluation."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from trainload.autograd_trace.graphs import Role
+from trainload.autograd_trace.rounds import TurnCall, calls_of, turns_before
+from trainload.capture.program import MAIN, Mode, graph_name
 from trainload.launch.build import Built, BuiltGraph
-from trainload.launch.checkpoint_state import MEAN, PARAM, ShardedState, StateKind, share, state_kind
+from trainload.launch.checkpoint_state import share
+from trainload.launch.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan
 from trainload.sharding.rewrite import GROUP, Phase, accumulated_length, stored_length, update_length
-from trainload.sharding.update import UpdateStep
+from trainload.sharding.update import UpdateStep, bucket_updates
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one call of the step graph is given. `row`: the number, within the global batch, of its first row."""
+    """What one call of a step graph is given. `row`: the number, within the global batch, of its first row."""
 
     batch: Mapping[str, Tensor]
     row: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """The same on every rank.
+class Draw:
+    """A rank's part of a global batch: `plan.accumulate` microbatches, for the graphs of one variant; the same one on every rank."""
 
-    loss: mean over the global batch; weight: what it was taken over; gradient_norm: before clipping. loss_scale: the one of this step, None
-    where the recipe does not scale the loss; where it does and the norm is not finite, nothing was updated.
+    microbatches: Sequence[Microbatch]
+    variant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphResult:
+    """What a graph's update came to. The same on every rank.
+
+    loss: mean over the global batch; weight: what it was taken over; gradient_norm: before clipping. loss_scale: the one of this update,
+    None where the recipe does not scale the loss; where it does and the norm is not finite, nothing was updated.
     """
 
     loss: float
@@ -42,8 +53,15 @@ class StepResult:
     loss_scale: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult(GraphResult):
+    """What a round came to: the main graph's last result, and the last one of each other graph that trained."""
+
+    others: Mapping[str, GraphResult] = field(default_factory=dict)
+
+
 class Engine:
-    """Holds a rank's parameters and optimizer state as flat tensors, and steps them.
+    """Steps a rank's parameters and optimizer state.
 
     Laws: after the same steps on the same data every strategy has the same parameters, up to rounding; the same strategy and world
     size has the same bits.
@@ -63,207 +81,186 @@ class Engine:
         self._device = device
         self._built = built
         self._recipe = package.recipe
-        self._trained = [b for b in plan.buckets if b.group is not None]
-        self._params: dict[str, Tensor] = {}
-        self._states: list[Tensor] | None = None
-        self._means: list[Tensor] = []
-        self._scaling: list[Tensor] = []
-        self._buffers: dict[str, Tensor] = {}
-        self._constants: dict[str, Tensor] = {}
-
-    # State
-
-    def load_package(self) -> None:
-        """Starts from the package's weights; only the bytes that this rank stores are read."""
-        weights = self._package.weights
-        for bucket in self._plan.buckets:
-            start, stop = self._stored_interval(bucket)
-            flat = torch.zeros(stop - start, dtype=getattr(torch, bucket.dtype))
-            for slot in bucket.slots:
-                low, high = max(start, slot.offset), min(stop, slot.offset + slot.length)
-                if low < high:
-                    flat[low - start : high - start] = weights.slice(slot.parameter, low - slot.offset, high - slot.offset)
-            self._params[bucket.name] = flat.to(self._device)
-        self._states = None
-        self._means = []
-        self._load_scaling(None)
-        self._buffers = {b.name: weights.tensor(b.name).to(self._device) for b in self._package.manifest.buffers}
-        self._load_constants()
-
-    def load_state(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
-        """Continues from a checkpoint's state, already cut for this rank and plan, and from what `scaling` was."""
-        self._params = {b.name: state.flats[b.name][PARAM].to(self._device) for b in self._plan.buckets}
-        self._buffers = {name: value.to(self._device) for name, value in state.buffers.items()}
-        self._load_constants()
-        kinds = {StateKind.FLAT: state.flats, StateKind.SCALAR: state.scalars, StateKind.STACK: state.stacks}
-        # Of a run whose every gradient so far was not finite there is none.
-        made = all(entry in kinds[kind].get(bucket, {}) for bucket, entry, kind in self._state_entries())
-        self._states = [kinds[kind][bucket][entry].to(self._device) for bucket, entry, kind in self._state_entries()] if made else None
-        self._means = [state.flats[b.name][MEAN].to(self._device) for b in self._trained if MEAN in state.flats[b.name]]
-        self._load_scaling(scaling)
-
-    def state(self) -> ShardedState:
-        """What a checkpoint keeps. The tensors are the live ones: copy before the next step."""
-        kinds: dict[StateKind, dict[str, dict[str, Tensor]]] = {kind: {} for kind in StateKind}
-        kinds[StateKind.FLAT] = {name: {PARAM: value} for name, value in self._params.items()}
-        for (bucket, entry, kind), value in zip(self._state_entries(), self._states, strict=True) if self._states is not None else ():
-            kinds[kind].setdefault(bucket, {})[entry] = value
-        for trained, mean in zip(self._trained, self._means, strict=bool(self._means)):
-            kinds[StateKind.FLAT][trained.name][MEAN] = mean
-        return ShardedState(kinds[StateKind.FLAT], kinds[StateKind.SCALAR], self._buffers, kinds[StateKind.STACK])
-
-    def scaling(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of the loss's scale; None where it is not scaled."""
-        if not self._scaling:
-            return None
-        scale, streak = self._scaling
-        return {"scale": scale.item(), "streak": streak.item()}
-
-    def _load_scaling(self, found: Mapping[str, Any] | None) -> None:
-        rule = self._recipe.loss_scale
-        if rule is None:
-            return
-        scale, streak = (rule.init_scale, 0) if found is None else (found["scale"], found["streak"])
-        self._scaling = [
-            torch.tensor(scale, dtype=torch.float32, device=self._device),
-            torch.tensor(streak, dtype=torch.int64, device=self._device),
-        ]
-
-    def _load_constants(self) -> None:
-        self._constants = {name: value.to(self._device) for name, value in self._package.program().constants.items()}
-
-    def _state_entries(self) -> list[tuple[str, str, StateKind]]:
-        """(bucket, entry, kind) in the order of the update's states."""
-        by_group = {u.group: u for u in self._package.manifest.updates}
-        return [(b.name, s.name, state_kind(b, s.like_parameter)) for b in self._trained for s in by_group[str(b.group)].state]
-
-    def _stored_interval(self, bucket: Bucket) -> tuple[int, int]:
-        return share(bucket.length, self._rank, self._plan.world_size) if self._plan.strategy == "zero3" else (0, bucket.length)
+        self._updates = package.updates()
+        self._parts = {name: bucket_updates(plan, self._updates, self._recipe.graph(name).groups) for name in built.train}
+        self.held = RankState(package, plan, rank, device)
 
     # Steps
 
-    def step(self, step: int, microbatches: Sequence[Microbatch], rates: Sequence[float] | None = None) -> StepResult:
-        """One optimizer update.
+    def step(self, number: int, draws: Sequence[Draw], rates: Sequence[float] | None = None) -> StepResult:
+        """One round of the loop; one optimizer update, where the recipe has one graph.
 
         Args:
-            step: its number, from 0.
-            microbatches: `plan.accumulate` of them.
-            rates: learning rates of the recipe's groups; None: the recipe's own for this step.
+            number: of the round, from 0.
+            draws: the round's global batches, as `rounds.draws_of` counts them.
+            rates: learning rates of the recipe's groups; None: the recipe's own.
         """
-        assert len(microbatches) == self._plan.accumulate, "one microbatch for each accumulation"
-        totals: Tensor | None = None
-        gradients: list[Tensor] = []
-        for number, microbatch in enumerate(microbatches):
-            graph = self._built.train[self._phase(number)]
-            outputs = self._call(graph, microbatch, step, gradients)
-            totals = outputs[Role.TOTALS][0] if totals is None else totals + outputs[Role.TOTALS][0]
-            gradients = outputs[Role.BUCKET_GRADIENT]
-        assert totals is not None
-        loss_scale = self._scaling[0].item() if self._scaling else None
-        norm = self._update(step, gradients, totals[-1] * self._scale(), rates)
-        return self._result(totals, norm, loss_scale)
+        fed: dict[str, list[Tensor]] = {}
+        results: dict[str, GraphResult] = {}
+        counts = {turn.graph: turns_before(self._recipe.turns, turn.graph, number) for turn in self._recipe.turns}
+        for call in calls_of(self._recipe, number):
+            draw = draws[call.draw]
+            assert len(draw.microbatches) == self._plan.accumulate, "one microbatch for each accumulation"
+            computed = graph_name(call.graph, Mode.COMPUTE, draw.variant)
+            if computed in self._built.forward:
+                outputs = [self._call(self._built.forward[computed], call, m, fed, i) for i, m in enumerate(draw.microbatches)]
+                _feed(fed, call.graph, self._built.forward[computed], outputs)
+            else:
+                given = self._recipe.rates(counts) if rates is None else rates
+                results[call.graph] = self._train(call, draw, fed, given)
+            counts[call.graph] += 1
+        main = results.pop(self._recipe.main)
+        return StepResult(main.loss, main.weight, main.metrics, main.gradient_norm, main.loss_scale, results)
 
-    def evaluate(self, microbatch: Microbatch) -> Tensor:
-        """Sums over the ranks of weight * loss, weight * each metric, and the weight: float32 (2 + metrics,).
+    def _train(self, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
+        """One turn of a training graph: forward and backward over the microbatches, then the update."""
+        name = graph_name(call.graph, Mode.TRAIN, draw.variant)
+        totals: Tensor | None = None
+        gradients: Sequence[Tensor] = []
+        outputs: list[dict[Role, list[Tensor]]] = []
+        for number, microbatch in enumerate(draw.microbatches):
+            graph = self._built.train[name][self._phase(number)]
+            found = self._call(graph, call, microbatch, fed, number, gradients)
+            totals = found[Role.TOTALS][0] if totals is None else totals + found[Role.TOTALS][0]
+            gradients = found[Role.BUCKET_GRADIENT]
+            outputs.append(found)
+        assert totals is not None
+        _feed(fed, call.graph, graph, outputs)
+        scaling = self.held.scaling.get(call.graph, [])
+        loss_scale = scaling[0].item() if scaling else None
+        norm = self._update(name, gradients, totals[-1] * self._scale(call.graph), rates, scaling)
+        values = totals.tolist()
+        weight = values[-1]
+        metrics = {metric: value / weight for metric, value in zip(self.metric_names(name), values[1:-1], strict=True)}
+        return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
+
+    def evaluate(self, microbatch: Microbatch, variant: str = "") -> dict[str, Tensor]:
+        """For each graph that trains: sums over the ranks of weight * loss, weight * each metric, and the weight: float32 (2 + metrics,).
 
         A graph that draws random numbers draws the same for a row in every evaluation.
         """
-        return self._call(self._built.evaluate, microbatch, 0, [])[Role.TOTALS][0]
+        fed: dict[str, list[Tensor]] = {}
+        found: dict[str, Tensor] = {}
+        for graph in dict.fromkeys(turn.graph for turn in self._recipe.turns):
+            computed, evaluated = (graph_name(graph, mode, variant) for mode in (Mode.COMPUTE, Mode.EVAL))
+            built = self._built.forward[evaluated if evaluated in self._built.forward else computed]
+            results = self._call(built, TurnCall(graph, 0, 0), microbatch, fed, 0)
+            _feed(fed, graph, built, [results])
+            if Role.TOTALS in results:
+                found[graph] = results[Role.TOTALS][0]
+        return found
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it `evaluate` sees the running mean of the parameters, once there is one."""
-        kept = self._params
-        means = {b.name: self._whole_stored(b, mean) for b, mean in zip(self._trained, self._means, strict=bool(self._means))}
-        self._params = {**kept, **means}
+        kept = self.held.params
+        buckets = {bucket.name: bucket for bucket in self._plan.buckets}
+        means = {name: self._whole_stored(buckets[name], mean) for name, mean in self.held.means.items()}
+        self.held.params = {**kept, **means}
         try:
             yield
         finally:
-            self._params = kept
+            self.held.params = kept
 
     @property
     def compiled(self) -> bool:
         """Whether the graphs were compiled."""
         return self._built.compiled
 
-    @property
-    def metric_names(self) -> list[str]:
-        """What stands between the loss and the weight in totals."""
-        outputs = self._package.manifest.graphs["train"].outputs
-        return [o.name for o in outputs if o.role == "metric"]
+    def metric_names(self, name: str) -> list[str]:
+        """What stands between the loss and the weight in the totals of a training graph."""
+        return [o.name for o in self._package.manifest.graphs[name].outputs if o.role == "metric"]
 
-    def _scale(self) -> Tensor:
+    def _scale(self, graph: str) -> Tensor:
         scale = torch.tensor(1.0 / self._plan.global_batch, dtype=torch.float32, device=self._device)
-        return scale * self._scaling[0] if self._scaling else scale
+        return scale * self.held.scaling[graph][0] if graph in self.held.scaling else scale
 
     def _phase(self, number: int) -> Phase:
         if self._plan.accumulate == 1:
             return Phase.ONLY
         return Phase.SYNCHRONISE if number == self._plan.accumulate - 1 else Phase.ACCUMULATE
 
-    def _call(self, graph: BuiltGraph, microbatch: Microbatch, step: int, so_far: Sequence[Tensor]) -> dict[Role, list[Tensor]]:
+    def _call(
+        self,
+        graph: BuiltGraph,
+        call: TurnCall,
+        microbatch: Microbatch,
+        fed: Mapping[str, Sequence[Tensor]],
+        number: int,
+        so_far: Sequence[Tensor] = (),
+    ) -> dict[Role, list[Tensor]]:
+        """Calls a graph on microbatch `number` of a draw. Returns: its outputs but buffers, which are kept."""
+        feeds = self._recipe.feeds.get(call.graph, {})
+        waiting = iter(so_far)
         arguments: list[Tensor] = []
-        gradients = dict(zip((b.name for b in self._trained), so_far, strict=False))
         for port in graph.inputs:
             match port.role:
                 case Role.BUCKET:
-                    arguments.append(self._params[port.name])
+                    arguments.append(self.held.params[port.name])
                 case Role.BUCKET_GRADIENT:
-                    arguments.append(gradients[port.name] if gradients else self._zero_gradient(port.name))
+                    arguments.append(next(waiting) if so_far else self._zero_gradient(port.name))
                 case Role.BUFFER:
-                    arguments.append(self._buffers[port.name])
+                    arguments.append(self.held.buffers[port.name])
                 case Role.CONSTANT:
-                    arguments.append(self._constants[port.name])
+                    arguments.append(self.held.constants[port.name])
+                case Role.BATCH if port.name in feeds:
+                    arguments.append(fed[feeds[port.name]][number])
                 case Role.BATCH:
                     arguments.append(microbatch.batch[port.name].to(self._device))
                 case Role.SCALE:
-                    arguments.append(self._scale())
+                    arguments.append(self._scale(call.graph))
                 case _:
-                    value = {Role.SEED: self._recipe.seed, Role.STEP: step, Role.ROW: microbatch.row}[port.role]
+                    value = {Role.SEED: seed_of(self._recipe.seed, call.graph), Role.STEP: call.count, Role.ROW: microbatch.row}[port.role]
                     arguments.append(torch.tensor(value, dtype=torch.int64, device=self._device))
         with torch.no_grad():
             results = graph.call(*arguments)
-        found: dict[Role, list[Tensor]] = {Role.TOTALS: [], Role.BUCKET_GRADIENT: []}
+        found: dict[Role, list[Tensor]] = {}
         for port, value_out in zip(graph.outputs, results, strict=True):
             if port.role is Role.BUFFER:
-                self._buffers[port.name] = value_out
+                self.held.buffers[port.name] = value_out
             else:
                 found.setdefault(port.role, []).append(value_out)
         return found
 
     def _zero_gradient(self, name: str) -> Tensor:
-        bucket = next(b for b in self._trained if b.name == name)
+        bucket = next(b for b in self._plan.buckets if b.name == name)
         return torch.zeros(accumulated_length(self._plan, bucket), dtype=getattr(torch, bucket.dtype), device=self._device)
 
-    def _update(self, step: int, gradients: Sequence[Tensor], divisor: Tensor, rates: Sequence[float] | None) -> Tensor:
-        if rates is None:
-            rates = self._recipe.rates(step)
+    # Updates
+
+    def _update(self, name: str, gradients: Sequence[Tensor], divisor: Tensor, rates: Sequence[float], scaling: list[Tensor]) -> Tensor:
         rate_tensor = torch.tensor(list(rates), dtype=torch.float32, device=self._device)
-        params = [self._updated_slice(b) for b in self._trained]
+        held, parts, mean = self.held, self._parts[name], self._recipe.graph(name).ema_decay is not None
+        params = [self._updated_slice(part.bucket) for part in parts]
+        lacking = held.lacking(parts, mean=mean)
+        states = [value for part in parts for value in held.states.get(part.key, ())]
+        means = [held.means[part.bucket.name] for part in parts if mean and part.bucket.name in held.means]
+        arguments = (divisor, rate_tensor, self._rank_tensor(), *params, *gradients, *states, *means, *scaling)
         with torch.no_grad():
-            if self._states is None:
-                first = UpdateStep(self._plan, self._package.updates(), self._recipe, first=True)
-                norm, *new = first(divisor, rate_tensor, self._rank_tensor(), *params, *gradients, *self._scaling)
-                self._take_first(norm, params, new)
+            if lacking:
+                step = UpdateStep(self._plan, self._updates, self._recipe, name, lacking)
+                norm, *new = step(*arguments)
+                self._take(step, norm, params, new, scaling)
             else:
-                kept = (*self._states, *self._means, *self._scaling)
-                (norm,) = self._built.update(divisor, rate_tensor, self._rank_tensor(), *params, *gradients, *kept)
-            for bucket in self._trained:
-                self._params[bucket.name] = self._whole_stored(bucket, self._updated_slice(bucket))
+                (norm,) = self._built.update[name](*arguments)
+            for part in parts:
+                held.params[part.bucket.name] = self._whole_stored(part.bucket, self._updated_slice(part.bucket))
         return norm
 
-    def _take_first(self, norm: Tensor, params: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        """Writes what the first update made, unless its gradient was not finite and the loss is scaled."""
+    def _take(self, step: UpdateStep, norm: Tensor, params: Sequence[Tensor], new: Sequence[Tensor], scaling: list[Tensor]) -> None:
+        """Writes what an update has made beside what it moved, unless its gradient was not finite and the loss is scaled."""
         made = list(new)
-        if self._scaling:
-            self._scaling = [made.pop() for _ in self._scaling][::-1]
+        if scaling:
+            scaling[:] = [made.pop() for _ in scaling][::-1]
             if not torch.isfinite(norm):
                 return
-        for param, value in zip(params, made, strict=False):
-            param.copy_(value)
-        kept = [value.clone() for value in made[len(params) :]]
-        count = len(self._state_entries())
-        self._states, self._means = kept[:count], kept[count:]
+        values = iter(made)
+        for param in params:
+            param.copy_(next(values))
+        for part in step.parts:
+            self.held.states[part.key] = [next(values).clone() for _ in part.state]
+        for part in step.parts if step.keeps_mean else ():
+            self.held.means[part.bucket.name] = next(values).clone()
 
     def _whole_stored(self, bucket: Bucket, updated: Tensor) -> Tensor:
         """What this rank stores of a bucket, out of the slices that the ranks have updated."""
@@ -278,14 +275,20 @@ class Engine:
 
     def _updated_slice(self, bucket: Bucket) -> Tensor:
         """The part of a bucket that this rank updates: a view of what it stores."""
-        stored = self._params[bucket.name]
+        stored = self.held.params[bucket.name]
         if update_length(self._plan, bucket) == stored_length(self._plan, bucket):
             return stored
         start, stop = share(bucket.length, self._rank, self._plan.world_size)
         return stored[start:stop]
 
-    def _result(self, totals: Tensor, norm: Tensor, loss_scale: float | None) -> StepResult:
-        values = totals.tolist()
-        weight = values[-1]
-        metrics = {name: value / weight for name, value in zip(self.metric_names, values[1:-1], strict=True)}
-        return StepResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
+
+def seed_of(seed: int, graph: str) -> int:
+    """The seed of a graph's random numbers: graphs of one job draw apart, the one of a job that has one by the job's own seed."""
+    return seed if graph == MAIN else seed + int.from_bytes(hashlib.sha256(graph.encode()).digest()[:6])
+
+
+def _feed(fed: dict[str, list[Tensor]], name: str, graph: BuiltGraph, outputs: Sequence[Mapping[Role, Sequence[Tensor]]]) -> None:
+    """Notes what a graph has computed for others, by "graph.output": one tensor for each microbatch."""
+    ports = [port for port in graph.outputs if port.role is Role.PREDICTION]
+    for place, port in enumerate(ports):
+        fed[f"{name}.{port.name}"] = [found[Role.PREDICTION][place] for found in outputs]

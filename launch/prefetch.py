@@ -11,6 +11,8 @@ from typing import Self
 
 import torch
 
+from trainload.autograd_trace.graphs import Recipe
+from trainload.autograd_trace.rounds import draws_before, draws_of
 from trainload.launch.dataset import Dataset
 from trainload.launch.sampler import Rows, rows
 from trainload.sharding.plan import Plan
@@ -18,9 +20,12 @@ from trainload.sharding.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class CallRows:
-    """The rows of one call of the step graph: (n,) row numbers. `first_row`: the number of the first within the global batch."""
+    """The rows of one call of a step graph: (n,) row numbers. `draw`: which of the step's global batches they are of; `first_row`: the
+    number of the first within it.
+    """
 
     step: int
+    draw: int
     microstep: int
     first_row: int
     rows: Rows
@@ -28,9 +33,10 @@ class CallRows:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The batch of one call of the step graph. `first_row`: the number of its first row within the global batch."""
+    """The batch of one call of a step graph; the rest as in `CallRows`."""
 
     step: int
+    draw: int
     microstep: int
     first_row: int
     batch: dict[str, torch.Tensor]
@@ -38,24 +44,26 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """What a rank reads: `RankRows(...)(step)` are its calls of one step, one for each microstep.
+    """What a rank reads: `RankRows(...)(step)` are its calls of one step, one for each microstep of each global batch that the step draws.
 
-    The global batch of step s is the positions [s * G, (s + 1) * G) of the sampler's stream, whatever the world size. Microbatch
+    Global batch number b of a run is the positions [b * G, (b + 1) * G) of the sampler's stream, whatever the world size. Microbatch
     m of rank r is its contiguous chunk number m * world_size + r.
 
-    Law: over all ranks and microsteps, the calls of a step hold each position of its global batch once.
+    Law: over all ranks and microsteps, the calls of a step hold each position of its global batches once.
     """
 
-    seed: int
+    recipe: Recipe
     size: int
     plan: Plan
     rank: int
 
     def __call__(self, step: int) -> tuple[CallRows, ...]:
-        count = self.plan.rows_per_call
+        count, whole = self.plan.rows_per_call, self.plan.global_batch
         firsts = [(microstep * self.plan.world_size + self.rank) * count for microstep in range(self.plan.accumulate)]
+        before = draws_before(self.recipe, step)
         return tuple(
-            CallRows(step, microstep, first, rows(self.seed, self.size, step * self.plan.global_batch + first, count))
+            CallRows(step, draw, microstep, first, rows(self.recipe.seed, self.size, (before + draw) * whole + first, count))
+            for draw in range(draws_of(self.recipe, step))
             for microstep, first in enumerate(firsts)
         )
 
@@ -115,7 +123,7 @@ class BatchStream:
         try:
             for step in steps:
                 for call in rows_fn(step):
-                    if not self._put(Call(call.step, call.microstep, call.first_row, dataset.batch(call.rows))):
+                    if not self._put(Call(call.step, call.draw, call.microstep, call.first_row, dataset.batch(call.rows))):
                         return
         except BaseException as error:  # noqa: BLE001  # handed to the consumer, whose `next` raises it
             self._failure = error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainload.autograd_trace.aot import bind_group
+from trainload.autograd_trace.rounds import draws_before, draws_of
 from trainload.capture.errors import DataError, RunInterrupted, TrainingError
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
 from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
@@ -26,12 +28,12 @@ from trainload.launch.checkpoint_load import load_sharded
 from trainload.launch.checkpoint_writer import CheckpointWriter
 from trainload.launch.dataset import Dataset, open_dataset
 from trainload.launch.determinism import deterministic
-from trainload.launch.engine import Engine, Microbatch
+from trainload.launch.engine import Draw, Engine, Microbatch, StepResult
 from trainload.launch.journal import Journal
 from trainload.launch.prefetch import BatchStream, RankRows
 from trainload.launch.sampler import sequential
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
-from trainload.packaging.manifest import graph_specs
+from trainload.packaging.manifest import data_specs
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.make_plan import check_plan
 from trainload.sharding.rewrite import GROUP
@@ -89,7 +91,7 @@ def run_worker(spec: RunSpec, place: Place) -> None:
 
 
 def _open_data(spec: RunSpec, package: Package) -> tuple[Dataset, Dataset | None]:
-    inputs, _ = graph_specs(package.manifest.graphs["train"])
+    inputs = data_specs(package.manifest)
     cache = default_cache_dir() / "data"
     train = open_dataset(spec.data, inputs, cache)
     return train, open_dataset(spec.eval_data, inputs, cache) if spec.eval_data is not None else None
@@ -145,14 +147,14 @@ class _Worker:
         spec = self._spec
         if spec.compile and can_compile():
             folder = compile_build(self._package, self._plan, self._device, default_cache_dir(), lambda *_: None)
-            return load_build(folder, self._plan, default_cache_dir())
+            return load_build(folder, self._package, self._plan, default_cache_dir())
         if spec.compile and self._place.rank == 0:
             self._journal.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
         return uncompiled_build(self._package, self._plan, self._device)
 
     def _load(self, path: str | None) -> None:
         if path is None:
-            self._engine.load_package()
+            self._engine.held.load_package()
             return
         checkpoint = Checkpoint.open(Path(path))
         if checkpoint.index.data.fingerprint != self._data.fingerprint:
@@ -163,7 +165,7 @@ class _Worker:
                 got=self._data.fingerprint,
                 cure="Restore the data, or launch a new run from the trained package.",
             )
-        self._engine.load_state(load_sharded(checkpoint, self._plan, self._place.rank), checkpoint.index.user.get(SCALING))
+        self._engine.held.load(load_sharded(checkpoint, self._plan, self._place.rank), checkpoint.index.user.get(SCALING))
         self._start = checkpoint.index.step
 
     # The loop
@@ -183,8 +185,7 @@ class _Worker:
             )
         if self._start == 0:
             self._evaluate(0)
-        seed = self._package.recipe.seed
-        rows = RankRows(seed, self._data.size, self._plan, self._place.rank)
+        rows = RankRows(self._package.recipe, self._data.size, self._plan, self._place.rank)
         step = self._start
         with BatchStream(self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate) as stream:
             clock = _Clock(self._plan.global_batch, self._tokens_per_row())
@@ -212,14 +213,19 @@ class _Worker:
             )
 
     def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
-        calls = [next(stream) for _ in range(self._plan.accumulate)]
-        result = self._engine.step(step, [Microbatch(c.batch, c.first_row) for c in calls])
-        if not math.isfinite(result.loss):
+        draws = [
+            Draw([Microbatch(c.batch, c.first_row) for c in itertools.islice(stream, self._plan.accumulate)])
+            for _ in range(draws_of(self._package.recipe, step))
+        ]
+        result = self._engine.step(step, draws)
+        losses = {self._package.recipe.main: result.loss} | {graph: other.loss for graph, other in result.others.items()}
+        broken = next((graph for graph, loss in losses.items() if not math.isfinite(loss)), None)
+        if broken is not None:
             raise TrainingError(
-                f"the loss is {result.loss}",
-                where=f"step {step}",
+                f"the loss is {losses[broken]}",
+                where=f"step {step}" + (f", graph {broken}" if result.others else ""),
                 expected="a finite number",
-                got=str(result.loss),
+                got=str(losses[broken]),
                 cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",
             )
         if self._place.rank == 0:
@@ -228,14 +234,14 @@ class _Worker:
                 step=step,
                 steps=self._spec.steps,
                 loss=result.loss,
-                metrics=dict(result.metrics),
+                metrics=_metrics(result),
                 gradient_norm=result.gradient_norm,
                 **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
                 **clock.tick(self._spec.steps - step - 1),
             )
 
     def _tokens_per_row(self) -> int | None:
-        for entry in self._package.manifest.graphs["train"].inputs:
+        for entry in self._package.manifest.data_inputs().values():
             if "int" in entry.dtype and len(entry.shape) == 2 and isinstance(entry.shape[1], int):
                 return entry.shape[1]
         return None
@@ -247,10 +253,12 @@ class _Worker:
         return bool(flag.item())
 
     def _checkpoint(self, step: int) -> None:
-        position = DataPosition(fingerprint=self._data.fingerprint, seed=self._package.recipe.seed, position=step * self._plan.global_batch)
+        recipe = self._package.recipe
+        drawn = draws_before(recipe, step) * self._plan.global_batch
+        position = DataPosition(fingerprint=self._data.fingerprint, seed=recipe.seed, position=drawn)
         began = time.perf_counter()
-        scaling = self._engine.scaling()
-        self._writer.save(step, self._engine.state(), position, {} if scaling is None else {SCALING: scaling})
+        scaling = self._engine.held.dump_scaling()
+        self._writer.save(step, self._engine.held.dump(), position, {} if scaling is None else {SCALING: scaling})
         if self._place.rank == 0:
             self._journal.write("stage", name="checkpoint", step=step, seconds=time.perf_counter() - began)
 
@@ -260,17 +268,25 @@ class _Worker:
         if self._eval_data is None:
             return
         began = time.perf_counter()
-        totals: Tensor | None = None
+        totals: dict[str, Tensor] = {}
         with self._engine.averaged() if self._spec.weights == "mean" else nullcontext():
             for microbatch, share in self._eval_batches(self._eval_data):
-                found = self._engine.evaluate(microbatch).double().cpu() * share
-                totals = found if totals is None else totals + found
-        if totals is None:
+                for graph, found in self._engine.evaluate(microbatch).items():
+                    weighed = found.double().cpu() * share
+                    totals[graph] = totals[graph] + weighed if graph in totals else weighed
+        if not totals:
             raise DataError("the held-out data has too few rows for one batch", where=str(self._spec.eval_data))
         if self._place.rank == 0:
-            values = totals.tolist()
-            metrics = {n: v / values[-1] for n, v in zip(self._engine.metric_names, values[1:-1], strict=True)}
-            self._journal.write("eval", step=step, loss=values[0] / values[-1], metrics=metrics, seconds=time.perf_counter() - began)
+            means = {graph: self._means(graph, values.tolist()) for graph, values in totals.items()}
+            own = means.pop(self._package.recipe.main)
+            metrics = {name: value for name, value in own.items() if name != "loss"}
+            metrics |= {f"{graph}.{name}": value for graph, values in means.items() for name, value in values.items()}
+            self._journal.write("eval", step=step, loss=own["loss"], metrics=metrics, seconds=time.perf_counter() - began)
+
+    def _means(self, graph: str, totals: Sequence[float]) -> dict[str, float]:
+        """The means of loss and metrics, out of what `Engine.evaluate` gives for a graph."""
+        names = ["loss", *self._engine.metric_names(graph)]
+        return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
     def _eval_batches(self, data: Dataset) -> Iterator[tuple[Microbatch, float]]:
         """Pairs of this rank's batch and the share of the sum over ranks that counts.
@@ -279,7 +295,7 @@ class _Worker:
         """
         each = self._plan.rows_per_call
         world = self._place.world
-        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.graphs["train"].inputs)
+        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.data_inputs().values())
         limit = data.size if self._spec.eval_batches is None else min(data.size, self._spec.eval_batches * each * world)
         start = 0
         while start < limit:
@@ -294,6 +310,15 @@ class _Worker:
             else:
                 yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / world
                 start += left
+
+
+def _metrics(result: StepResult) -> dict[str, float]:
+    """The main graph's metrics; the other graphs' losses, metrics and norms under "graph.loss", ..."""
+    found = dict(result.metrics)
+    for graph, other in result.others.items():
+        found |= {f"{graph}.loss": other.loss, f"{graph}.gradient_norm": other.gradient_norm}
+        found |= {f"{graph}.{name}": value for name, value in other.metrics.items()}
+    return found
 
 
 class _Clock:

@@ -14,7 +14,19 @@ from pydantic import AfterValidator, Field, ValidationError
 from trainload.autograd_trace.graphs import Recipe, StateSpec
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.capture.guards import Guard, InputGuard
-from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec
+from trainload.capture.program import (
+    BufferSpec,
+    GraphCapture,
+    InputSpec,
+    Mode,
+    OutputRole,
+    OutputSpec,
+    ParameterSpec,
+    graph_name,
+    graph_of,
+    mode_of,
+    variant_of,
+)
 from trainload.capture.synthesise import QUANTILES
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 from trainload.packaging.guards import GuardEntry, InputName, Record, Size, check_guard, guard_entry, guard_of
@@ -25,6 +37,7 @@ FEATURES: Mapping[str, str] = {
     "custom-ops": "graphs call operators of other libraries, named in `op_libraries`; a reader must be told that it may run them",
     "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
     "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
+    "several-graphs": "several graphs are trained in turns: `loop`, `graphs`, `feeds` and `main` in the recipe, `clock` in its groups",
     "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
     "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
     "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
@@ -107,11 +120,13 @@ class OutputEntry(Record):
 class GraphEntry(Record):
     """A captured graph and the file that holds it."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"guard"})
+    later: ClassVar[frozenset[str]] = frozenset({"guard", "reached"})
 
     file: SafePath
     inputs: tuple[InputEntry, ...]
     outputs: tuple[OutputEntry, ...]
+    reached: tuple[Fqn, ...] | None = None
+    """As `GraphCapture.reached`."""
     guard: GuardEntry | None = None
 
 
@@ -255,6 +270,24 @@ class Manifest(Record):
         """The sha256 of the entries of `files` under weights/, as canonical JSON."""
         return sha256_bytes(canonical_json({p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}))
 
+    def modes(self) -> dict[str, Mode]:
+        """Graph -> what it is for."""
+        return {name: mode_of(name, any(o.role == "loss" for o in entry.outputs)) for name, entry in self.graphs.items()}
+
+    def training_graphs(self) -> list[str]:
+        """The names of the training graphs, those of the main graph first."""
+        found = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
+        return sorted(found, key=lambda name: (graph_of(name) != self.recipe.main, name))
+
+    def data_inputs(self) -> dict[str, InputEntry]:
+        """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them."""
+        found: dict[str, InputEntry] = {}
+        for name, mode in self.modes().items():
+            if mode is not Mode.PREDICT:
+                fed = self.recipe.feeds.get(graph_of(name), {})
+                found |= {entry.name: entry for entry in self.graphs[name].inputs if entry.name not in fed}
+        return dict(sorted(found.items()))
+
     def graph_files(self) -> dict[str, str]:
         """Graph file -> the name that its constants are stored under ("train", "update-decay-first")."""
         files = {entry.file: name for name, entry in self.graphs.items()}
@@ -279,6 +312,9 @@ class Manifest(Record):
                 check_guard(graph.guard, [(i.name, i.shape) for i in graph.inputs], f"{where}, graph {name}")
             if (variant := variant_of(name)) and (variant not in self.variants or graph.guard is None):
                 raise PackageError("a graph is of a variant without a guard or a place among the variants", where=where, got=name)
+            lacking = [] if variant else [each for each in self.variants if f"{name}-{each}" not in self.graphs]
+            if lacking:
+                raise PackageError("a graph lacks one of the variants", where=where, got=f"{name}, {lacking[0]}")
         for parameter in self.parameters:
             owner = parameters.get(parameter.alias_of) if parameter.alias_of is not None else parameter
             if owner is None or (owner is not parameter and owner.alias_of is not None):
@@ -286,7 +322,7 @@ class Manifest(Record):
             if (owner.shape, owner.dtype, owner.trainable) != (parameter.shape, parameter.dtype, parameter.trainable):
                 raise PackageError(f"alias {parameter.name} differs from {owner.name}", where=where)
         grouped = [name for group in self.recipe.groups for name in group.parameters]
-        _unique(grouped, "parameter in the recipe's groups", where)
+        self._check_recipe(where)
         trainable = {p.name for p in self.parameters if p.trainable and p.alias_of is None}
         if set(grouped) - set(names) or trainable - set(grouped):
             wrong = sorted(set(grouped) - set(names)) or sorted(trainable - set(grouped))
@@ -303,6 +339,10 @@ class Manifest(Record):
                 raise PackageError("a state has a shape of its own where it has the parameter's or none", where=where, got=update.group)
         if self.updates and {u.group for u in self.updates} != {g.name for g in self.recipe.groups}:
             raise PackageError("the updates are not those of the recipe's groups", where=where)
+        modes = self.modes()
+        for name in self.graphs:
+            if name != graph_name(graph_of(name), modes[name], variant_of(name)):
+                raise PackageError("a graph has a name that no job gives", where=where, got=name)
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
         for path in (*self.graph_files(), INDEX, CHUNKS):
             if path not in self.files:
@@ -317,6 +357,46 @@ class Manifest(Record):
                 other = folded.setdefault(prefix.casefold(), prefix)
                 if other != prefix:
                     raise UnsafePackageError("two paths differ only in case", where=where, got=f"{other} and {prefix}")
+
+    def _check_recipe(self, where: str) -> None:
+        """What the recipe must say of the graphs.
+
+        Raises:
+            PackageError: it does not.
+        """
+        recipe, modes = self.recipe, self.modes()
+        trained = {name for name, mode in modes.items() if mode is Mode.TRAIN}
+        called = {graph_of(name) for name, mode in modes.items() if mode in (Mode.TRAIN, Mode.COMPUTE)}
+        groups = {group.name: group.parameters for group in recipe.groups}
+        if recipe.graphs and set(recipe.graphs) != trained:
+            raise PackageError("the recipe's graphs are not those that train", where=where, got=", ".join(sorted(recipe.graphs)))
+        if not recipe.graphs and {graph_of(name) for name in trained} - {recipe.main}:
+            raise PackageError("the recipe does not say what the graphs train", where=where, got=", ".join(sorted(trained)))
+        for name, graph in recipe.graphs.items():
+            if set(graph.groups) - set(groups):
+                raise PackageError("the recipe names a group that there is not", where=where, got=", ".join(sorted(graph.groups)))
+            _unique([p for group in graph.groups for p in groups[group]], f"parameter in the groups of graph {name}:", where)
+        if not recipe.graphs:
+            _unique([p for parameters in groups.values() for p in parameters], "parameter in the recipe's groups", where)
+        fed = {graph for feeds in recipe.feeds.values() for source in feeds.values() for graph in [source.partition(".")[0]]}
+        clocks = {graph for group in recipe.groups for graph in group.clock}
+        turns = {turn.graph for turn in recipe.turns}
+        if trained and (turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called:
+            wrong = sorted((turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called)
+            raise PackageError("the recipe names a graph that there is not", where=where, got=", ".join(wrong))
+        for fed_graph, feeds in recipe.feeds.items():
+            self._check_feeds(fed_graph, feeds, where)
+
+    def _check_feeds(self, graph: str, feeds: Mapping[str, str], where: str) -> None:
+        for name, entry in self.graphs.items():
+            if self.modes()[name] is Mode.PREDICT:
+                continue
+            if graph_of(name) == graph and set(feeds) - {i.name for i in entry.inputs}:
+                raise PackageError("a graph is fed what it does not take", where=where, got=f"{name}: {', '.join(sorted(feeds))}")
+            given = {f"{graph_of(name)}.{o.name}" for o in entry.outputs if o.role == "output"}
+            lacking = [source for source in feeds.values() if source.partition(".")[0] == graph_of(name) and source not in given]
+            if lacking:
+                raise PackageError("a graph is fed by an output that there is not", where=where, got=lacking[0])
 
 
 def _check_version(raw: dict[str, Any], where: str) -> None:
@@ -359,6 +439,7 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
         file=file,
         inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
         outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
+        reached=graph.reached,
         guard=None if graph.guard is None else guard_entry(graph.guard),
     )
 
@@ -371,15 +452,15 @@ def graph_guard(entry: GraphEntry) -> Guard:
     return Guard(tuple(InputGuard(i.name, i.dtype, i.shape) for i in entry.inputs), dict.fromkeys(sorted(symbols), (0, None)))
 
 
-def variant_of(graph: str) -> str:
-    """The variant that a graph is of, by its name; "" for the first."""
-    return next((part for part in graph.split("-")[1:] if part != "eval"), "")
-
-
 def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
     """The inverse of `graph_entry`."""
     inputs = tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in entry.inputs)
     return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
+
+
+def data_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
+    """What a run reads of its data: `Manifest.data_inputs` as specs."""
+    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs().values())
 
 
 def parameter_entry(spec: ParameterSpec) -> ParameterEntry:

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.capture.program import MAIN, GraphCapture, Program
+from trainload.capture.program import MAIN, GraphCapture, Program, variant_of
 from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
@@ -30,7 +30,6 @@ from trainload.packaging.manifest import (
     graph_specs,
     parameter_spec,
     state_spec,
-    variant_of,
 )
 from trainload.packaging.signature import check_signature
 from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors
@@ -87,7 +86,7 @@ class Package:
         for name, entry in self.manifest.graphs.items():
             inputs, outputs = graph_specs(entry)
             guard = graph_guard(entry) if entry.guard is not None else None
-            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, guard=guard)
+            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard)
         own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
         return Program(
             graphs=graphs,

@@ -250,12 +250,18 @@ def _bare_manifest(
         features.add("non-persistent-buffers")
     if not all(update.elementwise for update in updates):
         features.add("whole-updates")
+    if recipe.graphs or recipe.loop:
+        features.add("several-graphs")
     if recipe.schedules:
         features.add("schedules")
     if program.variants:
         features.add("variants")
-    asked = {"clip-value": recipe.clip_value, "ema": recipe.ema_decay, "loss-scale": recipe.loss_scale}
-    features |= {name for name, value in asked.items() if value is not None}
+    asked = {
+        "clip-value": any(recipe.graph(name).clip_value is not None for name, graph in program.graphs.items() if graph.training),
+        "ema": recipe.keeps_mean,
+        "loss-scale": recipe.loss_scale is not None,
+    }
+    features |= {name for name, used in asked.items() if used}
     schemas: dict[str, str] = {}
     for name in sorted(operators):
         schema = running_schema(name)

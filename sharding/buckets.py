@@ -26,20 +26,20 @@ def _round_up(value: int, multiple: int) -> int:
 
 def make_buckets(
     parameters: Sequence[ParameterSpec],
-    group_of: Mapping[str, str],
+    groups_of: Mapping[str, Sequence[str]],
     order: Sequence[str],
     world_size: int,
     bucket_bytes: int,
     whole: Collection[str] = (),
 ) -> tuple[Bucket, ...]:
-    """Fills buckets with parameters in the order of their first use, one open bucket for each dtype and group.
+    """Fills buckets with parameters in the order of their first use, one open bucket for each dtype and set of groups.
 
     Laws: every parameter is in one slot; slots begin at multiples of ALIGNMENT; a bucket is as long as a multiple of ALIGNMENT * world_size
     elements, the smallest that holds it; but for its last slot it holds less than `bucket_bytes`.
 
     Args:
         parameters: those that own storage; aliases are left out.
-        group_of: parameter -> optimizer group; a parameter that is missing is frozen.
+        groups_of: parameter -> its optimizer groups; a parameter that is missing is frozen.
         order: parameter names in the order of first use; parameters that it lacks come last.
         world_size: every bucket's length is a multiple of it.
         bucket_bytes: a bucket is closed when it holds this much or more.
@@ -47,10 +47,10 @@ def make_buckets(
     """
     position = {name: i for i, name in enumerate(order)}
     owners = sorted((p for p in parameters if p.alias_of is None), key=lambda p: position.get(p.name, len(position)))
-    open_slots: dict[tuple[str, str | None], list[Slot]] = {}
-    closed: list[tuple[tuple[str, str | None], list[Slot]]] = []
+    open_slots: dict[tuple[str, tuple[str, ...]], list[Slot]] = {}
+    closed: list[tuple[tuple[str, tuple[str, ...]], list[Slot]]] = []
     for parameter in owners:
-        kind = (parameter.dtype, group_of.get(parameter.name))
+        kind = (parameter.dtype, tuple(groups_of.get(parameter.name, ())))
         if kind not in open_slots:
             open_slots[kind] = []
             closed.append((kind, open_slots[kind]))
@@ -64,10 +64,10 @@ def make_buckets(
         Bucket(
             name=f"bucket{number:03d}",
             dtype=dtype,
-            group=group,
+            groups=groups,
             length=_round_up(slots[-1].offset + slots[-1].length, ALIGNMENT * world_size),
             slots=tuple(slots),
-            whole=group in whole,
+            whole=tuple(group for group in groups if group in whole),
         )
-        for number, ((dtype, group), slots) in enumerate(closed)
+        for number, ((dtype, groups), slots) in enumerate(closed)
     )

@@ -48,10 +48,12 @@ def make_plan(
     rows = global_batch or package.recipe.global_batch
     _check_batch(package, rows, world, accumulate)
     manifest = package.manifest
-    group_of = {p: g.name for g in package.recipe.groups for p in g.parameters}
+    groups_of = _groups_of(package)
     owners = [p for p in package.program().parameters if p.alias_of is None]
     if strategy is None:
-        everything = sum(math.prod(p.shape) * item_bytes(p.dtype) * (4 if p.name in group_of else 1) for p in owners)
+        everything = sum(
+            math.prod(p.shape) * item_bytes(p.dtype) * (2 + 2 * len(groups_of[p.name]) if p.name in groups_of else 1) for p in owners
+        )
         strategy = "single" if world == 1 else "zero0" if everything <= REPLICATED_BYTES else "zero3"
     if strategy == "single" and world > 1:
         raise PlanError(
@@ -63,10 +65,13 @@ def make_plan(
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
         raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
-    order = parameter_order(package.program().graphs["train"])
+    graphs = package.program().graphs.values()
+    used = sorted((g for g in graphs if g.training), key=lambda g: g.graph != package.recipe.main)
+    order = [name for graph in used for name in parameter_order(graph)]
     aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
     whole = {u.group for u in manifest.updates if not u.elementwise}
-    buckets = make_buckets(owners, group_of, [aliases.get(n) or n for n in order], world, bucket_bytes, whole)
+    uses = list(dict.fromkeys(aliases.get(n) or n for n in order))
+    buckets = make_buckets(owners, groups_of, uses, world, bucket_bytes, whole)
     return Plan(
         package=package.digest,
         cluster=cluster,
@@ -76,18 +81,28 @@ def make_plan(
         prefetch=prefetch,
         buckets=buckets,
         estimate=_estimate(
-            buckets, state_counts(package), own_state_bytes(package), _has_mean(package), strategy, world, accumulate, prefetch
+            buckets, state_counts(package), own_state_bytes(package), package.recipe.keeps_mean, strategy, world, accumulate, prefetch
         ),
     )
 
 
 def state_counts(package: Package) -> dict[str, int]:
-    """Optimizer group -> how many values a run keeps for each element of a parameter beside it: its state, and its running mean."""
-    return {u.group: sum(s.like_parameter for s in u.state) + _has_mean(package) for u in package.manifest.updates}
+    """Optimizer group -> how many values of its state a run keeps for each element of a parameter."""
+    return {u.group: sum(s.like_parameter for s in u.state) for u in package.manifest.updates}
 
 
-def _has_mean(package: Package) -> bool:
-    return package.recipe.ema_decay is not None
+def kept_per_element(bucket: Bucket, states: Mapping[str, int], mean: bool) -> int:
+    """How many values a run keeps for each element of a bucket's parameters beside it: optimizer state, and the running mean."""
+    return sum(states[group] for group in bucket.groups) + (mean and bool(bucket.groups))
+
+
+def _groups_of(package: Package) -> dict[str, tuple[str, ...]]:
+    """Parameter -> its groups, in the recipe's order."""
+    found: dict[str, tuple[str, ...]] = {}
+    for group in package.recipe.groups:
+        for name in group.parameters:
+            found[name] = (*found.get(name, ()), group.name)
+    return found
 
 
 def own_state_bytes(package: Package) -> dict[str, int]:
@@ -113,7 +128,7 @@ def check_plan(plan: Plan, package: Package) -> None:
             cure="Make a plan for this package: trainload plan.",
         )
     shapes = {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None}
-    group_of = {p: g.name for g in package.recipe.groups for p in g.parameters}
+    groups_of = _groups_of(package)
     whole = {u.group for u in package.manifest.updates if not u.elementwise}
     placed: dict[str, tuple[int, ...]] = {}
     for bucket in plan.buckets:
@@ -123,12 +138,13 @@ def check_plan(plan: Plan, package: Package) -> None:
                 raise PlanError("a parameter is placed twice", where=f"plan.buckets: {bucket.name}", got=slot.parameter)
             if slot.offset < end or slot.length != math.prod(slot.shape):
                 raise PlanError("slots overlap or have the wrong length", where=f"plan.buckets: {bucket.name}: {slot.parameter}")
-            if (bucket.group, bucket.whole) != (group_of.get(slot.parameter), bucket.group in whole):
+            groups = groups_of.get(slot.parameter, ())
+            if (bucket.groups, bucket.whole) != (groups, tuple(g for g in groups if g in whole)):
                 raise PlanError(
                     "a parameter is in a bucket of another update",
                     where=f"plan.buckets: {bucket.name}: {slot.parameter}",
-                    expected=str(group_of.get(slot.parameter)),
-                    got=str(bucket.group),
+                    expected=", ".join(groups) or "none",
+                    got=", ".join(bucket.groups) or "none",
                 )
             placed[slot.parameter] = tuple(slot.shape)
             end = slot.offset + slot.length
@@ -185,7 +201,7 @@ def _check_batch(package: Package, rows: int, world: int, accumulate: int) -> No
             got=str(rows),
             cure=f"Use --global-batch {max(1, rows // calls) * calls}, or another number of workers.",
         )
-    for entry in package.manifest.graphs["train"].inputs:
+    for entry in (i for name in package.manifest.training_graphs() for i in package.manifest.graphs[name].inputs):
         if isinstance(entry.shape[0], int) and entry.shape[0] != rows // calls:
             raise PlanError(
                 "the job was frozen with a static batch dim",
@@ -219,19 +235,19 @@ def _estimate(
         ring = size * (world - 1) // world
         if strategy == "zero3":
             communication += 2 * ring * accumulate
-        if bucket.group is None:
+        if not bucket.groups:
             continue
         gradients += size // world if strategy in ("zero1", "zero3") else size
         if strategy == "zero1" and accumulate > 1:
             gradients += size  # between microbatches a rank holds its own sum of the whole gradient
         sharded = strategy in ("zero1", "zero3") and world > 1
-        optimizer += states[bucket.group] * (size // world if sharded else size)
-        if bucket.whole:
-            optimizer += own_state[bucket.group] * len(bucket.slots)
-        if bucket.whole and sharded:
-            taken = 2 + states[bucket.group] - mean
-            gathered = max(gathered, taken * size)
-            communication += taken * ring
+        optimizer += kept_per_element(bucket, states, mean) * (size // world if sharded else size)
+        for group in bucket.whole:
+            optimizer += own_state[group] * len(bucket.slots)
+            if sharded:
+                taken = 2 + states[group]
+                gathered = max(gathered, taken * size)
+                communication += taken * ring
         if strategy == "zero3":
             communication += ring * accumulate
         elif world > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,19 +40,27 @@ class Bucket(_Record):
     """Parameters that are stored, communicated and updated together, as one flat tensor.
 
     Laws: slots are in order and do not overlap; `length` is a multiple of the world size and no smaller than the end of the last slot;
-    rank r of w owns [r * length / w, (r + 1) * length / w). All parameters of a bucket have one dtype and one parameter group
-    (`group` None: they are frozen).
+    rank r of w owns [r * length / w, (r + 1) * length / w). All parameters of a bucket have one dtype and are in the same parameter groups:
+    none where they are frozen, one, or several where several graphs train them with optimizers of their own.
 
-    `whole`: the group's update takes whole parameters. What is stored and communicated is as in other buckets; but for the update every
-    rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
+    `whole`: those of the groups whose update takes whole parameters. What is stored and communicated is as in other buckets; but for such
+    an update every rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
     """
 
     name: str
     dtype: str
-    group: str | None
+    groups: tuple[str, ...]
     length: int = Field(ge=0)
     slots: tuple[Slot, ...]
-    whole: bool = False
+    whole: tuple[str, ...] = ()
+
+    def group_among(self, groups: Collection[str]) -> str | None:
+        """The one of its groups that is among these: a graph's; None where there is none."""
+        return next((group for group in self.groups if group in groups), None)
+
+    def entry(self, group: str, name: str) -> str:
+        """The name under which a run keeps an entry of the state of one of its groups."""
+        return name if len(self.groups) == 1 else f"{group}.{name}"
 
 
 class Estimate(_Record):

@@ -5,7 +5,7 @@ One graph serves all ranks: no rank number is in it, and the process group is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -64,17 +64,46 @@ def accumulated_length(plan: Plan, bucket: Bucket) -> int:
     return bucket.length // plan.world_size if plan.strategy == "zero3" else bucket.length
 
 
-def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY) -> RankGraph:
+def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Collection[str] | None = None) -> RankGraph:
     """Rewrites a step graph (with gradients or without) for the ranks of a plan.
+
+    Args:
+        step: the graph.
+        plan: how its package is spread.
+        phase: which call of an accumulated step it is for.
+        groups: the parameter groups that its gradient trains; the others' gradients are left out, with what serves them alone. None: all.
 
     Raises:
         PlanError: a buffer would differ between ranks, or the plan lacks a parameter of the graph.
     """
-    return _Rewriter(step, plan, phase).run()
+    return _Rewriter(_for_groups(step, plan, groups) if groups is not None else step, plan, phase, groups).run()
+
+
+def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGraph:
+    """The step graph without the gradients of parameters that these groups do not train."""
+    trained = {slot.parameter for bucket in plan.buckets if bucket.group_among(groups) is not None for slot in bucket.slots}
+    kept = [port.role is not Role.GRADIENT or port.name in trained for port in step.outputs]
+    if all(kept):
+        return step
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    for node in step.module.graph.nodes:
+        if node.op == "output":
+            graph.output(tuple(copied[value] for value, keep in zip(node.args[0], kept, strict=True) if keep))
+        else:
+            copied[node] = graph.node_copy(node, lambda source: copied[source])
+    needed = {node for node in graph.nodes if node.op in ("placeholder", "output") or node.name == TANGENT}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+        else:
+            graph.erase_node(node)
+    return StepGraph(GraphModule(step.module, graph), step.inputs, tuple(p for p, keep in zip(step.outputs, kept, strict=True) if keep))
 
 
 class _Rewriter:
-    def __init__(self, step: StepGraph, plan: Plan, phase: Phase) -> None:
+    def __init__(self, step: StepGraph, plan: Plan, phase: Phase, groups: Collection[str] | None) -> None:
+        self._trained = [b for b in plan.buckets if (bool(b.groups) if groups is None else b.group_among(groups) is not None)]
         self._step = step
         self._plan = plan
         self._phase = phase
@@ -134,10 +163,9 @@ class _Rewriter:
             self._stored[bucket.name] = self._placeholder(bucket, bucket.name, stored_length(self._plan, bucket))
             inputs.append(Port(Role.BUCKET, bucket.name))
         if self._phase is not Phase.ONLY:
-            for bucket in self._plan.buckets:
-                if bucket.group is not None:
-                    self._so_far[bucket.name] = self._placeholder(bucket, f"{bucket.name}_so_far", accumulated_length(self._plan, bucket))
-                    inputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
+            for bucket in self._trained:
+                self._so_far[bucket.name] = self._placeholder(bucket, f"{bucket.name}_so_far", accumulated_length(self._plan, bucket))
+                inputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
         self._other: dict[Node, Node] = {}
         for node, port in zip(self._placeholders, self._step.inputs, strict=True):
             if port.role is not Role.PARAMETER:
@@ -251,10 +279,9 @@ class _Rewriter:
         made = {name: index.get(node, 0) for name, node in self._gradients().items()}
         schedule: dict[int, list[Bucket]] = {}
         if made:
-            for bucket in self._plan.buckets:
-                if bucket.group is not None:
-                    last = max((made[s.parameter] for s in bucket.slots if s.parameter in made), default=len(self._body) - 1)
-                    schedule.setdefault(last, []).append(bucket)
+            for bucket in self._trained:
+                last = max((made[s.parameter] for s in bucket.slots if s.parameter in made), default=len(self._body) - 1)
+                schedule.setdefault(last, []).append(bucket)
         return schedule
 
     def _launch_reduction(self, bucket: Bucket, copied: dict[Node, Node]) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,77 +56,121 @@ def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list
     return inputs
 
 
+StateKey = tuple[str, str]
+"""(bucket, group): an optimizer's state of a bucket."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketUpdate:
-    """One trained bucket and its group's update."""
+    """One trained bucket and the update of one of its groups, which is number `group_index` of the recipe's."""
 
     bucket: Bucket
     update: UpdateGraph
     group_index: int
 
     @property
+    def key(self) -> StateKey:
+        """Whose state it keeps."""
+        return self.bucket.name, self.update.group
+
+    @property
     def state(self) -> tuple[StateSpec, ...]:
+        """What it keeps."""
         return self.update.state
 
 
-def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph]) -> tuple[BucketUpdate, ...]:
-    """The trained buckets in plan order, each with its group's update.
+def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph], groups: Collection[str]) -> tuple[BucketUpdate, ...]:
+    """The buckets that are trained by these groups, in plan order, each with its update; once for each where it is in several of them.
 
     Raises:
         PlanError: a bucket's update is missing, or the plan takes it for one of the other kind.
     """
     by_group = {u.group: (i, u) for i, u in enumerate(updates)}
+    found: list[BucketUpdate] = []
     for bucket in plan.buckets:
-        if bucket.group is not None and (bucket.group not in by_group or by_group[bucket.group][1].elementwise == bucket.whole):
-            raise PlanError(
-                "a bucket's update takes whole parameters, or does not, against the plan"
-                if bucket.group in by_group
-                else "a bucket's group has no update",
-                where=f"plan.buckets: {bucket.name}, {bucket.group}",
-                got=f"groups {sorted(by_group)}",
-                cure="Make a plan for this package: trainload plan.",
-            )
-    return tuple(BucketUpdate(b, by_group[b.group][1], by_group[b.group][0]) for b in plan.buckets if b.group is not None)
+        for group in bucket.groups:
+            if group not in groups:
+                continue
+            if group not in by_group or by_group[group][1].elementwise == (group in bucket.whole):
+                raise PlanError(
+                    "a bucket's update takes whole parameters, or does not, against the plan"
+                    if group in by_group
+                    else "a bucket's group has no update",
+                    where=f"plan.buckets: {bucket.name}, {group}",
+                    got=f"groups {sorted(by_group)}",
+                    cure="Make a plan for this package: trainload plan.",
+                )
+            index, update = by_group[group]
+            found.append(BucketUpdate(bucket, update, index))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What the updates before have not made yet: the state of these groups of buckets, and the running mean of these buckets."""
+
+    states: frozenset[StateKey] = frozenset()
+    means: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.states or self.means)
+
+
+_NOTHING = Lacking()
 
 
 class UpdateStep:
-    """The update of all buckets of one rank as a function of flat tensors.
+    """The update that follows a training graph, of all buckets that it trains, on one rank, as a function of flat tensors.
 
-    Call: (divisor, rates, rank, *params, *gradients[, *states, *means][, scale, streak]) ->
+    Call: (divisor, rates, rank, *params, *gradients, *states, *means[, scale, streak]) ->
     (norm, *params, *states, *means[, scale, streak])
 
     - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
     - rates: float32 (groups,); the learning rates of this step.
     - rank: 0-dim int64; this rank's.
-    - params, gradients: one (n,) for each trained bucket, this rank's slice. states: per bucket, in the order of its StateSpecs;
-      left out if `first`. One that is like the parameter is (n,), this rank's slice; others are whole on every rank: 0-dim in an
-      elementwise update, (slots, *shape) in one of whole parameters.
-    - means: where the recipe asks for them, one (n,) for each trained bucket, this rank's slice; left out if `first`.
+    - params, gradients: one (n,) for each bucket, this rank's slice. states: per bucket, in the order of its StateSpecs; what is `lacking`
+      is left out of the arguments, and made. One that is like the parameter is (n,), this rank's slice; others are whole on every rank:
+      0-dim in an elementwise update, (slots, *shape) in one of whole parameters.
+    - means: where the graph asks for them, one (n,) for each bucket, this rank's slice; what is `lacking` is left out, and made.
     - scale: where the recipe scales the loss, 0-dim float32; streak: 0-dim int64, updates in a row since it last changed. Where the norm is
-      not finite all else stays as it is; the first update is made all the same, for its caller to leave.
+      not finite all else stays as it is; an update that makes what was lacking is made all the same, for its caller to leave.
     - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
+
+    Args:
+        plan: how the package is spread.
+        updates: the package's.
+        recipe: the package's.
+        graph: the name of the training graph.
+        lacking: what it has to make.
     """
 
-    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], recipe: Recipe, *, first: bool) -> None:
+    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], recipe: Recipe, graph: str, lacking: Lacking = _NOTHING) -> None:
         self._plan = plan
         self._recipe = recipe
-        self._first = first
+        self._graph = recipe.graph(graph)
+        self._lacking = lacking
         self._groups = len(updates)
-        self.parts = bucket_updates(plan, updates)
+        self.parts = bucket_updates(plan, updates, self._graph.groups)
+
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether it moves a running mean of the parameters."""
+        return self._graph.ema_decay is not None
 
     def __call__(self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         count = len(self.parts)
         params, gradients, kept = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
         scaling = [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
         states = list(kept)
-        clip_norm, clip_value = self._recipe.clip_norm, self._recipe.clip_value
+        clip_norm, clip_value = self._graph.clip_norm, self._graph.clip_value
         norm = self._norm(gradients) / divisor
         factor = 1.0 / divisor
         if clip_norm is not None:
             factor = factor * torch.clamp(clip_norm / (norm + _CLIP_EPSILON), max=1.0)
         new_params, new_states = [], []
         for part, param, gradient in zip(self.parts, params, gradients, strict=True):
-            entries = () if self._first else tuple(states[: len(part.state)])
+            first = part.key in self._lacking.states
+            entries = () if first else tuple(states[: len(part.state)])
             states = states[len(entries) :]
             scaled = (gradient * factor).to(gradient.dtype)
             if clip_value is not None:
@@ -141,17 +185,19 @@ class UpdateStep:
             return (norm, *new_params, *new_states, *means)
         finite = torch.isfinite(norm)  # the same on all ranks
         results = [*new_params, *new_states, *means]
-        if not self._first:
+        if not self._lacking:
             results = [torch.where(finite, new, old) for new, old in zip(results, [*params, *kept], strict=True)]
         return (norm, *results, *self._moved(finite, *scaling))
 
     def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
-        decay = self._recipe.ema_decay
+        decay = self._graph.ema_decay
         if decay is None:
             return []
-        if self._first:
-            return [param.clone() for param in params]
-        return [torch.lerp(mean, param, 1 - decay) for mean, param in zip(means, params, strict=True)]
+        left = iter(means)
+        return [
+            param.clone() if part.bucket.name in self._lacking.means else torch.lerp(next(left), param, 1 - decay)
+            for part, param in zip(self.parts, params, strict=True)
+        ]
 
     def _moved(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
         """The next step's scale and streak."""
@@ -165,7 +211,7 @@ class UpdateStep:
 
     def _run(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """`given`: parameter, gradient, states. Returns: parameter, states."""
-        graph = part.update.first if self._first else part.update.following
+        graph = part.update.first if part.key in self._lacking.states else part.update.following
         param, gradient, *states = given
         arguments = _with_constants(graph, [param, gradient, rate, *states])
         results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
@@ -206,7 +252,7 @@ class UpdateStep:
 
     def trace(self, device: torch.device) -> GraphModule:
         """The call as a flat graph that writes all but the norm in place and returns the norm."""
-        assert not self._first, "the first update makes the state, so it has nothing to write into"
+        assert not self._lacking, "what is lacking is made, so there is nothing to write into"
         with fake_mode():
             lengths = [update_length(self._plan, p.bucket) for p in self.parts]
             dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
@@ -218,7 +264,7 @@ class UpdateStep:
                 for spec in part.state:
                     shape = (length,) if spec.like_parameter else () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)
                     inputs.append(torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device))
-            if self._recipe.ema_decay is not None:
+            if self.keeps_mean:
                 inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
             if self._recipe.loss_scale is not None:
                 inputs += [torch.empty((), device=device), torch.empty((), dtype=torch.int64, device=device)]

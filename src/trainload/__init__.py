@@ -44,14 +44,16 @@ if TYPE_CHECKING:
     from trainload.api import plan as plan
     from trainload.api import resume as resume
     from trainload.capture.job import Ema as Ema
+    from trainload.capture.job import Graph as Graph
     from trainload.capture.job import Job as Job
     from trainload.capture.job import Loss as Loss
     from trainload.capture.job import LossScaling as LossScaling
+    from trainload.capture.job import Turn as Turn
     from trainload.capture.parameter_groups import parameter_groups as parameter_groups
     from trainload.capture.shape_report import ShapeReport as ShapeReport
     from trainload.packaging.read import Package as Package
     from trainload.passes import Pass as Pass
-    from trainload.record import record as record
+    from trainload.recording import record as record
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
     from trainload.transformation import transform as transform
@@ -65,6 +67,7 @@ __all__ = [
     "ClusterError",
     "DataError",
     "Ema",
+    "Graph",
     "IntegrityError",
     "Job",
     "JobError",
@@ -82,6 +85,7 @@ __all__ = [
     "StorageError",
     "TrainingError",
     "TrainloadError",
+    "Turn",
     "UnsafePackageError",
     "VersionError",
     "WorkError",
@@ -101,12 +105,14 @@ __all__ = [
 _HOMES = {
     "Cluster": "trainload.sharding.plan",
     "Ema": "trainload.capture.job",
+    "Graph": "trainload.capture.job",
     "Job": "trainload.capture.job",
     "Loss": "trainload.capture.job",
     "LossScaling": "trainload.capture.job",
     "Package": "trainload.packaging.read",
     "Pass": "trainload.passes",
     "Plan": "trainload.sharding.plan",
+    "Turn": "trainload.capture.job",
     "ShapeReport": "trainload.capture.shape_report",
     "dry_run": "trainload.api",
     "explain_shapes": "trainload.api",
@@ -114,7 +120,7 @@ _HOMES = {
     "open": "trainload.api",
     "parameter_groups": "trainload.capture.parameter_groups",
     "plan": "trainload.api",
-    "record": "trainload.record",
+    "record": "trainload.recording",
     "resume": "trainload.api",
     "transform": "trainload.transformation",
 }

@@ -32,11 +32,11 @@ from trainload.launch.journal import Event, followed
 from trainload.launch.result import RunResult, finish
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.derived import write_derived
-from trainload.packaging.manifest import graph_specs
+from trainload.packaging.manifest import data_specs
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.write import write_package
 from trainload.sharding.buckets import item_bytes
-from trainload.sharding.make_plan import check_plan, make_plan, state_counts
+from trainload.sharding.make_plan import check_plan, kept_per_element, make_plan, state_counts
 from trainload.sharding.plan import Cluster, Plan, Strategy
 
 Backend = Literal["ray", "local", "torchrun"]
@@ -297,7 +297,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
 def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
     check_plan(spec.plan, package)
-    inputs, _ = graph_specs(package.manifest.graphs["train"])
+    inputs = data_specs(package.manifest)
     rows = check_schema(spec.data, inputs)
     eval_rows = check_schema(spec.eval_data, inputs) if spec.eval_data is not None else None
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
@@ -319,8 +319,8 @@ def _leads(backend: Backend) -> bool:
 def _check_place(package: Package, spec: RunSpec) -> None:
     """Demands a place for a new run, with room for the checkpoints that it keeps and for the one that is written beside them."""
     check_new_run(Path(spec.run_dir))
-    states = state_counts(package)
-    one = sum(b.length * item_bytes(b.dtype) * (1 + states.get(str(b.group), 0)) for b in spec.plan.buckets)
+    states, mean = state_counts(package), package.recipe.keeps_mean
+    one = sum(b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean)) for b in spec.plan.buckets)
     count = 1 if spec.checkpoint_every is None else min(spec.keep, spec.steps // spec.checkpoint_every) + 1
     free = shutil.disk_usage(existing_folder(Path(spec.run_dir))).free
     if free < count * one:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -25,6 +25,9 @@ from trainload.commands import graphs, packages, runs
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
+
+if TYPE_CHECKING:
+    from trainload.capture.job import Job
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
@@ -66,20 +69,30 @@ def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_sugg
         from trainload import api
         from trainload.capture.replays import Check
 
-        shapes = api.explain_shapes(job) if explain_shapes else None
-    if shapes is not None and not as_json:
-        view.print_shapes(_out(), shapes)
+        shapes = {name: api.explain_shapes(job, name) for name in _trained(job)} if explain_shapes else {}
+    if not as_json:
+        for name, report in shapes.items():
+            if len(shapes) > 1:
+                _out().print(f"graph {name}", highlight=False)
+            view.print_shapes(_out(), report)
     fixes: list[Any] = []
     with redirect_stdout(sys.stderr):
         package = api.freeze(job, output, check=Check(check), apply_suggested_fixes=apply_suggested_fixes, on_fix=fixes.append)
     seconds = time.perf_counter() - began
     if as_json:
-        explained = {} if shapes is None else {"shapes": shapes}
+        explained = {"shapes": shapes} if explain_shapes else {}
         applied = {"fixes": fixes} if apply_suggested_fixes else {}
         _print_json({"package": output, "digest": package.digest, "seconds": seconds, **explained, **applied})
     else:
         rows: list[tuple[str, Any]] = [("package", str(output)), ("digest", package.digest), ("seconds", seconds)]
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
+
+
+def _trained(job: Job) -> list[str]:
+    """The names of the job's training graphs."""
+    from trainload.capture.targets import targets_of
+
+    return [target.name for target in targets_of(job) if target.training]
 
 
 for _command in (packages.inspect, packages.verify, graphs.show, graphs.ops, graphs.transform, runs.plan, runs.launch, runs.resume):

@@ -33,7 +33,7 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
 
     Args:
         package: whose graph it is.
-        graph: "train", "eval" or "predict".
+        graph: its name: "train", "eval", "critic-eval".
         module: "layers.3"; "" is all of the graph.
 
     Raises:

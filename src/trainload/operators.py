@@ -55,10 +55,11 @@ def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
     """
     program = package.program()
     cpu = torch.device("cpu")
-    step = read_derived(package, derived_key("train", cpu)) or derive(program, "train", cpu)
+    trained = package.manifest.training_graphs()
+    steps = [read_derived(package, derived_key(name, cpu)) or derive(program, name, cpu) for name in trained]
     modules: list[tuple[str, GraphModule]] = [(name, graph.exported.graph_module) for name, graph in program.graphs.items()]
     modules += [(UPDATE, exported.graph_module) for update in package.updates() for exported in (update.first, update.following)]
-    modules.append((STEP, step.module))
+    modules += [(STEP, step.module) for step in steps]
     counts: dict[str, Counter[str]] = {}
     targets: dict[str, object] = {}
     calls: dict[str, list[Node]] = {}

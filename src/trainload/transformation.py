@@ -34,7 +34,7 @@ from trainload.operators import counts_of
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph
-from trainload.packaging.manifest import PassEntry, graph_specs
+from trainload.packaging.manifest import PassEntry, data_specs
 from trainload.packaging.read import Package
 from trainload.packaging.source_map import restore_traces
 from trainload.packaging.write import with_graphs
@@ -89,7 +89,7 @@ class Transformation:
             restore_traces(package.path, name, capture.exported)
         self.passes: tuple[PassEntry, ...] = ()
         self._before = self.program
-        inputs, _ = graph_specs(package.manifest.graphs["train"])
+        inputs = data_specs(package.manifest)
         rows = None if data is None else open_dataset(data, inputs, default_cache_dir())
         self._batches = {name: _batches(capture, rows) for name, capture in self.program.graphs.items()}
 
@@ -217,11 +217,13 @@ def check_path(path: Path) -> None:
 def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tensor]]:
     if rows is None:
         return [synthesise(capture, seed, more) for seed, more in enumerate(_REPLAYS)]
-    names = [spec.name for spec in capture.inputs]
-    return [
-        {name: tensor for name, tensor in rows.batch(np.arange(seed, seed + rows_of(capture, more)) % rows.size).items() if name in names}
-        for seed, more in enumerate(_REPLAYS)
-    ]
+    names = {spec.name for spec in capture.inputs}
+    found = []
+    for seed, more in enumerate(_REPLAYS):
+        batch = rows.batch(np.arange(seed, seed + rows_of(capture, more)) % rows.size)
+        fed = {} if names <= batch.keys() else synthesise(capture, seed, more)  # what other graphs would feed it
+        found.append({name: batch[name] if name in batch else fed[name] for name in names})
+    return found
 
 
 def _check_sizes(capture: GraphCapture, where: str) -> None:

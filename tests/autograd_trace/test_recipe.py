@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.capture.jobs import Model, job
+from torch.export import ExportedProgram
 
 import trainload
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe
 from trainload.autograd_trace.recipe import make_recipe
+from trainload.autograd_trace.trainers import trainers_of
 from trainload.capture.errors import JobError
+from trainload.capture.program import GraphCapture, OutputRole, OutputSpec, Program
+
+PROGRAM = Program({"train": GraphCapture("train", cast(ExportedProgram, None), (), (OutputSpec("loss", OutputRole.LOSS),))}, (), (), {}, {})
 
 
 def made(**options: Any) -> Recipe:
     given = job(Model(), **options)
     group = GroupRecipe(name="group0", parameters=("first.weight",), learning_rates=(0.1,))
-    optimizer: Any = given.optimizer(given.model)
-    return make_recipe(given, [optimizer], [group], ())
+    return make_recipe(given, PROGRAM, trainers_of(given, PROGRAM, ()), [group], (), {"train": ["group0"]}, ())
 
 
 def test_what_the_job_says_is_in_the_recipe() -> None:

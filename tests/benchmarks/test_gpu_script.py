@@ -50,7 +50,7 @@ def test_a_warm_start_has_the_losses_of_a_cold_one(case: Mapping[str, Any]) -> N
 
 
 def test_a_warm_start_compiles_nothing(case: Mapping[str, Any]) -> None:
-    assert case["runs"]["trainload cold"]["stages"]["compile train-only"] > 0
+    assert case["runs"]["trainload cold"]["stages"]["compile train.only"] > 0
     assert case["runs"]["trainload warm"]["stages"] == {}
 
 

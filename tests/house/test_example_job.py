@@ -51,6 +51,7 @@ def test_the_embeddings_are_tied(job: Job) -> None:
 
 
 def test_only_matrices_are_decayed(job: Job) -> None:
+    assert job.optimizer is not None
     optimizer = job.optimizer(job.model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = optimizer.param_groups
@@ -58,6 +59,7 @@ def test_only_matrices_are_decayed(job: Job) -> None:
 
 
 def test_the_optimizer_has_every_parameter_once(job: Job) -> None:
+    assert job.optimizer is not None
     optimizer = job.optimizer(job.model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]

@@ -113,12 +113,12 @@ def test_without_the_option_nothing_is_changed(here: Path) -> None:
 def test_json_is_one_value_with_dims_and_fixes(here: Path, capsys: Capture) -> None:
     assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--explain-shapes", "--apply-suggested-fixes", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert [(d["input"], d["dim"], d["symbol"], d["most"]) for d in value["shapes"]["dims"]] == [
+    assert [(d["input"], d["dim"], d["symbol"], d["most"]) for d in value["shapes"]["train"]["dims"]] == [
         ("x", 0, "batch", None),
         ("x", 1, "seq", 16),
         ("x", 2, None, 8),
     ]
-    assert value["shapes"]["dims"][1]["causes"][0]["place"] == f"positioned.py:{LINE}"
+    assert value["shapes"]["train"]["dims"][1]["causes"][0]["place"] == f"positioned.py:{LINE}"
     assert [fix["after"] for fix in value["fixes"]] == ["Dim('seq', max=16)"]
 
 

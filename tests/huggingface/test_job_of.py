@@ -128,7 +128,9 @@ def test_the_logits_are_a_prediction(package: Any) -> None:
 
 def test_biases_and_norms_do_not_decay() -> None:
     model = gpt2()
-    optimizer = job_of(model, batch(), settings(weight_decay=0.3)).optimizer(model)
+    factory = job_of(model, batch(), settings(weight_decay=0.3)).optimizer
+    assert factory is not None
+    optimizer = factory(model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     decayed = get_parameter_names(model, [nn.LayerNorm], NORM_PATTERNS)
     expected = {id(p): 0.3 if n in decayed else 0.0 for n, p in model.named_parameters()}

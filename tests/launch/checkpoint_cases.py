@@ -39,7 +39,9 @@ def make_plan(strategy: Strategy, world: int, layout: Sequence[Sequence[str]] = 
             offset += length + gap
         group = PARAMETERS[names[0]][1]
         dtype = "bfloat16" if group is None else "float32"
-        buckets.append(Bucket(name=f"bucket{number}", dtype=dtype, group=group, length=-(-offset // world) * world, slots=tuple(slots)))
+        length = -(-offset // world) * world
+        groups = () if group is None else (group,)
+        buckets.append(Bucket(name=f"bucket{number}", dtype=dtype, groups=groups, length=length, slots=tuple(slots)))
     return Plan(
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
@@ -63,13 +65,13 @@ def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
     flats: dict[str, dict[str, torch.Tensor]] = {}
     for bucket in plan.buckets:
         flats[bucket.name] = {}
-        for entry in ("param",) if bucket.group is None else ("param", "exp_avg", "exp_avg_sq"):
+        for entry in ("param",) if not bucket.groups else ("param", "exp_avg", "exp_avg_sq"):
             flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
             for slot in bucket.slots:
                 flat[slot.offset : slot.offset + slot.length] = value(slot.parameter, entry, salt)
             start, stop = share(bucket.length, rank, plan.world_size)
             flats[bucket.name][entry] = flat[start:stop].clone() if is_sharded(plan.strategy, entry) else flat
-    scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in plan.buckets if bucket.group is not None}
+    scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in plan.buckets if bucket.groups}
     buffers = {"mean": torch.arange(6.0).reshape(2, 3) + salt, "seen": torch.tensor(2**40 + 1 + salt)}
     return ShardedState(flats, scalars, buffers)
 

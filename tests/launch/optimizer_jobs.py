@@ -154,6 +154,7 @@ class Eager:
 
 def eager(job: trainload.Job) -> Eager:
     """The plain loop, as torch's own parts make it."""
+    assert job.optimizer is not None
     made: Any = job.optimizer(job.model)
     optimizers: list[optim.Optimizer] = made if isinstance(made, list) else [made]
     schedule: Any = job.schedule

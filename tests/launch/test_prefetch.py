@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainload.autograd_trace.graphs import Recipe, TurnRecipe
 from trainload.capture.program import InputSpec
 from trainload.launch.dataset import Dataset, open_dataset
 from trainload.launch.prefetch import BatchStream, CallRows, RankRows
@@ -31,6 +32,10 @@ def plan(world: int, accumulate: int, global_batch: int = 24) -> Plan:
     )
 
 
+def recipe(seed: int, *turns: TurnRecipe) -> Recipe:
+    return Recipe(optimizer="SGD", groups=(), steps=1, global_batch=24, seed=seed, loop=turns)
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
     np.savez(tmp_path / "a.npz", x=np.arange(50, dtype=np.int64))
@@ -40,18 +45,18 @@ def dataset(tmp_path: Path) -> Dataset:
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (1, 4), (3, 2), (4, 3), (24, 1)])
 def test_the_global_batch_does_not_depend_on_who_reads_it(world: int, accumulate: int) -> None:
     cut = plan(world, accumulate)
-    calls = [call for rank in range(world) for call in RankRows(5, 50, cut, rank)(7)]
+    calls = [call for rank in range(world) for call in RankRows(recipe(5), 50, cut, rank)(7)]
     found = np.concatenate([call.rows for call in sorted(calls, key=lambda call: call.first_row)])
     assert np.array_equal(found, rows(5, 50, 7 * 24, 24))
 
 
 def test_microbatch_m_of_rank_r_is_chunk_m_times_world_plus_r() -> None:
-    calls = RankRows(5, 50, plan(3, 2), 1)(0)
+    calls = RankRows(recipe(5), 50, plan(3, 2), 1)(0)
     assert [(call.microstep, call.first_row, len(call.rows)) for call in calls] == [(0, 4, 4), (1, 16, 4)]
 
 
 def test_batches_come_in_order_with_their_rows(dataset: Dataset) -> None:
-    which = RankRows(1, 50, plan(2, 2), 0)
+    which = RankRows(recipe(1), 50, plan(2, 2), 0)
     with BatchStream(dataset, which, 3, 8) as stream:
         found = [(call.step, call.microstep, call.first_row, call.batch["x"].tolist()) for call in stream]
     wanted = [(c.step, c.microstep, c.first_row, c.rows.tolist()) for step in range(3, 8) for c in which(step)]
@@ -59,7 +64,7 @@ def test_batches_come_in_order_with_their_rows(dataset: Dataset) -> None:
 
 
 def test_a_stream_begun_later_gives_the_rest(dataset: Dataset) -> None:
-    which = RankRows(1, 50, plan(1, 1), 0)
+    which = RankRows(recipe(1), 50, plan(1, 1), 0)
     with BatchStream(dataset, which, 0, 6) as first, BatchStream(dataset, which, 4, 6) as second:
         assert [c.batch["x"].tolist() for c in first][4:] == [c.batch["x"].tolist() for c in second]
 
@@ -69,7 +74,7 @@ def test_it_reads_two_ahead_and_no_more(dataset: Dataset) -> None:
 
     def which(step: int) -> Iterator[CallRows]:
         asked.append(step)
-        yield CallRows(step, 0, 0, np.array([step]))
+        yield CallRows(step, 0, 0, 0, np.array([step]))
 
     with BatchStream(dataset, which, 0, 40) as stream:
         next(stream)
@@ -82,7 +87,7 @@ def test_it_reads_two_ahead_and_no_more(dataset: Dataset) -> None:
 
 def test_an_error_in_the_thread_is_raised_in_its_turn(dataset: Dataset) -> None:
     def which(step: int) -> Iterator[CallRows]:
-        yield CallRows(step, 0, 0, np.array([step if step < 2 else 99]))
+        yield CallRows(step, 0, 0, 0, np.array([step if step < 2 else 99]))
 
     with BatchStream(dataset, which, 0, 5) as stream:
         assert [next(stream).batch["x"].item(), next(stream).batch["x"].item()] == [0, 1]
@@ -93,7 +98,7 @@ def test_an_error_in_the_thread_is_raised_in_its_turn(dataset: Dataset) -> None:
 
 def test_closing_joins_the_thread(dataset: Dataset) -> None:
     before = threading.active_count()
-    stream = BatchStream(dataset, RankRows(1, 50, plan(1, 1), 0), 0, 10**6)
+    stream = BatchStream(dataset, RankRows(recipe(1), 50, plan(1, 1), 0), 0, 10**6)
     next(stream)
     stream.close()
     stream.close()

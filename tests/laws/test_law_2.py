@@ -114,6 +114,7 @@ def test_twelve_steps_from_the_package_are_twelve_steps_of_eager(without_dropout
     trainload.launch(without_dropout, plan, gpt_data, run_dir=tmp_path / "run", backend="local", compile=False)
     job = gpt_job(dropout=0.0, steps=12)
     data = token_rows(91, seed=1)
+    assert job.optimizer is not None
     optimizer = job.optimizer(job.model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]

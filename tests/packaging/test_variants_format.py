@@ -136,6 +136,7 @@ HOSTILE: dict[str, Change] = {
     "a long condition": guard(lambda g: g["conditions"].append("x_1 + " * 2000 + "1")),
     "a guard that is gone": lambda m: m["graphs"]["train-b"].pop("guard"),
     "a variant out of order": lambda m: m["variants"].remove("b"),
+    "a variant without graphs": lambda m: m["variants"].append("c"),
     "a variant twice": lambda m: m["variants"].append("b"),
 }
 

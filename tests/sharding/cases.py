@@ -24,7 +24,7 @@ from trainload.sharding.buckets import make_buckets
 from trainload.sharding.make_plan import parameter_order
 from trainload.sharding.plan import Cluster, Estimate, Plan, Strategy
 from trainload.sharding.rewrite import GROUP, Phase, RankGraph, accumulated_length, rewrite
-from trainload.sharding.update import UpdateStep
+from trainload.sharding.update import Lacking, UpdateStep
 
 ROWS = 8
 TIME = 6
@@ -110,7 +110,7 @@ def make_plan(strategy: Strategy, world: int, accumulate: int = 1, prefetch: int
     program, _, recipe, _ = captured()
     buckets = make_buckets(
         program.parameters,
-        {p: g.name for g in recipe.groups for p in g.parameters},
+        {p: (g.name,) for g in recipe.groups for p in g.parameters},
         parameter_order(program.graphs["train"]),
         world,
         bucket_bytes,
@@ -168,6 +168,11 @@ def scalars(row: int, step: int = 0) -> Arguments:
     }
 
 
+def everything(plan: Plan) -> Lacking:
+    """What the first update of a run makes."""
+    return Lacking(frozenset((b.name, g) for b in plan.buckets for g in b.groups), frozenset(b.name for b in plan.buckets))
+
+
 def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
     """One accumulated step: (this rank's synchronised flat gradients by bucket, totals)."""
     _, graph, _, _ = captured()
@@ -185,7 +190,7 @@ def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Ar
         out = call(rewrite(graph, plan, phase), values)
         totals = totals + out["totals/totals"]
         values |= out
-    return {b.name: values[f"bucket_gradient/{b.name}"] for b in plan.buckets if b.group is not None}, totals
+    return {b.name: values[f"bucket_gradient/{b.name}"] for b in plan.buckets if b.groups}, totals
 
 
 def reference(state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
@@ -227,7 +232,7 @@ def rank_main(rank: int, world: int, folder: str) -> None:
         strategy, accumulate, prefetch, bucket_bytes = case
         plan = make_plan(strategy, world, accumulate, prefetch, bucket_bytes)
         gradients, totals = run_rank(plan, rank, state)
-        update = UpdateStep(plan, updates, recipe, first=True)
+        update = UpdateStep(plan, updates, recipe, "train", everything(plan))
         flats = flat_buckets(plan, state)
         params = [p if strategy == "zero0" else share(plan, p, rank) for p in (flats[x.bucket.name] for x in update.parts)]
         with torch.no_grad():

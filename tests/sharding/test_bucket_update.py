@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.capture.jobs import Model, job
-from tests.sharding.cases import captured, flat_buckets, make_plan
+from tests.sharding.cases import captured, everything, flat_buckets, make_plan
 from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import derive
@@ -31,11 +31,11 @@ def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Ten
 
 def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    step = UpdateStep(plan, updates, RECIPE, first=False)
+    step = UpdateStep(plan, updates, RECIPE, "train")
     params, gradients = inputs(step)
     divisor, rates = torch.tensor(2.0), torch.tensor([0.01, 0.02])
     with torch.no_grad():
-        _, *made = UpdateStep(plan, updates, RECIPE, first=True)(divisor, rates, RANK, *params, *gradients)
+        _, *made = UpdateStep(plan, updates, RECIPE, "train", everything(plan))(divisor, rates, RANK, *params, *gradients)
         params, states = made[: len(params)], [s.clone() for s in made[len(params) :]]
         norm, *expected = step(divisor, rates, RANK, *params, *gradients, *states)
         (written,) = step.trace(CPU)(divisor, rates, RANK, *params, *gradients, *states)
@@ -46,7 +46,7 @@ def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
 
 def test_the_gradient_is_clipped_to_its_global_norm() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    clipped, free = (UpdateStep(plan, updates, RECIPE.model_copy(update={"clip_norm": c}), first=True) for c in (0.5, None))
+    clipped, free = (UpdateStep(plan, updates, RECIPE.model_copy(update={"clip_norm": c}), "train", everything(plan)) for c in (0.5, None))
     params, gradients = inputs(clipped)
     rates = torch.tensor([0.01, 0.02])
     with torch.no_grad():
@@ -62,19 +62,19 @@ def test_the_gradient_is_clipped_to_its_global_norm() -> None:
 @pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero3", 1)])
 def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: str, reduced: int) -> None:
     plan = make_plan("zero0", 8).model_copy(update={"strategy": strategy})
-    graph = UpdateStep(plan, captured()[3], RECIPE, first=False).trace(CPU).graph
+    graph = UpdateStep(plan, captured()[3], RECIPE, "train").trace(CPU).graph
     assert sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes) == reduced
 
 
 def test_an_update_of_whole_parameters_on_slices_is_refused() -> None:
     first, second = captured()[3]
     with pytest.raises(PlanError, match="takes whole parameters"):
-        UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], RECIPE, first=True)
+        UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], RECIPE, "train")
 
 
 def test_a_group_without_an_update_is_refused() -> None:
     with pytest.raises(PlanError, match="no update"):
-        UpdateStep(make_plan("zero0", 8), captured()[3][:1], RECIPE, first=True)
+        UpdateStep(make_plan("zero0", 8), captured()[3][:1], RECIPE, "train")
 
 
 def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:
@@ -85,7 +85,7 @@ def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:
     program = capture(job(Model(tally, positive=torch.zeros((), dtype=torch.int64))))
     graph = derive(program, "train", CPU)
     for world in (1, 2):
-        buckets = make_buckets(program.parameters, {p.name: "g" for p in program.parameters}, [], world, 1)
+        buckets = make_buckets(program.parameters, {p.name: ("g",) for p in program.parameters}, [], world, 1)
         plan = make_plan("zero0", world).model_copy(update={"buckets": buckets})
         if world == 1:
             rewrite(graph, plan)

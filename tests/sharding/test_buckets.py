@@ -10,7 +10,7 @@ from trainload.sharding.plan import Bucket
 
 SHAPES = [(3, 5), (7,), (), (64, 2), (1,), (33,), (0, 4), (129,)]
 PARAMETERS = [ParameterSpec(f"p{i}", "bfloat16" if i == 4 else "float32", shape, i != 5) for i, shape in enumerate(SHAPES)]
-GROUPS = {f"p{i}": "a" if i % 2 else "b" for i in range(len(SHAPES)) if i != 5}
+GROUPS = {f"p{i}": ("a",) if i % 2 else ("b",) for i in range(len(SHAPES)) if i != 5}
 
 
 def buckets(world: int = 3, size: int = 256, order: tuple[str, ...] = ()) -> tuple[Bucket, ...]:
@@ -49,11 +49,11 @@ def test_slots_are_in_order_aligned_and_apart(size: int) -> None:
 def test_a_bucket_has_one_dtype_and_one_group() -> None:
     dtypes = {p.name: p.dtype for p in PARAMETERS}
     for bucket in buckets(size=10**9):
-        assert {(dtypes[s.parameter], GROUPS.get(s.parameter)) for s in bucket.slots} == {(bucket.dtype, bucket.group)}
+        assert {(dtypes[s.parameter], GROUPS.get(s.parameter, ())) for s in bucket.slots} == {(bucket.dtype, bucket.groups)}
 
 
 def test_a_parameter_without_a_group_is_frozen() -> None:
-    assert [b.group for b in buckets() for s in b.slots if s.parameter == "p5"] == [None]
+    assert [b.groups for b in buckets() for s in b.slots if s.parameter == "p5"] == [()]
 
 
 def test_all_but_the_last_slot_hold_less_than_the_bucket_size() -> None:

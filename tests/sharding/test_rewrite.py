@@ -46,7 +46,7 @@ def gathers(graph: RankGraph) -> tuple[list[str], list[str]]:
 
 
 def trained(plan: Plan) -> int:
-    return sum(b.group is not None for b in plan.buckets)
+    return sum(bool(b.groups) for b in plan.buckets)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -27,9 +27,9 @@ allow_option = click.option("--allow-change", is_flag=True, help="Keep what chan
 @click.command(short_help="Print a module's graph beside its source.")
 @package_argument
 @click.option("--module", default="", metavar="PATH", help="A module, such as layers.3. Default: all.")
-@click.option("--graph", default="train", show_default=True, metavar="NAME", help="train, eval or predict.")
+@click.option("--graph", metavar="NAME", help="One of the package's. Default: the main training graph.")
 @json_option
-def show(package: Path, module: str, graph: str, as_json: bool) -> None:
+def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
     """Print what a module became: its nodes beside its source lines.
 
     Files and line numbers are shown where the source is there and unchanged, else the line as it was at the freeze.
@@ -37,7 +37,7 @@ def show(package: Path, module: str, graph: str, as_json: bool) -> None:
     opened = shared.open_package(package)
     from trainload.listing import module_lines
 
-    lines = module_lines(opened, graph, module)
+    lines = module_lines(opened, graph or opened.recipe.main, module)
     if as_json:
         print_json(lines)
         return

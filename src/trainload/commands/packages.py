@@ -15,6 +15,7 @@ from trainload.commands import shared
 from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
 
 if TYPE_CHECKING:
+    from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
     from trainload.packaging.manifest import Manifest
 
 
@@ -63,7 +64,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
     count = sum(_product(p.shape) for p in tensors)
     frozen = sum(_product(p.shape) for p in tensors if not p.trainable)
     recipe = manifest.recipe
-    inputs = manifest.graphs["train"].inputs
+    inputs = manifest.data_inputs().values()
     rows: list[tuple[str, Any]] = [
         ("package", str(path)),
         ("digest", digest),
@@ -77,13 +78,39 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
     ]
     if frozen:
         rows.insert(3, ("frozen", f"{frozen:,} parameters"))
-    if recipe.clip_norm is not None:
-        rows.insert(-2, ("clipping", f"gradient norm {recipe.clip_norm}"))
+    clips = {name: _clipping(recipe.graph(name)) for name in manifest.training_graphs()}
+    if any(clips.values()):
+        several = len(set(clips.values())) > 1
+        listed = ", ".join(
+            f"{name}: {clip}" if several else clip for name, clip in clips.items() if clip and (several or name == recipe.main)
+        )
+        rows.insert(-2, ("clipping", listed))
+    if recipe.loop:
+        rows.insert(-2, ("round", ", ".join(_turn(turn) for turn in recipe.loop)))
     if manifest.passes:
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
         rows.append(("parent", manifest.parent))
     return rows
+
+
+def _clipping(graph: GraphRecipe) -> str:
+    if graph.clip_norm is not None:
+        return f"gradient norm {graph.clip_norm}"
+    return f"gradient values {graph.clip_value}" if graph.clip_value is not None else ""
+
+
+def _turn(turn: TurnRecipe) -> str:
+    parts = [turn.graph]
+    if turn.times > 1:
+        parts.append(f"x {turn.times}")
+    if turn.fresh:
+        parts.append("on fresh batches" if turn.times > 1 else "on a fresh batch")
+    if turn.every > 1:
+        parts.append(f"every {turn.every} rounds")
+    if turn.start:
+        parts.append(f"from round {turn.start}")
+    return " ".join(parts)
 
 
 def _product(shape: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import itertools
 import re
@@ -78,7 +79,7 @@ class Recording:
             self._seen.add(batch)
             return self._loss(self._model, dict(batch))
         if self._handle is None:
-            self._seen.add(self._without_defaults(batch))
+            self._seen.add(self._completed(batch))
         return self._model(**batch)
 
     @property
@@ -156,12 +157,13 @@ class Recording:
                 )
             else:
                 found[name] = value
-        self._seen.add(self._without_defaults(found))
+        self._seen.add(self._completed(found))
 
-    def _without_defaults(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A None where forward's default is None says nothing."""
-        idle = {name for name, parameter in self._parameters.items() if parameter.default is None}
-        return {name: value for name, value in batch.items() if value is not None or name not in idle}
+    def _completed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch as any call that means the same gives it: with forward's default flags, without a None that is the default."""
+        defaults = {name: parameter.default for name, parameter in self._parameters.items()}
+        flags = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str | enum.Enum)}
+        return {n: v for n, v in {**flags, **batch}.items() if v is not None or defaults.get(n, inspect.Parameter.empty) is not None}
 
     def _variants(self, family: Family, fields: Mapping[str, Any]) -> Iterator[Shapes]:
         """The shapes of the examples that are needed until every shape that came is taken; `family.variants` is marked before each."""
