@@ -49,6 +49,9 @@ class Dispatcher:
         guards: variant ("" is the first) -> the guards of its graphs, all of which must hold. In the order in which they are tried.
         ignored: inputs and constants that a batch may have although no guard names them: other graphs of the package do.
         fed: inputs that no batch has, since another graph makes them.
+
+    Attributes:
+        names: of all that a batch may hold.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Dispatcher:
         usual = {name: value for guard in first for name, value in guard.constants.items() if value.kind != "none"}
         self._usual = {name: value for name, value in usual.items() if name in self._deciding}
         inputs = {name for guard in every for name in (*(i.name for i in guard.inputs), *guard.absent)}
-        self._names = frozenset((inputs | told | set(ignored)) - set(fed))
+        self.names = frozenset((inputs | told | set(ignored)) - set(fed))
 
     def pick(self, batch: Mapping[str, Any]) -> str:
         """The first variant that takes a batch. Constants that the batch leaves out are as the first variant has them.
@@ -79,7 +82,7 @@ class Dispatcher:
         facts: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
         constants: dict[str, FixedValue] = {}
         for name, value in batch.items():
-            if name not in self._names:
+            if name not in self.names:
                 return self._pick_nested(batch)
             if isinstance(value, Tensor):
                 facts[name] = (value.dtype, value.shape)
@@ -115,12 +118,12 @@ class Dispatcher:
     def _pick_nested(self, batch: Mapping[str, Any]) -> str:
         leaves = leaves_of(batch)
         constants = {name: fixed_value(value) for name, value in constants_of(batch).items() if value is not None}
-        unknown = sorted(set(leaves).union(constants) - self._names)
+        unknown = sorted(set(leaves).union(constants) - self.names)
         if unknown:
             raise DataError(
                 f"the batch has what no variant takes: {', '.join(map(repr, unknown))}",
                 where=f"graph {self._graph}",
-                expected=", ".join(sorted(self._names)),
+                expected=", ".join(sorted(self.names)),
                 got=", ".join(sorted({*leaves, *constants})),
                 cure="Leave it out.",
             )

@@ -279,11 +279,15 @@ class Manifest(Record):
         found = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
         return sorted(found, key=lambda name: (graph_of(name) != self.recipe.main, name))
 
-    def data_inputs(self) -> dict[str, InputEntry]:
-        """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them."""
+    def data_inputs(self, variant: str | None = None) -> dict[str, InputEntry]:
+        """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them.
+
+        Args:
+            variant: of the graphs; None: of all variants together.
+        """
         found: dict[str, InputEntry] = {}
         for name, mode in self.modes().items():
-            if mode is not Mode.PREDICT:
+            if mode is not Mode.PREDICT and variant in (None, variant_of(name)):
                 fed = self.recipe.feeds.get(graph_of(name), {})
                 found |= {entry.name: entry for entry in self.graphs[name].inputs if entry.name not in fed}
         return dict(sorted(found.items()))
@@ -458,9 +462,9 @@ def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputS
     return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
 
 
-def data_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
-    """What a run reads of its data: `Manifest.data_inputs` as specs."""
-    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs().values())
+def data_specs(manifest: Manifest, variant: str) -> tuple[InputSpec, ...]:
+    """What a run reads of its data for one variant: `Manifest.data_inputs` as specs."""
+    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs(variant).values())
 
 
 def parameter_entry(spec: ParameterSpec) -> ParameterEntry:

@@ -199,8 +199,9 @@ def test_a_recording_of_nothing_is_refused(model: Model) -> None:
 
 @pytest.mark.parametrize("field", ["model", "batch", "variants", "replays"])
 def test_what_the_recording_finds_is_not_given(recording: Recording, field: str) -> None:
+    given: dict[str, Any] = {field: None}
     with pytest.raises(JobError, match="what the recording finds"):
-        recording.job(optimizer=sgd, **{field: None})
+        recording.job(optimizer=sgd, **given)
 
 
 def test_what_a_batch_cannot_hold_is_refused_where_it_comes() -> None:

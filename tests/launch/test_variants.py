@@ -1,0 +1,154 @@
+"""A job of several variants, frozen as written and as recorded, trains on a mixture as a plain loop does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.launch.variant_jobs import (
+    CONSTANTS,
+    ROWS,
+    STEPS,
+    VARIANTS,
+    WEIGHTS,
+    Eager,
+    eager,
+    example,
+    job,
+    model,
+    options,
+    parts,
+    write_mixture,
+)
+from tests.laws.runs import TOLERANCE, Run, train
+
+import trainload
+from trainload.launch.journal import read_events
+from trainload.launch.spec import RUN_FILE, read_spec, replace_file
+from trainload.packaging.canonical import canonical_json
+from trainload.packaging.read import Package
+
+TWO = trainload.Cluster(devices_per_node=2)
+IN_PROCESS: Any = {"backend": "local", "compile": False}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixture(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return trainload.freeze(job(), tmp_path_factory.mktemp("written") / "job.tl")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    net = model()
+    with trainload.record(net) as recording:
+        for _ in range(2):
+            net(**example(0))
+        for part in (1, 2, 3):
+            net(**example(part))
+        net(**{**example(0), "image": torch.rand(4, 1, 24, 24)})
+    return trainload.freeze(recording.job(**options()), tmp_path_factory.mktemp("recorded") / "job.tl")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Eager:
+    return eager()
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    found = {e.data["step"]: e.data for e in read_events(run_dir) if e.kind == "step"}
+    return [found[step] for step in sorted(found)]
+
+
+def assert_equal(run_dir: Path, expected: Eager, count: int = STEPS) -> None:
+    found = [step["loss"] for step in steps(run_dir)]
+    assert len(found) == count
+    assert found == pytest.approx(expected.losses[:count], rel=TOLERANCE)
+
+
+def test_the_plain_loop_takes_every_part(plain: Eager) -> None:
+    assert set(plain.parts) == {0, 1, 2, 3}
+
+
+def test_a_run_has_the_losses_and_weights_of_a_plain_loop(written: Package, mixture: Path, plain: Eager, tmp_path: Path) -> None:
+    plan = trainload.plan(written, trainload.Cluster(), "single")
+    trainload.launch(written, plan, mixture, run_dir=tmp_path / "run", output=tmp_path / "trained.tl", **IN_PROCESS)
+    assert_equal(tmp_path / "run", plain)
+    weights = trainload.open(tmp_path / "trained.tl").weights
+    for name, value in plain.model.named_parameters():
+        torch.testing.assert_close(weights.tensor(name), value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_every_step_says_its_variant(written: Package, mixture: Path, plain: Eager, tmp_path: Path) -> None:
+    plan = trainload.plan(written, trainload.Cluster(), "single")
+    trainload.launch(written, plan, mixture, run_dir=tmp_path / "run", **IN_PROCESS)
+    assert [step["variants"] for step in steps(tmp_path / "run")] == [[VARIANTS[part]] for part in plain.parts]
+
+
+@pytest.fixture(scope="module")
+def pairs(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs of two workers, uncompiled: every strategy, with and without accumulation."""
+    folder = tmp_path_factory.mktemp("pairs")
+    runs = []
+    for strategy, accumulate in (("zero0", 1), ("zero1", 3), ("zero3", 2)):
+        plan = trainload.plan(written, TWO, strategy, accumulate=accumulate, bucket_bytes=1500)  # type: ignore[arg-type]  # a strategy
+        runs.append(Run(folder / strategy, written, plan, mixture))
+    train(2, runs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+def test_two_workers_have_the_losses_of_a_plain_loop(strategy: str, pairs: Path, plain: Eager) -> None:
+    assert_equal(pairs / strategy, plain)
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("written", "zero3"), ("recorded", "zero0")])
+def test_it_trains_compiled_on_two_ray_workers(
+    kind: str, strategy: Any, request: pytest.FixtureRequest, mixture: Path, plain: Eager, tmp_path: Path, ray_cluster: None
+) -> None:
+    package: Package = request.getfixturevalue(kind)
+    trainload.launch(package, trainload.plan(package, TWO, strategy), mixture, run_dir=tmp_path / "run")
+    assert_equal(tmp_path / "run", plain)
+
+
+def test_a_recording_finds_the_variants(recorded: Package) -> None:
+    assert recorded.manifest.variants == ("image_1_8_8", "with_hint", "task_parity")
+
+
+def test_a_run_of_two_workers_continues_on_one(written: Package, mixture: Path, plain: Eager, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", written, trainload.plan(written, TWO, "zero1"), mixture, {"steps": 4})
+    train(2, [run], tmp_path)
+    spec = read_spec(run.run_dir).model_copy(update={"steps": STEPS})
+    replace_file(run.run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+    trainload.resume(run.run_dir, workers=1, backend="local")
+    assert_equal(run.run_dir, plain)
+
+
+def test_evaluation_takes_every_row_of_every_part(written: Package, mixture: Path, tmp_path: Path) -> None:
+    plan = trainload.plan(written, trainload.Cluster(), "single")
+    result = trainload.launch(written, plan, mixture, run_dir=tmp_path / "run", eval_data=mixture, steps=1, **IN_PROCESS)
+    net = model().eval()
+    with torch.no_grad():
+        sums = [net(**rows, **given).item() * len(rows["label"]) for rows, given in zip(parts(), CONSTANTS, strict=True)]
+    assert result.evaluations[0]["loss"] == pytest.approx(sum(sums) / sum(len(rows["label"]) for rows in parts()), rel=1e-5)
+
+
+def test_a_data_set_without_the_optional_column_trains_the_variant_without_it(written: Package, mixture: Path, tmp_path: Path) -> None:
+    plan = trainload.plan(written, trainload.Cluster(), "single")
+    trainload.launch(written, plan, mixture.parent / "small.parquet", run_dir=tmp_path / "run", steps=2, **IN_PROCESS)
+    assert [step["variants"] for step in steps(tmp_path / "run")] == [["small"], ["small"]]
+
+
+def test_the_weights_make_the_cycle(written: Package, mixture: Path, plain: Eager) -> None:
+    cycle = plain.parts[: int(sum(WEIGHTS))]
+    assert [cycle.count(part) for part in range(4)] == [int(weight) for weight in WEIGHTS]
+
+
+def test_a_job_of_variants_trains_a_batch_of_this_many_rows(written: Package) -> None:
+    assert written.recipe.global_batch == ROWS
