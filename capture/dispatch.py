@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainload.capture.errors import DataError
-from trainload.capture.guards import FixedValue, Guard, fixed_value
+from trainload.capture.guards import FixedValue, Guard, fixed_value, limits_text
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.size_expressions import Expression, parse
 
@@ -277,8 +277,7 @@ class _Matcher:
                 if size != other:
                     yield Misfit(f"{name}[{dim}]", f"{other}, as {where}", str(size), coarse=False)
                 elif where == f"{name}[{dim}]" and not least <= size <= most:
-                    limits = f"{least} to {most:.0f}" if most != float("inf") else f"{least} or more"
-                    yield Misfit(where, limits, str(size), coarse=False)
+                    yield Misfit(where, limits_text(least, None if most == float("inf") else int(most)), str(size), coarse=False)
 
     def _unequal(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
         """What does not fit of derived sizes and of conditions. `values`: of the symbols that stand alone."""
@@ -287,7 +286,7 @@ class _Matcher:
             least, most = self._guard.ranges[symbol]
             text = next(e.text for n, d, e in self._derived if (n, d) == (name, dim))
             if rest or value < least or (most is not None and value > most):
-                limits = f"{least} to {most}" if most is not None else f"{least} or more"
+                limits = limits_text(least, most)
                 yield Misfit(f"{name}[{dim}]", f"{text} with {symbol} of {limits}", str(facts[name][1][dim]), coarse=False)
                 return
             values[symbol] = value

@@ -67,3 +67,20 @@ class Guard:
     conditions: tuple[str, ...] = ()
     constants: Mapping[str, FixedValue] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """In one line: inputs with their sizes, what must be absent, constants, and what is asked of the sizes."""
+        parts = [", ".join(f"{entry.name} {entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self.inputs)]
+        nothing = sorted({*self.absent, *(name for name, value in self.constants.items() if value.kind == "none")})
+        if nothing:
+            parts.append(f"without {', '.join(nothing)}")
+        parts += [f"{name}={value}" for name, value in self.constants.items() if value.kind != "none"]
+        asked = [f"{symbol} {limits_text(*span)}" for symbol, span in self.ranges.items() if span != (1, None) or symbol != "batch"]
+        return "; ".join([*parts, *asked, *self.conditions])
+
+
+def limits_text(least: int, most: int | None) -> str:
+    """A range in words: "2 to 8", "2 or more", "8"."""
+    if most is None:
+        return f"{least} or more"
+    return str(least) if least == most else f"{least} to {most}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
 
 from trainload import view
 from trainload.capture.errors import PackageError
@@ -69,7 +70,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         ("package", str(path)),
         ("digest", digest),
         ("parameters", f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else "")),
-        ("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs)),
+        ("inputs", escape(", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs))),
         ("graphs", ", ".join(manifest.graphs)),
         ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
         ("run", f"{recipe.steps} steps of {recipe.global_batch} rows, seed {recipe.seed}"),
@@ -87,11 +88,22 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         rows.insert(-2, ("clipping", listed))
     if recipe.loop:
         rows.insert(-2, ("round", ", ".join(_turn(turn) for turn in recipe.loop)))
+    rows += _takes(manifest)
     if manifest.passes:
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
         rows.append(("parent", manifest.parent))
     return rows
+
+
+def _takes(manifest: Manifest) -> list[tuple[str, Any]]:
+    """Which batches each training graph takes, in the order in which its variants are tried."""
+    from trainload.capture.program import variant_of
+    from trainload.packaging.manifest import graph_guard
+
+    order = ("", *manifest.variants)
+    trained = sorted(manifest.training_graphs(), key=lambda name: order.index(variant_of(name)))
+    return [("takes", escape(f"{name}: {graph_guard(manifest.graphs[name])}")) for name in trained]
 
 
 def _clipping(graph: GraphRecipe) -> str:
