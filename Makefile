@@ -1,5 +1,6 @@
 # Every target makes the environment first, once: .venv, at the versions of constraints.txt.
 #   make demo    the whole road: corpus, freeze, plan, launch on a local Ray cluster, result
+#   make demo-gan  a GAN on two workers: several graphs in turns
 #   make test    the whole test suite
 #   make check   lint, format, types and the quick tests
 #   make coverage-suite   which models can be frozen: docs/coverage.md, in about an hour
@@ -9,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo mutate bench kills gpu parity coverage-suite clean
+.PHONY: env test check format demo demo-gan mutate bench kills gpu parity coverage-suite clean
 
 env: $(STAMP)
 
@@ -36,6 +37,9 @@ format: env
 demo: env
 	$(BIN)/python examples/gpt/demo.py
 
+demo-gan: env
+	$(BIN)/python examples/gan/demo.py
+
 mutate: env
 	$(BIN)/python -m tests.mutate
 
@@ -58,5 +62,5 @@ coverage-suite: env
 	$(BIN)/python -m tests.coverage.suite
 
 clean:
-	rm -rf $(VENV) build dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from trainload.autograd_trace.guards import dispatcher_of
@@ -28,9 +29,13 @@ def check_replays(job: Job, program: Program) -> None:
     """
     eager_gradients = any(differentiates(graph.exported.graph_module) for graph in program.graphs.values())
     model = job.model
+    first_variant = next(name for n in itertools.count() if (name := f"first_{n}") not in job.variants)
     for number, batch in enumerate(job.replays):
+        twin = replace(
+            job, batch=batch, variants={**job.variants, first_variant: job.batch}, replays=()
+        )  # the others say what may be absent
         with modes_kept(model):
-            for target in targets_of(replace(job, batch=batch, variants={}, replays=())):
+            for target in [target for target in targets_of(twin) if not target.variant]:
                 first = graph_name(target.graph, target.mode)
                 try:
                     variant = dispatcher_of(program.graphs, program.variants, first).pick(target.batch)

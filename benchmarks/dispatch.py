@@ -2,10 +2,10 @@
 
     python benchmarks/dispatch.py
 
-Six inputs, four variants: text of any even length; with images; with a mask; under another flag. trainload: `Dispatcher.pick`, as a run asks
-it once for each global batch, for lengths that were seen before and for lengths that come for the first time. torch.compile: the same four
-kinds of batch through one compiled function of one addition (backend "eager", dynamic sizes), whose cache then has an entry for each; the
-addition itself, run eagerly, is taken off. Both sides take turns, and the batches of each kind come in the same order.
+Six inputs, four variants: text of any even length; with images; with a mask; under another flag. trainload: `Dispatcher.pick`, as a run
+asks it once for each global batch, for lengths that were seen before and for lengths that come for the first time. torch.compile: the same
+four kinds of batch through one compiled function of a few additions (backend "eager", dynamic sizes), whose cache then has an entry for
+each; the additions themselves, run eagerly, are taken off. Both sides take turns, and the batches of each kind come in the same order.
 """
 
 from __future__ import annotations

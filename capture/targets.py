@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def graphs_of(job: Job) -> dict[str, Graph]:
                 "a schedule for an optimizer that other graphs share", where=f"{where}.schedule", cure="Give the graph its own optimizer."
             )
         for entry, source in graph.feeds.items():
-            if not entry.isidentifier() or entry in job.batch:
+            if not entry.isidentifier() or any(entry in batch for batch in (job.batch, *job.variants.values())):
                 raise JobError("not a name for an entry that the batch lacks", where=f"{where}.feeds", got=repr(entry))
             if source.partition(".")[0] not in before or not source.partition(".")[2]:
                 raise JobError(
@@ -105,7 +105,7 @@ def targets_of(job: Job) -> tuple[Target, ...]:
         needed = {source for graph in graphs.values() for source in graph.feeds.values()}
         for name, graph in graphs.items():
             where = f"Job.graphs[{name!r}]" if job.graphs else "Job"
-            given = _selected(batch, graph.inputs, f"{where}.inputs") | {e: outputs[source] for e, source in graph.feeds.items()}
+            given = _selected(job, batch, graph.inputs, f"{where}.inputs") | {e: outputs[source] for e, source in graph.feeds.items()}
             function: Traced
             if graph.compute is not None:
                 function = TensorsFunction(job.model, given, graph.compute, OutputRole.OUTPUT, f"{where}.compute")
@@ -121,7 +121,7 @@ def targets_of(job: Job) -> tuple[Target, ...]:
                         "a graph is fed by an output that there is not", where="Job.graphs", expected=str(sorted(outputs)), got=lacking[0]
                     )
         if job.predict is not None:
-            given = _selected(batch, job.predict_inputs, "Job.predict_inputs")
+            given = _selected(job, batch, job.predict_inputs, "Job.predict_inputs")
             function = TensorsFunction(job.model, given, job.predict, OutputRole.PREDICTION, "Job.predict")
             found.append(Target(MAIN, Mode.PREDICT, variant, function, given))
     return tuple(found)
@@ -157,13 +157,14 @@ def _check_name(name: str, where: str) -> None:
         )
 
 
-def _selected(batch: Mapping[str, Any], names: Any, where: str) -> dict[str, Any]:
-    """The entries of a batch that a function reads; in a variant of the batch some may be absent."""
+def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str) -> dict[str, Any]:
+    """The entries of one of the job's batches that a function reads; of those that only other variants have none is there."""
     if names is None:
         return dict(batch)
-    unknown = sorted(set(names) - set(batch))
+    known = set(job.batch).union(*job.variants.values())
+    unknown = sorted(set(names) - known)
     if unknown:
-        raise JobError("names inputs that the batch lacks", where=where, expected=f"some of {sorted(batch)}", got=str(unknown))
+        raise JobError("names inputs that the batch lacks", where=where, expected=f"some of {sorted(known)}", got=str(unknown))
     return {name: value for name, value in batch.items() if name in set(names)}
 
 

@@ -188,7 +188,7 @@ class _Worker:
         rows = RankRows(recipe, self._data.order(recipe.seed), self._plan, self._place.rank)
         step = self._start
         with BatchStream(self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate) as stream:
-            clock = _Clock(self._plan.global_batch, self._tokens_per_row())
+            clock = _Clock(self._tokens_per_row())
             while step < spec.steps:
                 self._step(step, stream, clock)
                 step += 1
@@ -235,7 +235,7 @@ class _Worker:
                 gradient_norm=result.gradient_norm,
                 **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
                 **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
-                **clock.tick(self._spec.steps - step - 1),
+                **clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch),
             )
 
     def _draw(self, calls: Sequence[Call]) -> Draw:
@@ -329,25 +329,26 @@ def _metrics(result: StepResult) -> dict[str, float]:
 
 
 class _Clock:
-    """Rates over the last steps."""
+    """Rates over the last steps, by running means."""
 
-    def __init__(self, rows: int, tokens_per_row: int | None) -> None:
-        self._rows = rows
+    def __init__(self, tokens_per_row: int | None) -> None:
         self._tokens = tokens_per_row
-        self._mean: float | None = None
+        self._means: tuple[float, float] | None = None
         self._last = time.perf_counter()
 
     def skip(self) -> None:
         """What happened since the last tick was no step."""
         self._last = time.perf_counter()
 
-    def tick(self, steps_left: int) -> dict[str, float]:
-        """After a step: its seconds, rates by a running mean, and the seconds left."""
+    def tick(self, steps_left: int, rows: int) -> dict[str, float]:
+        """After a step of so many rows: its seconds, rates, and the seconds left."""
         now = time.perf_counter()
         seconds = now - self._last
         self._last = now
-        self._mean = seconds if self._mean is None else 0.9 * self._mean + 0.1 * seconds
-        found = {"seconds": seconds, "rows_per_second": self._rows / self._mean, "seconds_left": self._mean * steps_left}
+        before = self._means or (seconds, float(rows))
+        self._means = (0.9 * before[0] + 0.1 * seconds, 0.9 * before[1] + 0.1 * rows)
+        rate = self._means[1] / self._means[0]
+        found = {"seconds": seconds, "rows_per_second": rate, "seconds_left": self._means[0] * steps_left}
         if self._tokens is not None:
-            found["tokens_per_second"] = self._rows * self._tokens / self._mean
+            found["tokens_per_second"] = rate * self._tokens
         return found

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -116,7 +117,7 @@ def event_line(event: Event) -> str:
 def numbers(data: Mapping[str, Any]) -> str:
     """Loss, metrics and throughput of a step, in one short piece of text."""
     parts = [f"loss {data['loss']:.4f}"] if "loss" in data else []
-    parts += [f"{name} {value:.4f}" for name, value in data.get("metrics", {}).items()]
+    parts += [f"{name} {value:.4f}" for name, value in data.get("metrics", {}).items() if not name.endswith(".gradient_norm")]
     for unit in ("tokens", "rows"):
         rate = data.get(f"{unit}_per_second")
         if rate is not None:
@@ -180,7 +181,7 @@ def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Table:
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in rows:
-        made.add_row(name.replace("_", " "), _short(name, value))
+        made.add_row(name.replace("_", " "), escape(_short(name, value)))
     return made
 
 

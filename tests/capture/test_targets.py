@@ -77,6 +77,20 @@ def test_a_variant_is_captured_beside_each_graph() -> None:
     assert (program.graphs["eval-masked"].graph, program.graphs["eval-masked"].variant) == ("train", "masked")
 
 
+def test_a_function_reads_of_a_variant_what_is_there() -> None:
+    masked = {"x": torch.randn(4, 8), "mask": torch.rand(4, 8)}
+    job = Job(
+        Model(),
+        {"x": torch.randn(4, 8)},
+        sgd,
+        loss,
+        variants={"masked": masked},
+        predict=lambda m, b: m(b["x"]),
+        predict_inputs=["x", "mask"],
+    )
+    assert {t.name: sorted(t.batch) for t in targets_of(job) if "predict" in t.name} == {"predict": ["x"], "predict-masked": ["mask", "x"]}
+
+
 def test_parts_of_a_group_that_a_graph_does_not_reach_are_groups_of_their_own() -> None:
     def first_only(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model.get_submodule("first")(batch["x"]).square().mean()  # type: ignore[no-any-return]  # a tensor's

@@ -132,8 +132,8 @@ def actor_critic() -> trainload.Job:
         return -(taken * batch["advantage"]).mean()
 
     def over(head: str) -> Callable[[nn.Module], optim.Optimizer]:
-        return lambda m: optim.Adam(
-            [*m.get_submodule("torso").parameters(), *m.get_submodule(head).parameters()], lr=0.01, weight_decay=0.1, eps=1e-3
+        return lambda m: optim.SGD(
+            [*m.get_submodule("torso").parameters(), *m.get_submodule(head).parameters()], lr=0.05, momentum=0.9, weight_decay=0.1
         )
 
     graphs = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainload.autograd_trace.graphs import GroupRecipe, Recipe
+from trainload.autograd_trace.graphs import GraphRecipe, GroupRecipe, Recipe, TurnRecipe
 from trainload.capture.errors import PackageError
 from trainload.packaging.manifest import Manifest, UpdateEntry
 from trainload.packaging.read import Package
@@ -66,3 +66,66 @@ def test_a_group_without_its_schedule_or_with_rates_beside_it_is_refused(group: 
     made = GroupRecipe(name="g", parameters=("p",), **group)
     with pytest.raises(ValidationError, match="no such schedule, or learning rates of its own"):
         Recipe(optimizer="SGD", groups=(made,), schedules=((1.0,),), steps=1, global_batch=1)
+
+
+def of_graphs(package: Package, **update: Any) -> Manifest:
+    """The package's manifest as that of several graphs, its recipe changed."""
+    recipe = package.recipe
+    names = tuple(group.name for group in recipe.groups)
+    whole: dict[str, Any] = {
+        "loop": (TurnRecipe(graph="train"),),
+        "graphs": {"train": GraphRecipe(groups=names)},
+        "groups": tuple(group.model_copy(update={"clock": ("train",)}) for group in recipe.groups),
+    }
+    return package.manifest.model_copy(update={"recipe": recipe.model_copy(update={**whole, **update})})
+
+
+def test_a_recipe_of_graphs_that_fits_is_taken(packaged: Package) -> None:
+    made = of_graphs(packaged)
+    made.check("manifest.json")
+    assert Recipe.model_validate_json(made.recipe.model_dump_json()) == made.recipe
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"main": "other"}, "names a graph that there is not"),
+        ({"loop": (TurnRecipe(graph="eval"),)}, "names a graph that there is not"),
+        ({"graphs": {"other": GraphRecipe(groups=())}}, "not those that train"),
+        ({"graphs": {"train": GraphRecipe(groups=("none",))}}, "a group that there is not"),
+        ({"feeds": {"train": {"none": "train.out"}}}, "fed what it does not take"),
+        ({"feeds": {"other": {"x": "train.out"}}}, "names a graph that there is not"),
+        ({"feeds": {"train": {"x": "train.out"}}}, "an output that there is not"),
+    ],
+)
+def test_a_recipe_of_graphs_that_does_not_fit_is_refused(packaged: Package, update: dict[str, Any], message: str) -> None:
+    inputs = [entry.name for entry in packaged.manifest.graphs["train"].inputs]
+    if "x" in update.get("feeds", {}).get("train", {}):
+        update = {"feeds": {"train": {inputs[0]: "train.out"}}}
+    with pytest.raises(PackageError, match=message):
+        of_graphs(packaged, **update).check("manifest.json")
+
+
+def test_a_parameter_in_two_groups_of_one_graph_is_refused(packaged: Package) -> None:
+    first, *others = packaged.recipe.groups
+    twin = first.model_copy(update={"name": "twin", "clock": ("train",)})
+    names = tuple(group.name for group in (first, *others, twin))
+    with pytest.raises(PackageError, match="listed twice"):
+        of_graphs(packaged, groups=(first, *others, twin), graphs={"train": GraphRecipe(groups=names)}).check("manifest.json")
+
+
+def test_a_graph_whose_name_no_job_gives_is_refused(packaged: Package) -> None:
+    graphs = {**packaged.manifest.graphs}
+    graphs["eval-eval-eval"] = graphs.pop("eval")
+    with pytest.raises(PackageError, match="a name that no job gives"):
+        packaged.manifest.model_copy(update={"graphs": graphs}).check("manifest.json")
+
+
+def test_rates_follow_the_turns_of_the_groups_graphs() -> None:
+    groups = tuple(
+        GroupRecipe(name=name, parameters=(name,), learning_rates=(1.0, 0.5, 0.25), clock=clock)
+        for name, clock in (("a", ("a",)), ("both", ("a", "b")))
+    )
+    recipe = Recipe(optimizer="SGD", groups=groups, steps=2, global_batch=1, main="a", loop=(TurnRecipe(graph="a"), TurnRecipe(graph="b")))
+    assert recipe.rates({"a": 1, "b": 0}) == [0.5, 0.5]
+    assert recipe.rates({"a": 1, "b": 1}) == [0.5, 0.25]

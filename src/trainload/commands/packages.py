@@ -73,7 +73,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         ("inputs", escape(", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs))),
         ("graphs", ", ".join(manifest.graphs)),
         ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
-        ("run", f"{recipe.steps} steps of {recipe.global_batch} rows, seed {recipe.seed}"),
+        ("run", f"{recipe.steps} {'rounds' if recipe.loop else 'steps'} of {recipe.global_batch} rows, seed {recipe.seed}"),
         ("operators", len(manifest.ops) + len(manifest.higher_order_ops)),
         ("bytes", sum(entry.size for entry in manifest.files.values())),
     ]

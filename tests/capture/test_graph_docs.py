@@ -1,0 +1,28 @@
+"""The jobs of docs/graphs.md are captured, and their recipes made."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.house.source import ROOT
+
+from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.trace import capture
+
+TEXT = (ROOT / "docs" / "graphs.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=[str(n) for n in range(len(BLOCKS))])
+def test_an_example_is_captured(code: str) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(code, "graphs.md", "exec"), names)
+    job = names["job"]
+    program = capture(job)
+    recipe, _ = capture_optimizer(job, program)
+    assert {turn.graph for turn in recipe.turns} == set(job.graphs)
+    assert {graph.graph for graph in program.graphs.values()} == set(job.graphs)
