@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import trainload
-from trainload.capture.errors import DataError
+from trainload.capture.errors import DataError, PlanError
 from trainload.launch.batch_order import LONGEST_CYCLE, BatchOrder, cycle_counts
 from trainload.launch.mixture import parts_of
 from trainload.launch.run_data import check_run_data, open_run_data
@@ -246,3 +246,18 @@ def test_a_length_outside_of_the_graphs_range_is_refused_without_variants_too(tm
     with pytest.raises(DataError, match=r"x\[1\]: expected 0 to 8, got 9"):
         trainload.launch(package, plan, rows_file(tmp_path / "x.npz", length=9), run_dir=tmp_path / "run", backend="local")
     assert not (tmp_path / "run").exists()
+
+
+def test_more_rows_a_call_than_the_graph_takes_are_refused_by_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    job = trainload.Job(
+        model=Model(),
+        batch={"x": torch.randn(4, 6, 4)},
+        dynamic={"x": {0: Dim("rows", min=2, max=8)}},
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    package = trainload.freeze(job, tmp_path / "job.tl")
+    cluster = trainload.Cluster(devices_per_node=2)
+    assert trainload.plan(package, cluster, "zero0", global_batch=16).rows_per_call == 8
+    with pytest.raises(PlanError, match=r"expected 2 to 8 rows, got 9"):
+        trainload.plan(package, cluster, "zero0", global_batch=18)

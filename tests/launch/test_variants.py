@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +110,27 @@ def test_two_workers_have_the_losses_of_a_plain_loop(strategy: str, pairs: Path,
     assert_equal(pairs / strategy, plain)
 
 
-def test_it_trains_compiled_on_two_ray_workers(written: Package, mixture: Path, plain: Eager, tmp_path: Path, ray_cluster: None) -> None:
-    trainload.launch(written, trainload.plan(written, TWO, "zero3"), mixture, run_dir=tmp_path / "run")
-    assert_equal(tmp_path / "run", plain)
-
-
-def test_it_trains_on_two_ray_workers_as_it_was_recorded(
-    recorded: Package, mixture: Path, plain: Eager, tmp_path: Path, ray_cluster: None
+@pytest.mark.parametrize(("kind", "strategy"), [("written", "zero3"), ("recorded", "zero0")])
+def test_it_trains_on_two_ray_workers(
+    kind: str, strategy: Any, request: pytest.FixtureRequest, mixture: Path, plain: Eager, tmp_path: Path, ray_cluster: None
 ) -> None:
-    trainload.launch(recorded, trainload.plan(recorded, TWO, "zero0"), mixture, run_dir=tmp_path / "run", compile=False)
+    package: Package = request.getfixturevalue(kind)
+    trainload.launch(package, trainload.plan(package, TWO, strategy), mixture, run_dir=tmp_path / "run", compile=False)
     assert_equal(tmp_path / "run", plain)
+
+
+def test_it_trains_compiled(mixture: Path, tmp_path: Path) -> None:
+    """Two of the variants, on one worker: compiling takes long. Every variant's graphs are compiled alike."""
+    package = trainload.freeze(replace(job(), variants={"small": {**example(1), "task": "digit"}}), tmp_path / "two.tl")
+    two = tmp_path / "two.json"
+    entries = [{"data": str(mixture.parent / name), "weight": 1.0} for name in ("large.npz", "small.parquet")]
+    two.write_text(json.dumps({"parts": entries}))
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    for name, compiled in (("compiled", True), ("plain", False)):
+        trainload.launch(package, plan, two, run_dir=tmp_path / name, steps=4, backend="local", compile=compiled)
+    found, expected = steps(tmp_path / "compiled"), steps(tmp_path / "plain")
+    assert {step["variants"][0] for step in found} == {"", "small"}
+    assert [step["loss"] for step in found] == pytest.approx([step["loss"] for step in expected], rel=TOLERANCE)
 
 
 def test_a_recording_finds_the_variants(recorded: Package) -> None:
