@@ -15,10 +15,35 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import trainload
-from trainload.capture.errors import DataError, PackageError
+from trainload import cli
+from trainload.capture.errors import DataError, JobError, PackageError
 from trainload.packaging.manifest import graph_guard
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.write import with_graphs
+from trainload.passes import decompose
+from trainload.spec import load_job
+
+JOB = """
+import torch
+import trainload
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x, mask=None):
+        y = self.linear(x)
+        return (y if mask is None else y * mask).square().mean()
+
+
+def job():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    sgd = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+    return trainload.Job(model=Model(), batch={"x": x}, variants={"masked": {"x": x, "mask": torch.ones(4, 6)}}, optimizer=sgd)
+"""
 
 
 class Model(nn.Module):
@@ -155,3 +180,35 @@ def test_a_package_from_before_guards_is_dispatched_by_its_inputs(packaged: Pack
     shapes = {i.name: [3 if isinstance(s, str) else s for s in i.shape] for i in packaged.manifest.graphs["train"].inputs}
     dtypes = {i.name: getattr(torch, i.dtype) for i in packaged.manifest.graphs["train"].inputs}
     assert packaged.dispatch({name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}) == "train"
+
+
+def test_inspect_says_what_each_graph_takes_in_their_order(package: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["inspect", str(package.path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    first, masked, other = (f"takes {name}: " for name in ("train", "train-z_masked", "train-b"))
+    assert said.index(first) < said.index(masked) < said.index(other)
+    assert "train: x float32[batch, x_1, 6]; without mask; task='a'; x_1 2 or more" in said
+
+
+def test_freeze_names_the_variants(package: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "variants_job.py").write_text(JOB)
+    assert cli.run(["freeze", f"{tmp_path / 'variants_job.py'}:job", "-o", str(tmp_path / "job.tl")]) == 0
+    assert "variants the first, masked" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_pass_keeps_what_each_graph_takes(package: Package, tmp_path: Path) -> None:
+    made = trainload.transform(package, [(decompose, {"operators": "core"})], tmp_path / "core.tl")
+    assert made.dispatch({**batch(7), "task": "b"}) == "train-b"
+
+
+def test_a_variant_that_would_never_run_is_refused(tmp_path: Path) -> None:
+    job = trainload.Job(model=Model(), batch=batch(5), variants={"same": batch(5)}, optimizer=sgd)
+    with pytest.raises(JobError, match=r"Job\.variants\['same'\]: the variant would never be picked"):
+        trainload.freeze(job, tmp_path / "job.tl")
+    assert not (tmp_path / "job.tl").exists()
+
+
+def test_the_same_job_of_variants_gives_the_same_bytes(package: Package, tmp_path: Path) -> None:
+    (tmp_path / "variants_job.py").write_text(JOB)
+    made = [trainload.freeze(load_job(f"{tmp_path / 'variants_job.py'}:job"), tmp_path / f"{number}.tl") for number in range(2)]
+    assert made[0].digest == made[1].digest

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.markup import escape
 
 from trainload import view
 from trainload.capture.errors import PackageError
@@ -70,7 +69,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         ("package", str(path)),
         ("digest", digest),
         ("parameters", f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else "")),
-        ("inputs", escape(", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs))),
+        ("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs)),
         ("graphs", ", ".join(manifest.graphs)),
         ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
         ("run", f"{recipe.steps} {'rounds' if recipe.loop else 'steps'} of {recipe.global_batch} rows, seed {recipe.seed}"),
@@ -103,7 +102,7 @@ def _takes(manifest: Manifest) -> list[tuple[str, Any]]:
 
     order = ("", *manifest.variants)
     trained = sorted(manifest.training_graphs(), key=lambda name: order.index(variant_of(name)))
-    return [("takes", escape(f"{name}: {graph_guard(manifest.graphs[name])}")) for name in trained]
+    return [("takes", f"{name}: {graph_guard(manifest.graphs[name])}") for name in trained]
 
 
 def _clipping(graph: GraphRecipe) -> str:
