@@ -69,7 +69,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         ("package", str(path)),
         ("digest", digest),
         ("parameters", f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else "")),
-        ("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs)),
+        *([] if manifest.variants else [("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(map(str, i.shape))}]" for i in inputs))]),
         ("graphs", ", ".join(manifest.graphs)),
         ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
         ("run", f"{recipe.steps} {'rounds' if recipe.loop else 'steps'} of {recipe.global_batch} rows, seed {recipe.seed}"),
