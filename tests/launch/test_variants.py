@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.launch.variant_jobs import (
@@ -25,8 +26,10 @@ from tests.launch.variant_jobs import (
     write_mixture,
 )
 from tests.laws.runs import TOLERANCE, Run, train
+from torch import nn
 
 import trainload
+from trainload.launch.batch_order import BatchOrder
 from trainload.launch.journal import read_events
 from trainload.launch.spec import RUN_FILE, read_spec, replace_file
 from trainload.packaging.canonical import canonical_json
@@ -121,7 +124,10 @@ def test_it_trains_on_two_ray_workers(
 
 def test_it_trains_compiled(mixture: Path, tmp_path: Path) -> None:
     """Two of the variants, on one worker: compiling takes long. Every variant's graphs are compiled alike."""
-    package = trainload.freeze(replace(job(), variants={"small": {**example(1), "task": "digit"}}), tmp_path / "two.tl")
+    whole = job()
+    for unused in ("hint", "odd"):
+        whole.model.get_submodule(unused).requires_grad_(False)
+    package = trainload.freeze(replace(whole, variants={"small": {**example(1), "task": "digit"}}), tmp_path / "two.tl")
     two = tmp_path / "two.json"
     entries = [{"data": str(mixture.parent / name), "weight": 1.0} for name in ("large.npz", "small.parquet")]
     two.write_text(json.dumps({"parts": entries}))
@@ -168,3 +174,54 @@ def test_the_weights_make_the_cycle(written: Package, mixture: Path, plain: Eage
 
 def test_a_job_of_variants_trains_a_batch_of_this_many_rows(written: Package) -> None:
     assert written.recipe.global_batch == ROWS
+
+
+def teach(net: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"logits": net.get_submodule("teacher")(batch["x"])}
+
+
+def learn(net: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    y = net.get_submodule("student")(batch["x"])
+    if "mask" in batch:
+        y = y * batch["mask"]
+    off: torch.Tensor = y - batch["wanted"]
+    return off.square().mean()
+
+
+def test_graphs_that_feed_one_another_have_variants_too(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleDict({"teacher": nn.Linear(4, 3).requires_grad_(False), "student": nn.Linear(4, 3)})
+
+    graphs = {"teach": trainload.Graph(compute=teach, inputs=["x"]), "learn": trainload.Graph(loss=learn, feeds={"wanted": "teach.logits"})}
+    torch.manual_seed(1)
+    plain_rows, masked_rows = {"x": torch.randn(20, 4)}, {"x": torch.randn(20, 4), "mask": torch.rand(20, 3)}
+    job = trainload.Job(
+        net(),
+        {"x": plain_rows["x"][:4]},
+        lambda model: torch.optim.SGD(model.get_submodule("student").parameters(), 0.1, momentum=0.9),
+        graphs=graphs,
+        variants={"masked": {name: tensor[:4] for name, tensor in masked_rows.items()}},
+        steps=6,
+        global_batch=8,
+    )
+    package = trainload.freeze(job, tmp_path / "job.tl")
+    for name, columns in (("plain", plain_rows), ("masked", masked_rows)):
+        np.savez(tmp_path / f"{name}.npz", **{n: t.numpy() for n, t in columns.items()})  # type: ignore[arg-type]  # arrays, no flags
+    (tmp_path / "m.json").write_text(json.dumps({"parts": [{"data": "plain.npz"}, {"data": "masked.npz"}]}))
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    trainload.launch(package, plan, tmp_path / "m.json", run_dir=tmp_path / "run", **IN_PROCESS)
+
+    model, order, losses = net(), BatchOrder(0, (20, 20), (1, 1)), []
+    optimizer = torch.optim.SGD(model.get_submodule("student").parameters(), 0.1, momentum=0.9)
+    for step in range(6):
+        part, before = order.part(step)
+        chosen = torch.from_numpy(order.rows(part, before, 8, 0, 8))
+        batch = {name: tensor[chosen] for name, tensor in (plain_rows, masked_rows)[part].items()}
+        optimizer.zero_grad()
+        loss = learn(model, {**batch, "wanted": teach(model, batch)["logits"].detach()})
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        losses.append(loss.item())
+    assert [step["loss"] for step in steps(tmp_path / "run")] == pytest.approx(losses, rel=TOLERANCE)
+    assert {step["variants"][0] for step in steps(tmp_path / "run")} == {"", "masked"}
