@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from trainload.capture import marks
 from trainload.capture.blame import own_backward
+from trainload.capture.ctc import ctc_loss
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
@@ -209,6 +210,8 @@ class _Functions(TorchFunctionMode):
         elif func is torch.autograd.grad:
             with self:
                 return autograd_grad(*args, **kwargs)
+        elif func in (torch.ctc_loss, nn.functional.ctc_loss):
+            return ctc_loss(*args, **kwargs)
         elif name == "requires_grad_" and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
             if not args[0].requires_grad:
                 marks.REQUIRE_GRAD(args[0])

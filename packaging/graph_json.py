@@ -42,7 +42,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from trainload.capture import higher_order  # noqa: F401 - its operators must be registered before a graph that is read names them
+from trainload.capture import ctc, higher_order  # noqa: F401 - their operators must be registered before a graph that is read names them
 from trainload.capture.errors import PackageError
 from trainload.capture.quiet import quiet_torch
 from trainload.packaging.canonical import canonical_json

@@ -1,0 +1,78 @@
+"""The CTC loss as an operator with shapes that are known before it runs: torch's own keep a table whose width depends on the data.
+
+It is `trainload::ctc_loss`, which every reader of packages has. Its derivative is computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+
+
+@torch.library.custom_op("trainload::ctc_loss", mutates_args=())
+def losses_and_gradient(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    """Each row's negative log likelihood, and its gradient.
+
+    Args:
+        log_probs: (time, rows, classes), of floating point.
+        targets: (rows, longest), or all rows' one after another.
+        input_lengths: (rows,) integers.
+        target_lengths: (rows,) integers.
+        blank: the class that stands for nothing.
+        zero_infinity: whether impossible rows get the gradient 0.
+
+    Returns:
+        (rows,) and (time, rows, classes), of the dtype of `log_probs`.
+    """
+    given = (log_probs.contiguous(), targets, input_lengths, target_lengths)
+    losses, table = _ATEN._ctc_loss.Tensor(*given, blank, zero_infinity)
+    gradient = _ATEN._ctc_loss_backward.Tensor(torch.ones_like(losses), *given, losses, table, blank, zero_infinity)
+    return losses, gradient.clone(memory_format=torch.contiguous_format)
+
+
+@losses_and_gradient.register_fake
+def _(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Any:
+    return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(log_probs.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _backward(ctx: Any, by_loss: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    (gradient,) = ctx.saved_tensors
+    return by_loss.unsqueeze(-1) * gradient, None, None, None, None, None
+
+
+losses_and_gradient.register_autograd(_backward, setup_context=_keep)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int | str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`torch.ctc_loss` or `torch.nn.functional.ctc_loss`, by that operator; the first has numbers for reductions."""
+    batched = log_probs.ndim == 3
+    lengths = [torch.as_tensor(given, device=log_probs.device).reshape(-1) for given in (input_lengths, target_lengths)]
+    losses: Tensor
+    losses, _ = losses_and_gradient(log_probs if batched else log_probs.unsqueeze(1), targets, *lengths, blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), torch.zeros_like(losses), losses)
+    if reduction in ("mean", 1):
+        return (losses / lengths[1].clamp(min=1).to(losses.dtype)).mean()
+    if reduction in ("sum", 2):
+        return losses.sum()
+    return losses if batched else losses.squeeze(0)
