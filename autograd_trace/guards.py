@@ -22,7 +22,7 @@ from trainload.capture.targets import Target
 
 _SIZE = re.compile(r"L\['batch'\]\['([\w.]+)'\]\.size\(\)\[(\d+)\]")
 _RANGE = re.compile(r"(?P<symbol>[A-Za-z_][\w.]*) (?P<sign><=|<|>=|>) (?P<limit>\d+)", re.ASCII)
-_EQUATION = re.compile(r"\(?(?P<left>[^=()]+)\)? == \(?(?P<right>[^=()]+)\)?")
+_SAME = re.compile(r"\(?(?P<left>[^<=>()]+)\)? [=<>]= \(?(?P<right>[^<=>()]+)\)?")
 
 
 def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def _says_nothing(text: str) -> bool:
-    sides = _EQUATION.fullmatch(text)
+    sides = _SAME.fullmatch(text)
     return sides is not None and sides["left"].strip() == sides["right"].strip()
 
 

@@ -61,12 +61,11 @@ class Dispatcher:
         every = [guard for each in guards.values() for guard in each]
         told = {name for guard in every for name in guard.constants}
         # A constant that all variants agree on picks none of them, so a batch need not have it.
-        self._deciding = frozenset(name for name in told if len({guard.constants.get(name) for guard in every}) > 1)
+        deciding = {name for name in told if len({guard.constants.get(name) for guard in every}) > 1}
+        first = {name: value for guard in next(iter(guards.values())) for name, value in guard.constants.items() if value.kind != "none"}
+        usual = {name: first.get(name) for name in deciding}
         self._graph = graph
-        self._variants = {name: tuple(_Matcher(guard, self._deciding, frozenset(fed)) for guard in each) for name, each in guards.items()}
-        first = next(iter(guards.values()))
-        usual = {name: value for guard in first for name, value in guard.constants.items() if value.kind != "none"}
-        self._usual = {name: value for name, value in usual.items() if name in self._deciding}
+        self._variants = {name: tuple(_Matcher(guard, usual, frozenset(fed)) for guard in each) for name, each in guards.items()}
         inputs = {name for guard in every for name in (*(i.name for i in guard.inputs), *guard.absent)}
         self.names = frozenset((inputs | told | set(ignored)) - set(fed))
 
@@ -94,7 +93,6 @@ class Dispatcher:
 
     def pick_facts(self, facts: Facts, constants: Constants) -> str:
         """As `pick`, of a batch of which only the inputs' dtypes and sizes, and the constants, are known."""
-        constants = self._completed(facts, constants)
         for name, matchers in self._variants.items():
             for matcher in matchers:
                 if not matcher.takes(facts, constants):
@@ -105,15 +103,9 @@ class Dispatcher:
 
     def misfits(self, facts: Facts, constants: Constants) -> dict[str, Misfit]:
         """What does not fit, by variant, the nearest first; of each the first thing. Variants that take the batch are left out."""
-        constants = self._completed(facts, constants)
         found = {name: [m for matcher in matchers for m in matcher.misfits(facts, constants)] for name, matchers in self._variants.items()}
         ranked = sorted((sum(m.coarse for m in each), len(each), order, name) for order, (name, each) in enumerate(found.items()) if each)
         return {name: found[name][0] for *_, name in ranked}
-
-    def _completed(self, facts: Facts, constants: Constants) -> Constants:
-        """The constants, those that a batch leaves out as the first variant has them."""
-        lacking = [name for name in self._usual if name not in constants and name not in facts]
-        return {**constants, **{name: self._usual[name] for name in lacking}} if lacking else constants
 
     def _pick_nested(self, batch: Mapping[str, Any]) -> str:
         leaves = leaves_of(batch)
@@ -145,14 +137,17 @@ class Dispatcher:
 
 
 class _Matcher:
-    """A guard, prepared: dims are compared, or bind a slot; then expressions and conditions are asked."""
+    """A guard, prepared: dims are compared, or bind a slot; then expressions and conditions are asked.
 
-    def __init__(self, guard: Guard, deciding: frozenset[str], fed: frozenset[str]) -> None:
+    `usual`: constants on which variants differ -> what they are where a batch leaves them out, None where it may not.
+    """
+
+    def __init__(self, guard: Guard, usual: Mapping[str, FixedValue | None], fed: frozenset[str]) -> None:
         self._guard = guard
         inputs = [i for i in guard.inputs if i.name not in fed]
         absent = [name for name in guard.absent if name not in fed]
         self._nothing = (*absent, *(name for name, value in guard.constants.items() if value.kind == "none"))
-        self._constants = tuple((n, v, n in deciding) for n, v in guard.constants.items() if v.kind != "none")
+        self._constants = tuple((n, v, usual.get(n) if n in usual else v) for n, v in guard.constants.items() if v.kind != "none")
         self._slots: dict[str, int] = {}
         self._derived: list[tuple[str, int, Expression]] = []
         plain = {s for i in inputs for s in i.sizes if isinstance(s, str) and s in guard.ranges}
@@ -194,11 +189,9 @@ class _Matcher:
         for name in self._nothing:
             if name in facts or name in constants:
                 return False
-        for name, value, needed in self._constants:
-            if name in constants:
-                if constants[name] != value and not _named_member(constants[name], value):
-                    return False
-            elif needed or name in facts:
+        for name, value, usual in self._constants:
+            given = constants.get(name, usual)
+            if name in facts or given is None or (given != value and not _named_member(given, value)):
                 return False
         for name, dtype, shape in self._whole:
             fact = facts.get(name)
@@ -249,11 +242,11 @@ class _Matcher:
         for name in self._nothing:
             if name in facts or name in constants:
                 yield Misfit(name, "nothing", _seen(name, facts, constants), coarse=True)
-        for name, value, needed in self._constants:
-            present = name in constants
-            fits = present and (constants[name] == value or _named_member(constants[name], value))
-            if not fits and (present or needed or name in facts):
-                yield Misfit(name, str(value), _seen(name, facts, constants), coarse=True)
+        for name, value, usual in self._constants:
+            given = constants.get(name, usual)
+            if name in facts or given is None or (given != value and not _named_member(given, value)):
+                usually = f"nothing, which is {usual}" if name not in constants and name not in facts and usual is not None else ""
+                yield Misfit(name, str(value), usually or _seen(name, facts, constants), coarse=True)
         dims_of = {name: dims for name, _, _, dims in self._parts}
         shown = {entry.name: f"{entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self._guard.inputs}
         first: dict[int, tuple[int, str]] = {}

@@ -164,3 +164,16 @@ def test_what_the_predict_graph_does_not_read_is_not_absent_from_it() -> None:
         predict_inputs=["x"],
     )
     assert guard_of(program, "predict").absent == ()
+
+
+def test_what_the_sizes_say_already_is_no_condition() -> None:
+    for name in ("any", "most", "one", "alike", "double"):
+        function, batch, dynamic = CASES[name]
+        assert guard_of(guarded(function, batch, dynamic=dynamic)).conditions == ()
+
+
+def test_a_condition_outside_the_grammar_narrows_the_guard_to_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "math.sqrt(L['batch']['x'].size()[1]) > 2 + 0*L['batch']['x'].size()[0]"
+    monkeypatch.setattr("trainload.autograd_trace.guards.size_conditions", lambda exported: [code])
+    guard = guard_of(guarded(lambda x: x.mean(), {"x": torch.randn(4, 8)}, dynamic={"x": {1: AUTO}}))
+    assert guard.ranges == {"batch": (1, None), "x_1": (8, 8)}

@@ -103,12 +103,18 @@ def test_a_constant_on_which_all_variants_agree_may_not_be_another() -> None:
 
 def test_a_constant_that_is_not_given_is_as_the_first_variant_has_it() -> None:
     assert of(first=flagged(3), second=flagged(4)).pick(rows()) == ""
-    assert "flag: expected 4, got 3" in refusal(of(first=replace(flagged(3), ranges={**RANGES, "x_1": (9, 9)}), second=flagged(4)), rows())
+    assert "flag: expected 4, got nothing, which is 3" in refusal(
+        of(first=replace(flagged(3), ranges={**RANGES, "x_1": (9, 9)}), second=flagged(4)), rows()
+    )
 
 
 def test_a_constant_that_the_first_variant_lacks_must_be_given() -> None:
     first = replace(PLAIN, ranges={**RANGES, "x_1": (9, 9)})
     assert "flag: expected 4, got nothing" in refusal(of(first=first, second=flagged(4)), rows())
+
+
+def test_a_variant_that_lacks_a_constant_takes_a_batch_without_it() -> None:
+    assert of(first=replace(flagged(3), absent=("mask",)), masked=replace(MASKED, absent=("flag",))).pick(rows(mask=mask())) == "masked"
 
 
 def test_a_symbol_has_one_value() -> None:
