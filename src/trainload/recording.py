@@ -121,6 +121,8 @@ class Recording:
                 where="trainload.record",
                 cure="Call the model inside the with block, or recording(batch) where you gave a loss.",
             )
+        if len(families) > most_variants:
+            raise _too_many(families, most_variants)
         fields.setdefault("loss", self._loss)
         fields["dynamic"] = _dynamic(families, fields.get("dynamic", {}))
         made: dict[str, dict[str, Any]] = {}
@@ -131,13 +133,7 @@ class Recording:
                 made[name] = family.kept[shapes]
                 family.variants.update({each: name for each, by in family.variants.items() if by == _PENDING})
                 if len(made) > most_variants:
-                    raise JobError(
-                        f"more variants are needed than {most_variants}",
-                        where="Recording.job",
-                        expected=f"{most_variants} at most",
-                        got="; ".join(map(str, families)),
-                        cure="Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or raise most_variants.",
-                    )
+                    raise _too_many(families, most_variants)
         kept = [batch for family in families for shapes, batch in family.kept.items() if min(map(min, shapes), default=0) > 0]
         first = made.pop("")
         return Job(model=self._model, batch=first, variants=made, replays=kept, **fields)
@@ -203,6 +199,16 @@ class Recording:
 
 _PENDING = "-"
 """Marks shapes of a variant that has no name yet."""
+
+
+def _too_many(families: tuple[Family, ...], most: int) -> JobError:
+    return JobError(
+        f"more variants are needed than {most}",
+        where="Recording.job",
+        expected=f"{most} at most",
+        got="; ".join(map(str, families)),
+        cure="Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or raise most_variants.",
+    )
 
 
 def _takes(dispatcher: Dispatcher, family: Family, shapes: Shapes) -> bool:

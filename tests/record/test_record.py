@@ -192,6 +192,12 @@ def test_too_many_variants_are_refused_with_what_was_seen(model: Model) -> None:
         recording.job(optimizer=sgd, most_variants=3)
 
 
+def test_too_many_variants_of_one_family_are_refused(model: Model) -> None:
+    recording = recorded(model, [batch(4, 12), batch(4, 8)])
+    with pytest.raises(JobError, match=r"more variants are needed than 1 .*8\|12"):
+        recording.job(optimizer=sgd, most_variants=1)
+
+
 def test_a_recording_of_nothing_is_refused(model: Model) -> None:
     with pytest.raises(JobError, match="nothing was recorded"):
         recorded(model, []).job(optimizer=sgd)
