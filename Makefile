@@ -46,6 +46,7 @@ mutate: env
 bench: env
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/dispatch.py
 
 freeze: env
 	$(BIN)/python benchmarks/freeze.py

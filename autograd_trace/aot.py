@@ -3,7 +3,7 @@
 Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
 `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
 `torch._inductor.standalone_compile`, `torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings,
-`ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`.
+`ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -203,6 +204,11 @@ def trainable_parameters(program: Program, capture: GraphCapture) -> set[str]:
     """Names of the parameters that own storage, are trained, and get a gradient from this graph."""
     found = {p.name for p in program.parameters if p.trainable and p.alias_of is None}
     return found if capture.reached is None else found & set(capture.reached)
+
+
+def size_conditions(exported: ExportedProgram) -> list[str]:
+    """What torch asks of the sizes of a program's inputs beside their ranges: "L['batch']['x'].size()[1] % 2 == 0"."""
+    return [str(code) for code in exported._guards_code]
 
 
 def derive(program: Program, graph: str, device: torch.device) -> StepGraph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from trainload.capture.errors import JobError
 from trainload.capture.tensor_classes import check_tensors, has_values
 
-Constant = int | float | str | bool | None
+Constant = int | float | str | bool | enum.Enum | None
 """What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""
 
 LONGEST_NAME = 256
@@ -38,11 +39,11 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
     for name, value in _entries("", batch):
         if isinstance(value, Tensor):
             found[name] = value
-        elif not (value is None or isinstance(value, int | float | str)):
+        elif not (value is None or isinstance(value, int | float | str | enum.Enum)):
             raise JobError(
                 "an entry of a type that a batch cannot hold",
                 where=f"Job.batch: {name}",
-                expected="a tensor, None, a number, a string, or a dict, list, tuple, named tuple or dataclass of these",
+                expected="a tensor, None, a number, a string, an Enum's member, or a dict, list, tuple, named tuple or dataclass of these",
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
                 cure="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
                 "See docs/capture.md#unsupported-input.",
@@ -60,6 +61,15 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
 def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
     """What a batch holds beside tensors, by dotted name, sorted."""
     return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor)))
+
+
+def structure_of(value: Any) -> str:
+    """The containers of a batch, without what is in them: batches of one structure differ in tensors and constants only."""
+    parts = _parts(value)
+    if parts is None:
+        return "tensor" if isinstance(value, Tensor) else "constant"
+    inside = ", ".join(f"{key}: {structure_of(part)}" for key, part in sorted(parts.items(), key=lambda entry: str(entry[0])))
+    return f"{type(value).__module__}.{type(value).__qualname__}({inside})"
 
 
 def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Any]:

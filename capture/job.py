@@ -149,6 +149,7 @@ class Job:
         graphs: several graphs by name, in place of `loss`. The first one that trains is the main one: its loss is the run's.
         variants: further example batches by name, each of other entries, constants or shapes than `batch`; every graph is captured for
             each. A run gives a batch to the first that takes it, `batch` being the first of all. docs/variants.md.
+        replays: further batches, each given to the variant that takes it, on which the freeze compares graphs with eager.
         loop: what happens in a round, in order: turns, or names of graphs that run once. None: every graph once, in the order of `graphs`.
     """
 
@@ -171,3 +172,4 @@ class Job:
     graphs: Mapping[str, Graph] = field(default_factory=dict)
     loop: Sequence[Turn | str] | None = None
     variants: Mapping[str, Batch] = field(default_factory=dict)
+    replays: Sequence[Batch] = ()

@@ -9,6 +9,8 @@ from enum import StrEnum
 import torch
 from torch.export import ExportedProgram
 
+from trainload.capture.guards import Guard
+
 SizeLike = int | str
 """A size: an int, or the name of a symbol (`"batch"`, or an expression such as `"2*s1"`) that changes from call to call."""
 
@@ -135,6 +137,8 @@ class GraphCapture:
     outputs: tuple[OutputSpec, ...]
     reached: tuple[str, ...] | None = None
     """The trained parameters that get a gradient from its loss, by their owners' names, sorted; None: all of the program's."""
+    guard: Guard | None = None
+    """Which batches it takes; None where that was not asked, or the package is from before guards."""
 
     @property
     def mode(self) -> Mode:
@@ -172,6 +176,8 @@ class Program:
     buffers: tuple[BufferSpec, ...]
     state: Mapping[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
+    variants: tuple[str, ...] = ()
+    """The job's variants but for the first, in the order in which a batch is tried on them."""
 
     @property
     def aliases(self) -> dict[str, str]:

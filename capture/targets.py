@@ -136,8 +136,14 @@ def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
     batches = [job.batch, *job.variants.values()]
     variant = job.variants[target.variant] if target.variant else job.batch
     whole = leaves_of({**variant, **target.batch})
-    elsewhere = {name for batch in batches for name in leaves_of(batch)} - set(whole)
-    shapes = declared_shapes({name: dims for name, dims in job.dynamic.items() if name not in elsewhere}, whole)
+    ndims: dict[str, int] = {}
+    for batch in batches:
+        for name, leaf in leaves_of(batch).items():
+            ndims[name] = max(leaf.ndim, ndims.get(name, 0))
+    said = {name: dims for name, dims in job.dynamic.items() if name in whole or name not in ndims}
+    for name in [name for name in said if isinstance(said[name], Mapping) and name in ndims and ndims[name] > whole[name].ndim]:
+        said[name] = {dim: spec for dim, spec in said[name].items() if dim < whole[name].ndim or dim >= ndims[name]}
+    shapes = declared_shapes(said, whole)
     return {name: whole[name].detach().contiguous() for name in target.function.inputs}, shapes
 
 

@@ -77,7 +77,7 @@ def capture(job: Job, check: Check | None = Check.USUAL, kept: dict[str, list[Re
     if not any(p.trainable for p in parameters):
         raise no_gradient(job)
     buffers = buffer_specs(model)
-    return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants)
+    return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants, tuple(job.variants))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, che
     with state_kept(function.model):
         exported = export_graph(target, batch, shapes)
     _strip_prefix(exported)
-    captured = GraphCapture(name, exported, _inputs(exported, batch), function.signature.outputs)
+    captured = GraphCapture(name, exported, input_specs(exported, batch), function.signature.outputs)
     constants = _constants(name, exported)
     if check is None:
         return _Proven(captured, constants, set())
@@ -220,7 +220,8 @@ def _strip_prefix(exported: ExportedProgram) -> None:
             store[key.removeprefix(_PREFIX)] = store.pop(key)
 
 
-def _inputs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple[InputSpec, ...]:
+def input_specs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple[InputSpec, ...]:
+    """What a graph's inputs are, in order. `batch`: its example."""
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     values = [
         node.meta["val"]

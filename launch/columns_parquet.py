@@ -47,6 +47,24 @@ def read_blocks(path: Path, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterat
         raise unreadable(path, "Parquet", error) from error
 
 
+def first_row(path: Path, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The lengths of the dims of some columns' first row. Raises: DataError where it holds nulls, or the file cannot be read."""
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            block = next(file.iter_batches(batch_size=1, columns=list(names)))
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(path, "Parquet", error) from error
+    found: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        column, dims = block.column(name), list[int]()
+        while pa.types.is_nested(column.type):
+            _refuse_nulls(column, f"{path}, column {name!r}", 0, 1)
+            dims.append(len(column[0]) if len(column) else 0)
+            column = column.flatten()
+        found[name] = tuple(dims)
+    return found
+
+
 def _rows_of_a_block(file: Any) -> int:
     rows = int(file.metadata.num_rows)
     size = int(sum(file.metadata.row_group(number).total_byte_size for number in range(file.metadata.num_row_groups)))

@@ -80,6 +80,23 @@ def check_schema(source: Source, inputs: Sequence[InputSpec]) -> int:
     return sum(schema.rows for schema in schemas)
 
 
+def source_columns(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each column's dtype, and the lengths of a row's dims, by the metadata and the first row of the first file that has rows.
+
+    Raises: DataError as `open_dataset`, where the source is missing, empty or unreadable.
+    """
+    for path in find_files(source):
+        schema: FileSchema = _READERS[path.suffix].read_schema(path)
+        if schema.rows:
+            unknown = [name for name, column in schema.columns.items() if None in column.dims]
+            told = _READERS[path.suffix].first_row(path, unknown) if unknown else {}
+            return {
+                name: (column.dtype, told[name] if name in told else tuple(d for d in column.dims if d is not None))
+                for name, column in schema.columns.items()
+            }
+    raise _empty(source)
+
+
 def find_files(source: Source) -> tuple[Path, ...]:
     """The files that a source names. Raises: DataError where there are none, of two kinds, or one of them twice."""
     parts = [source] if isinstance(source, (str, Path)) else list(source)
@@ -124,6 +141,10 @@ def _no_files(source: Source) -> DataError:
     )
 
 
+def _empty(source: Source) -> DataError:
+    return DataError("the data set is empty", where=_spelled(source), expected="at least one row", got="0 rows")
+
+
 def _spelled(source: Source) -> str:
     return str(source) if isinstance(source, (str, Path)) else ", ".join(str(part) for part in source)
 
@@ -137,6 +158,6 @@ def _checked(source: Source, inputs: Sequence[InputSpec]) -> tuple[list[FileSche
         check_file(schema, inputs, sizes)
         schemas.append(schema)
     if not sum(schema.rows for schema in schemas):
-        raise DataError("the data set is empty", where=_spelled(source), expected="at least one row", got="0 rows")
+        raise _empty(source)
     assert all(spec.dtype in DTYPES for spec in inputs)
     return schemas, sizes

@@ -13,15 +13,16 @@ import torch
 
 from trainload.autograd_trace.graphs import Recipe
 from trainload.autograd_trace.rounds import draws_before, draws_of
-from trainload.launch.dataset import Dataset
-from trainload.launch.sampler import Rows, rows
+from trainload.launch.batch_order import BatchOrder
+from trainload.launch.run_data import RunData
+from trainload.launch.sampler import Rows
 from trainload.sharding.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class CallRows:
     """The rows of one call of a step graph: (n,) row numbers. `draw`: which of the step's global batches they are of; `first_row`: the
-    number of the first within it.
+    number of the first within it; `part`: of the run's data, that the global batch is from.
     """
 
     step: int
@@ -29,6 +30,7 @@ class CallRows:
     microstep: int
     first_row: int
     rows: Rows
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +42,21 @@ class Call:
     microstep: int
     first_row: int
     batch: dict[str, torch.Tensor]
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
     """What a rank reads: `RankRows(...)(step)` are its calls of one step, one for each microstep of each global batch that the step draws.
 
-    Global batch number b of a run is the positions [b * G, (b + 1) * G) of the sampler's stream, whatever the world size. Microbatch
-    m of rank r is its contiguous chunk number m * world_size + r.
+    Global batch number b of a run of one data set is the positions [b * G, (b + 1) * G) of the sampler's stream, whatever the world size;
+    of a mixture, the next G positions of its part's stream. Microbatch m of rank r is its contiguous chunk number m * world_size + r.
 
     Law: over all ranks and microsteps, the calls of a step hold each position of its global batches once.
     """
 
     recipe: Recipe
-    size: int
+    order: BatchOrder
     plan: Plan
     rank: int
 
@@ -61,9 +64,10 @@ class RankRows:
         count, whole = self.plan.rows_per_call, self.plan.global_batch
         firsts = [(microstep * self.plan.world_size + self.rank) * count for microstep in range(self.plan.accumulate)]
         before = draws_before(self.recipe, step)
+        places = [self.order.part(before + draw) for draw in range(draws_of(self.recipe, step))]
         return tuple(
-            CallRows(step, draw, microstep, first, rows(self.recipe.seed, self.size, (before + draw) * whole + first, count))
-            for draw in range(draws_of(self.recipe, step))
+            CallRows(step, draw, microstep, first, self.order.rows(part, earlier, whole, first, count), part)
+            for draw, (part, earlier) in enumerate(places)
             for microstep, first in enumerate(firsts)
         )
 
@@ -76,7 +80,7 @@ class BatchStream:
     """
 
     def __init__(
-        self, dataset: Dataset, rows_fn: Callable[[int], Iterable[CallRows]], start_step: int, stop_step: int, *, ahead: int = 2
+        self, data: RunData, rows_fn: Callable[[int], Iterable[CallRows]], start_step: int, stop_step: int, *, ahead: int = 2
     ) -> None:
         assert ahead >= 1
         self._ready: deque[Call] = deque()
@@ -86,7 +90,7 @@ class BatchStream:
         self._closed = False
         self._ahead = ahead
         steps = range(start_step, stop_step)
-        self._thread = threading.Thread(target=self._load, args=(dataset, rows_fn, steps), name="batches", daemon=True)
+        self._thread = threading.Thread(target=self._load, args=(data, rows_fn, steps), name="batches", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Call]:
@@ -119,11 +123,12 @@ class BatchStream:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _load(self, dataset: Dataset, rows_fn: Callable[[int], Iterable[CallRows]], steps: range) -> None:
+    def _load(self, data: RunData, rows_fn: Callable[[int], Iterable[CallRows]], steps: range) -> None:
         try:
             for step in steps:
                 for call in rows_fn(step):
-                    if not self._put(Call(call.step, call.draw, call.microstep, call.first_row, dataset.batch(call.rows))):
+                    batch = data.batch(call.part, call.rows)
+                    if not self._put(Call(call.step, call.draw, call.microstep, call.first_row, batch, call.part)):
                         return
         except BaseException as error:  # noqa: BLE001  # handed to the consumer, whose `next` raises it
             self._failure = error

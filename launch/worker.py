@@ -26,15 +26,14 @@ from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
 from trainload.launch.checkpoint_index import DataPosition
 from trainload.launch.checkpoint_load import load_sharded
 from trainload.launch.checkpoint_writer import CheckpointWriter
-from trainload.launch.dataset import Dataset, open_dataset
 from trainload.launch.determinism import deterministic
 from trainload.launch.engine import Draw, Engine, Microbatch, StepResult
 from trainload.launch.journal import Journal
 from trainload.launch.libraries import open_with
-from trainload.launch.prefetch import BatchStream, RankRows
+from trainload.launch.prefetch import BatchStream, Call, RankRows
+from trainload.launch.run_data import OpenPart, RunData, open_run_data, run_dispatcher
 from trainload.launch.sampler import sequential
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
-from trainload.packaging.manifest import data_specs
 from trainload.packaging.read import Package
 from trainload.sharding.make_plan import check_plan
 from trainload.sharding.rewrite import GROUP
@@ -91,11 +90,10 @@ def run_worker(spec: RunSpec, place: Place) -> None:
         _Worker(spec, place).run()
 
 
-def _open_data(spec: RunSpec, package: Package) -> tuple[Dataset, Dataset | None]:
-    inputs = data_specs(package.manifest)
-    cache = default_cache_dir() / "data"
-    train = open_dataset(spec.data, inputs, cache)
-    return train, open_dataset(spec.eval_data, inputs, cache) if spec.eval_data is not None else None
+def _open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
+    cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
+    train = open_run_data(spec.data, package, rows, cache)
+    return train, open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
 
 
 class _Worker:
@@ -113,6 +111,7 @@ class _Worker:
         self._package = open_with(Path(spec.package), spec.libraries)
         check_plan(self._plan, self._package)
         self._data, self._eval_data = _open_data(spec, self._package)
+        self._dispatcher = run_dispatcher(self._package)
         self._device = device_of(self._plan)
         self._engine = Engine(self._package, self._plan, place.rank, self._device, self._build())
         self._start = 0
@@ -186,7 +185,8 @@ class _Worker:
             )
         if self._start == 0:
             self._evaluate(0)
-        rows = RankRows(self._package.recipe, self._data.size, self._plan, self._place.rank)
+        recipe = self._package.recipe
+        rows = RankRows(recipe, self._data.order(recipe.seed), self._plan, self._place.rank)
         step = self._start
         with BatchStream(self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate) as stream:
             clock = _Clock(self._tokens_per_row())
@@ -214,10 +214,7 @@ class _Worker:
             )
 
     def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
-        draws = [
-            Draw([Microbatch(c.batch, c.first_row) for c in itertools.islice(stream, self._plan.accumulate)])
-            for _ in range(draws_of(self._package.recipe, step))
-        ]
+        draws = [self._draw(list(itertools.islice(stream, self._plan.accumulate))) for _ in range(draws_of(self._package.recipe, step))]
         result = self._engine.step(step, draws)
         losses = {self._package.recipe.main: result.loss} | {graph: other.loss for graph, other in result.others.items()}
         broken = next((graph for graph, loss in losses.items() if not math.isfinite(loss)), None)
@@ -238,10 +235,18 @@ class _Worker:
                 metrics=_metrics(result),
                 gradient_norm=result.gradient_norm,
                 **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
+                **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
                 **clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch),
             )
 
+    def _draw(self, calls: Sequence[Call]) -> Draw:
+        """A global batch with the variant that takes it: the same one on every rank, since all of them have rows of one part."""
+        constants = self._data.parts[calls[0].part].constants
+        return Draw([Microbatch(call.batch, call.first_row) for call in calls], self._dispatcher.pick({**calls[0].batch, **constants}))
+
     def _tokens_per_row(self) -> int | None:
+        if self._package.manifest.variants:  # they may have rows of several lengths
+            return None
         for entry in self._package.manifest.data_inputs().values():
             if "int" in entry.dtype and len(entry.shape) == 2 and isinstance(entry.shape[1], int):
                 return entry.shape[1]
@@ -271,10 +276,11 @@ class _Worker:
         began = time.perf_counter()
         totals: dict[str, Tensor] = {}
         with self._engine.averaged() if self._spec.weights == "mean" else nullcontext():
-            for microbatch, share in self._eval_batches(self._eval_data):
-                for graph, found in self._engine.evaluate(microbatch).items():
-                    weighed = found.double().cpu() * share
-                    totals[graph] = totals[graph] + weighed if graph in totals else weighed
+            for part in self._eval_data.parts:
+                for microbatch, share in self._eval_batches(part):
+                    for graph, found in self._engine.evaluate(microbatch, part.variant).items():
+                        weighed = found.double().cpu() * share
+                        totals[graph] = totals[graph] + weighed if graph in totals else weighed
         if not totals:
             raise DataError("the held-out data has too few rows for one batch", where=str(self._spec.eval_data))
         if self._place.rank == 0:
@@ -289,14 +295,15 @@ class _Worker:
         names = ["loss", *self._engine.metric_names(graph)]
         return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
-    def _eval_batches(self, data: Dataset) -> Iterator[tuple[Microbatch, float]]:
+    def _eval_batches(self, part: OpenPart) -> Iterator[tuple[Microbatch, float]]:
         """Pairs of this rank's batch and the share of the sum over ranks that counts.
 
-        Every row is evaluated; the last few, fewer than there are ranks, by all ranks alike.
+        Every row of a part is evaluated; the last few, fewer than there are ranks, by all ranks alike.
         """
+        data = part.dataset
         each = self._plan.rows_per_call
         world = self._place.world
-        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.data_inputs().values())
+        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.data_inputs(part.variant).values())
         limit = data.size if self._spec.eval_batches is None else min(data.size, self._spec.eval_batches * each * world)
         start = 0
         while start < limit:

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from trainload.autograd_trace.graphs import LeanRecord, Recipe, StateSpec
+from trainload.autograd_trace.graphs import Recipe, StateSpec
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.capture.guards import Guard, InputGuard
 from trainload.capture.program import (
     BufferSpec,
     GraphCapture,
@@ -28,6 +29,7 @@ from trainload.capture.program import (
 )
 from trainload.capture.synthesise import QUANTILES
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+from trainload.packaging.guards import GuardEntry, InputName, Record, Size, check_guard, guard_entry, guard_of
 
 FORMAT_VERSION = 1
 """History: 1 (2026-11-21) the first."""
@@ -40,6 +42,7 @@ FEATURES: Mapping[str, str] = {
     "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
     "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
     "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
+    "variants": "graphs have variants, each with a guard, which are tried in the order of `variants`",
     "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
 """What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""
@@ -85,18 +88,13 @@ SafePath = Annotated[str, AfterValidator(_safe_path)]
 Fqn = Annotated[str, AfterValidator(_fqn)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
-Size = Annotated[int, Field(ge=0, lt=2**63)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
 Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
 Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
 """What a pass may be given."""
 
 
-class _Record(LeanRecord):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class FileEntry(_Record):
+class FileEntry(Record):
     """A file: `size` in bytes."""
 
     media_type: str
@@ -104,35 +102,36 @@ class FileEntry(_Record):
     size: Size
 
 
-class InputEntry(_Record):
+class InputEntry(Record):
     """One entry of a graph's batch; `quantiles` as in `InputSpec`."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: InputName
     dtype: Identifier
     shape: tuple[Size | Symbolic, ...]
     quantiles: Annotated[tuple[Quantile, ...], Field(max_length=QUANTILES)]
 
 
-class OutputEntry(_Record):
+class OutputEntry(Record):
     """One output of a graph."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     role: Literal["loss", "weight", "metric", "prediction", "output"]
 
 
-class GraphEntry(_Record):
+class GraphEntry(Record):
     """A captured graph and the file that holds it."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"reached"})
+    later: ClassVar[frozenset[str]] = frozenset({"guard", "reached"})
 
     file: SafePath
     inputs: tuple[InputEntry, ...]
     outputs: tuple[OutputEntry, ...]
     reached: tuple[Fqn, ...] | None = None
     """As `GraphCapture.reached`."""
+    guard: GuardEntry | None = None
 
 
-class ParameterEntry(_Record):
+class ParameterEntry(Record):
     """A parameter; one with `alias_of` has no tensor of its own."""
 
     name: Fqn
@@ -142,7 +141,7 @@ class ParameterEntry(_Record):
     alias_of: Fqn | None
 
 
-class BufferEntry(_Record):
+class BufferEntry(Record):
     """A buffer."""
 
     name: Fqn
@@ -151,7 +150,7 @@ class BufferEntry(_Record):
     persistent: bool
 
 
-class ConstantEntry(_Record):
+class ConstantEntry(Record):
     """A tensor constant: `name` is graph name, "/", name in the graph."""
 
     name: SafePath
@@ -159,7 +158,7 @@ class ConstantEntry(_Record):
     shape: tuple[Size, ...]
 
 
-class StateEntry(_Record):
+class StateEntry(Record):
     """One entry of an optimizer's state."""
 
     later: ClassVar[frozenset[str]] = frozenset({"shape"})
@@ -171,7 +170,7 @@ class StateEntry(_Record):
     """Where it is not like the parameter."""
 
 
-class UpdateEntry(_Record):
+class UpdateEntry(Record):
     """The update of one parameter group: two graph files. `shape`: of the parameters that it takes whole, None where it is elementwise."""
 
     later: ClassVar[frozenset[str]] = frozenset({"shape"})
@@ -184,7 +183,7 @@ class UpdateEntry(_Record):
     shape: tuple[Size, ...] | None = None
 
 
-class PassEntry(_Record):
+class PassEntry(Record):
     """A pass that made a package's graphs from its parent's.
 
     Attributes:
@@ -203,7 +202,7 @@ class PassEntry(_Record):
     preserving: bool
 
 
-class AbstractEntry(_Record):
+class AbstractEntry(Record):
     """What was proven of a package without weights.
 
     Attributes:
@@ -219,17 +218,19 @@ class AbstractEntry(_Record):
     check: Literal["usual", "thorough"]
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """manifest.json.
 
     Laws: `from_bytes(m.to_bytes(), w) == m`, and `to_bytes` of what `from_bytes` returns is what it was given.
     """
 
-    later: ClassVar[frozenset[str]] = frozenset({"abstract"})
+    later: ClassVar[frozenset[str]] = frozenset({"abstract", "variants"})
 
     format_version: Literal[1] = 1
     features: tuple[str, ...]
     graphs: dict[Label, GraphEntry]
+    variants: Annotated[tuple[Label, ...], Field(max_length=256)] = ()
+    """The job's variants but for the first, in the order in which a batch is tried on them."""
     parameters: tuple[ParameterEntry, ...]
     buffers: tuple[BufferEntry, ...]
     constants: tuple[ConstantEntry, ...]
@@ -297,11 +298,15 @@ class Manifest(_Record):
         found = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
         return sorted(found, key=lambda name: (graph_of(name) != self.recipe.main, name))
 
-    def data_inputs(self) -> dict[str, InputEntry]:
-        """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them."""
+    def data_inputs(self, variant: str | None = None) -> dict[str, InputEntry]:
+        """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them.
+
+        Args:
+            variant: of the graphs; None: of all variants together.
+        """
         found: dict[str, InputEntry] = {}
         for name, mode in self.modes().items():
-            if mode is not Mode.PREDICT:
+            if mode is not Mode.PREDICT and variant in (None, variant_of(name)):
                 fed = self.recipe.feeds.get(graph_of(name), {})
                 found |= {entry.name: entry for entry in self.graphs[name].inputs if entry.name not in fed}
         return dict(sorted(found.items()))
@@ -324,6 +329,15 @@ class Manifest(_Record):
         names = [*parameters, *(b.name for b in self.buffers)]
         _unique([*(p.name for p in self.parameters), *(b.name for b in self.buffers)], "state entry", where)
         _unique([c.name for c in self.constants], "constant", where)
+        _unique(self.variants, "variant", where)
+        for name, graph in self.graphs.items():
+            if graph.guard is not None:
+                check_guard(graph.guard, [(i.name, i.shape) for i in graph.inputs], f"{where}, graph {name}")
+            if (variant := variant_of(name)) and (variant not in self.variants or graph.guard is None):
+                raise PackageError("a graph is of a variant without a guard or a place among the variants", where=where, got=name)
+            lacking = [] if variant else [each for each in self.variants if f"{name}-{each}" not in self.graphs]
+            if lacking:
+                raise PackageError("a graph lacks one of the variants", where=where, got=f"{name}, {lacking[0]}")
         for parameter in self.parameters:
             owner = parameters.get(parameter.alias_of) if parameter.alias_of is not None else parameter
             if owner is None or (owner is not parameter and owner.alias_of is not None):
@@ -463,7 +477,16 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
         inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
         outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
         reached=graph.reached,
+        guard=None if graph.guard is None else guard_entry(graph.guard),
     )
+
+
+def graph_guard(entry: GraphEntry) -> Guard:
+    """Which batches a graph takes; by its inputs alone where the package is from before guards."""
+    if entry.guard is not None:
+        return guard_of(entry.guard, [(i.name, i.dtype) for i in entry.inputs])
+    symbols = {size for i in entry.inputs for size in i.shape if isinstance(size, str)}
+    return Guard(tuple(InputGuard(i.name, i.dtype, i.shape) for i in entry.inputs), dict.fromkeys(sorted(symbols), (0, None)))
 
 
 def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
@@ -472,9 +495,9 @@ def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputS
     return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
 
 
-def data_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
-    """What a run reads of its data: `Manifest.data_inputs` as specs."""
-    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs().values())
+def data_specs(manifest: Manifest, variant: str) -> tuple[InputSpec, ...]:
+    """What a run reads of its data for one variant: `Manifest.data_inputs` as specs."""
+    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs(variant).values())
 
 
 def parameter_entry(spec: ParameterSpec) -> ParameterEntry:

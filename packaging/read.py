@@ -12,8 +12,9 @@ import torch
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.capture.program import GraphCapture, ParameterSpec, Program
+from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
 from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
@@ -25,6 +26,7 @@ from trainload.packaging.manifest import (
     Manifest,
     ParameterEntry,
     buffer_spec,
+    graph_guard,
     graph_specs,
     parameter_spec,
     state_spec,
@@ -89,6 +91,7 @@ class Package:
             buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
             state={} if self.manifest.abstract is not None else LazyState(self.weights),
             constants=self._of_graphs(constants),
+            variants=self.manifest.variants,
         )
 
     @property
@@ -120,6 +123,43 @@ class Package:
             PackageError: there is none of this name, or the package is abstract; otherwise as `program`.
         """
         return self._captured(name, self._state(meta=False), self._constants()).exported
+
+    def dispatcher(self, graph: str = MAIN) -> Dispatcher:
+        """What picks the variant of a graph for a batch.
+
+        Args:
+            graph: its name in the first variant: "train", "eval", "predict", "critic", "critic-eval".
+
+        Raises:
+            PackageError: there is none of this name.
+        """
+        entries = self.manifest.graphs
+        if graph not in entries or variant_of(graph):
+            known = ", ".join(name for name in entries if not variant_of(name))
+            raise PackageError("the package has no such graph", where=graph, expected=known)
+        variants = {"": graph, **{variant: f"{graph}-{variant}" for variant in self.manifest.variants}}
+        guards = {variant: (graph_guard(entries[name]),) for variant, name in variants.items()}
+        return Dispatcher(graph, guards, ignored=self.batch_names)
+
+    @property
+    def batch_names(self) -> frozenset[str]:
+        """The inputs and constants of all graphs, by dotted name."""
+        guards = [graph_guard(entry) for entry in self.manifest.graphs.values()]
+        return frozenset(name for guard in guards for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent))
+
+    def dispatch(self, batch: Mapping[str, Any], graph: str = MAIN) -> str:
+        """The name of the graph that takes a batch: the first variant of `graph` whose guard holds.
+
+        Args:
+            batch: name -> tensor or constant, flat with dotted names or nested as the job's was.
+            graph: as `dispatcher`, which is what to keep where many batches are dispatched.
+
+        Raises:
+            PackageError: there is no such graph.
+            DataError: the batch fits no variant; the message says of each what does not fit, the nearest first.
+        """
+        variant = self.dispatcher(graph).pick(batch)
+        return f"{graph}-{variant}" if variant else graph
 
     def updates(self) -> tuple[UpdateGraph, ...]:
         """Load the update graphs, in the manifest's order.
@@ -159,7 +199,8 @@ class Package:
         if entry is None:
             raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
         inputs, outputs = graph_specs(entry)
-        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached)
+        guard = graph_guard(entry) if entry.guard is not None else None
+        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard)
 
     def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
         document = parse_canonical(read_checked(self.path, file, self.manifest.files[file]), file)

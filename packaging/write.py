@@ -261,6 +261,8 @@ def _bare_manifest(
         features.add("several-graphs")
     if recipe.schedules:
         features.add("schedules")
+    if program.variants:
+        features.add("variants")
     asked = {
         "clip-value": any(recipe.graph(name).clip_value is not None for name, graph in program.graphs.items() if graph.training),
         "ema": recipe.keeps_mean,
@@ -277,6 +279,7 @@ def _bare_manifest(
         return Manifest(
             features=tuple(sorted(features)),
             graphs={name: graph_entry(graph, f"graphs/{name}.json") for name, graph in sorted(program.graphs.items())},
+            variants=program.variants,
             parameters=tuple(parameter_entry(spec) for spec in program.parameters),
             buffers=tuple(buffer_entry(spec) for spec in program.buffers),
             constants=tuple(

@@ -9,7 +9,9 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from trainload.capture.errors import PlanError
+from trainload.capture.guards import limits_text
 from trainload.capture.program import GraphCapture
+from trainload.packaging.manifest import graph_guard
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
 from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Strategy
@@ -207,6 +209,17 @@ def _check_batch(package: Package, rows: int, world: int, accumulate: int) -> No
                 expected=f"{entry.shape[0]} rows a call",
                 got=f"{rows // calls}",
                 cure="Choose the global batch, workers and accumulation so, or freeze with a dynamic batch dim.",
+            )
+    for name in package.manifest.training_graphs():
+        guard = graph_guard(package.manifest.graphs[name])
+        least, most = guard.ranges.get(str(guard.inputs[0].sizes[0]), (0, None))
+        if rows // calls < least or (most is not None and rows // calls > most):
+            raise PlanError(
+                "the graph does not take so many rows a call",
+                where=f"graph {name}",
+                expected=f"{limits_text(least, most)} rows",
+                got=f"{rows // calls}",
+                cure="Choose the global batch, workers and accumulation so, or freeze with another range of the batch dim.",
             )
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from trainload.capture.shape_report import ShapeReport as ShapeReport
     from trainload.packaging.read import Package as Package
     from trainload.passes import Pass as Pass
+    from trainload.recording import record as record
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
     from trainload.transformation import transform as transform
@@ -96,6 +97,7 @@ __all__ = [
     "open",
     "parameter_groups",
     "plan",
+    "record",
     "resume",
     "transform",
 ]
@@ -118,6 +120,7 @@ _HOMES = {
     "open": "trainload.api",
     "parameter_groups": "trainload.capture.parameter_groups",
     "plan": "trainload.api",
+    "record": "trainload.recording",
     "resume": "trainload.api",
     "transform": "trainload.transformation",
 }

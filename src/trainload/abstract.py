@@ -9,8 +9,9 @@ import torch
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.autograd_trace.guards import with_guards
 from trainload.autograd_trace.update import capture_optimizer
-from trainload.capture.abstract import capture_abstract
+from trainload.capture.abstract import capture_abstract, with_real_batch
 from trainload.capture.errors import CaptureError, JobError, StorageError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
@@ -53,9 +54,13 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
         )
     small = prove(reduced, check)
     program, proof = capture_abstract(job, small.program)
+    real = with_real_batch(job)
+    targets = targets_of(real)
+    examples = {target.name: example_of(real, target)[0] for target in targets}
+    program = with_guards(program, targets, examples)
     batches = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values())]
     if all(leaf.device.type != "meta" for leaves in batches for leaf in leaves.values()):
-        program = with_quantiles(program, {target.name: example_of(job, target)[0] for target in targets_of(job)})
+        program = with_quantiles(program, examples)
     recipe, updates = capture_optimizer(job, program)
     _check_updates(recipe, updates, small.recipe, small.updates)
     steps = {name: derive(program, name, _CPU) for name, graph in program.graphs.items() if graph.training}

@@ -20,14 +20,13 @@ from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
 from trainload.launch.build import build_key, derived_key, device_of
-from trainload.launch.dataset import check_schema
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
 from trainload.launch.libraries import Libraries, absolute, open_with
 from trainload.launch.result import RunResult, finish
+from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.derived import write_derived
-from trainload.packaging.manifest import data_specs
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.write import write_package
 from trainload.proving import prove
@@ -129,7 +128,7 @@ class RunOptions(TypedDict, total=False):
     steps: optimizer updates; None: the recipe's.
     eval_data: held-out data: evaluated before the first step and after the last one.
     eval_every: and every so many steps.
-    eval_batches: at most so many global batches of it; None: all.
+    eval_batches: at most so many global batches of each of its parts; None: all.
     checkpoint_every: steps between checkpoints; there is always one at the end.
     keep: how many checkpoints are kept; 2.
     output: where to write a package with the trained weights.
@@ -165,7 +164,8 @@ def launch(
     Args:
         package: what is trained.
         plan: how; made for this package.
-        data: Parquet file or folder, or npz, with exactly the package's inputs as columns.
+        data: Parquet file or folder, or npz, with exactly the package's inputs as columns, or those of one of its variants; or a mixture
+            of these, a file that ends in .json: docs/variants.md.
         on_event: told everything that happens.
         options: see `RunOptions`.
 
@@ -300,9 +300,9 @@ def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
     demand_weights(package)
     check_plan(spec.plan, package)
-    inputs = data_specs(package.manifest)
-    rows = check_schema(spec.data, inputs)
-    eval_rows = check_schema(spec.eval_data, inputs) if spec.eval_data is not None else None
+    count = spec.plan.rows_per_call
+    rows = check_run_data(spec.data, package, count)
+    eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
         raise DataError("an evaluation was asked for without held-out data", where="eval_data", cure="Give --eval-data.")
     if spec.output is not None and Path(spec.output).exists():

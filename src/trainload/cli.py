@@ -110,6 +110,8 @@ def freeze(
         _print_json({"package": output, "digest": package.digest, "seconds": seconds, **explained, **applied})
     else:
         rows: list[tuple[str, Any]] = [("package", str(output)), ("digest", package.digest), ("seconds", seconds)]
+        if package.manifest.variants:
+            rows.append(("variants", f"the first, {', '.join(package.manifest.variants)}"))
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
 
 

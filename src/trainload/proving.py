@@ -10,6 +10,8 @@ import torch
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import Recipe, StepGraph, UpdateGraph
+from trainload.autograd_trace.guards import with_guards
+from trainload.autograd_trace.replays import check_replays
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.job import Job
 from trainload.capture.program import Program
@@ -44,9 +46,10 @@ def prove(job: Job, check: Check) -> Proven:
     """
     replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
     program = capture(job, check, replayed if check is Check.USUAL else None)
-    examples = {target.name: example_of(job, target)[0] for target in targets_of(job)}
-    examples = {graph: {name: leaf.cpu() for name, leaf in batch.items()} for graph, batch in examples.items()}
-    program = with_quantiles(program, examples)
+    targets = targets_of(job)
+    examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets}
+    program = with_guards(with_quantiles(program, examples), targets, examples)
+    check_replays(job, program)
     recipe, updates = capture_optimizer(job, program)
     proven = Proven(program, recipe, updates, {graph: derive(program, graph, _CPU) for graph in program.graphs})
     for name, step in proven.training_steps().items():

@@ -28,13 +28,14 @@ from trainload.capture.operators import is_overload
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.synthesise import rows_of, synthesise
 from trainload.launch.build import derived_key
-from trainload.launch.dataset import Dataset, open_dataset
+from trainload.launch.dataset import Dataset
+from trainload.launch.run_data import open_run_data
 from trainload.launch.spec import default_cache_dir
 from trainload.operators import counts_of
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph
-from trainload.packaging.manifest import PassEntry, data_specs
+from trainload.packaging.manifest import PassEntry
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.source_map import restore_traces
 from trainload.packaging.write import with_graphs
@@ -79,7 +80,8 @@ class Transformation:
 
     Args:
         package: whose graphs they are.
-        data: rows to compare on, Parquet or npz with the package's inputs; None: batches made up from the example's quantiles.
+        data: rows to compare on, Parquet, npz or a mixture, as a run takes them. None, and for variants that it has no rows of: batches
+            made up from the example's quantiles.
 
     Raises:
         PackageError: the package is abstract, so nothing can be compared.
@@ -93,9 +95,12 @@ class Transformation:
             restore_traces(package.path, name, capture.exported)
         self.passes: tuple[PassEntry, ...] = ()
         self._before = self.program
-        inputs = data_specs(package.manifest)
-        rows = None if data is None else open_dataset(data, inputs, default_cache_dir())
-        self._batches = {name: _batches(capture, rows) for name, capture in self.program.graphs.items()}
+        rows: dict[str, Dataset] = {}
+        if data is not None:
+            main = self.program.graphs[package.recipe.main]
+            opened = open_run_data(data, package, rows_of(main), default_cache_dir())
+            rows = {part.variant: part.dataset for part in reversed(opened.parts)}
+        self._batches = {name: _batches(capture, rows.get(capture.variant)) for name, capture in self.program.graphs.items()}
 
     def apply(self, function: Pass, options: Options | None = None) -> Applied:
         """Applies a pass to every graph and compares; keeps nothing.

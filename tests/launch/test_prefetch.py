@@ -12,8 +12,10 @@ import pytest
 
 from trainload.autograd_trace.graphs import Recipe, TurnRecipe
 from trainload.capture.program import InputSpec
-from trainload.launch.dataset import Dataset, open_dataset
+from trainload.launch.batch_order import BatchOrder
+from trainload.launch.dataset import open_dataset
 from trainload.launch.prefetch import BatchStream, CallRows, RankRows
+from trainload.launch.run_data import OpenPart, RunData
 from trainload.launch.sampler import rows
 from trainload.sharding.plan import Cluster, Estimate, Plan
 
@@ -37,39 +39,40 @@ def recipe(seed: int, *turns: TurnRecipe) -> Recipe:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path: Path) -> RunData:
     np.savez(tmp_path / "a.npz", x=np.arange(50, dtype=np.int64))
-    return open_dataset(tmp_path / "a.npz", [InputSpec("x", "int64", ("batch",))], tmp_path / "cache")
+    found = open_dataset(tmp_path / "a.npz", [InputSpec("x", "int64", ("batch",))], tmp_path / "cache")
+    return RunData((OpenPart(found, {}, ""),), (1.0,))
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (1, 4), (3, 2), (4, 3), (24, 1)])
 def test_the_global_batch_does_not_depend_on_who_reads_it(world: int, accumulate: int) -> None:
     cut = plan(world, accumulate)
-    calls = [call for rank in range(world) for call in RankRows(recipe(5), 50, cut, rank)(7)]
+    calls = [call for rank in range(world) for call in RankRows(recipe(5), BatchOrder(5, (50,)), cut, rank)(7)]
     found = np.concatenate([call.rows for call in sorted(calls, key=lambda call: call.first_row)])
     assert np.array_equal(found, rows(5, 50, 7 * 24, 24))
 
 
 def test_microbatch_m_of_rank_r_is_chunk_m_times_world_plus_r() -> None:
-    calls = RankRows(recipe(5), 50, plan(3, 2), 1)(0)
+    calls = RankRows(recipe(5), BatchOrder(5, (50,)), plan(3, 2), 1)(0)
     assert [(call.microstep, call.first_row, len(call.rows)) for call in calls] == [(0, 4, 4), (1, 16, 4)]
 
 
-def test_batches_come_in_order_with_their_rows(dataset: Dataset) -> None:
-    which = RankRows(recipe(1), 50, plan(2, 2), 0)
+def test_batches_come_in_order_with_their_rows(dataset: RunData) -> None:
+    which = RankRows(recipe(1), BatchOrder(1, (50,)), plan(2, 2), 0)
     with BatchStream(dataset, which, 3, 8) as stream:
         found = [(call.step, call.microstep, call.first_row, call.batch["x"].tolist()) for call in stream]
     wanted = [(c.step, c.microstep, c.first_row, c.rows.tolist()) for step in range(3, 8) for c in which(step)]
     assert found == wanted
 
 
-def test_a_stream_begun_later_gives_the_rest(dataset: Dataset) -> None:
-    which = RankRows(recipe(1), 50, plan(1, 1), 0)
+def test_a_stream_begun_later_gives_the_rest(dataset: RunData) -> None:
+    which = RankRows(recipe(1), BatchOrder(1, (50,)), plan(1, 1), 0)
     with BatchStream(dataset, which, 0, 6) as first, BatchStream(dataset, which, 4, 6) as second:
         assert [c.batch["x"].tolist() for c in first][4:] == [c.batch["x"].tolist() for c in second]
 
 
-def test_it_reads_two_ahead_and_no_more(dataset: Dataset) -> None:
+def test_it_reads_two_ahead_and_no_more(dataset: RunData) -> None:
     asked: list[int] = []
 
     def which(step: int) -> Iterator[CallRows]:
@@ -85,7 +88,7 @@ def test_it_reads_two_ahead_and_no_more(dataset: Dataset) -> None:
         assert asked == [0, 1, 2, 3]  # one taken, two ready, one waiting for room
 
 
-def test_an_error_in_the_thread_is_raised_in_its_turn(dataset: Dataset) -> None:
+def test_an_error_in_the_thread_is_raised_in_its_turn(dataset: RunData) -> None:
     def which(step: int) -> Iterator[CallRows]:
         yield CallRows(step, 0, 0, 0, np.array([step if step < 2 else 99]))
 
@@ -96,9 +99,9 @@ def test_an_error_in_the_thread_is_raised_in_its_turn(dataset: Dataset) -> None:
                 next(stream)
 
 
-def test_closing_joins_the_thread(dataset: Dataset) -> None:
+def test_closing_joins_the_thread(dataset: RunData) -> None:
     before = threading.active_count()
-    stream = BatchStream(dataset, RankRows(recipe(1), 50, plan(1, 1), 0), 0, 10**6)
+    stream = BatchStream(dataset, RankRows(recipe(1), BatchOrder(1, (50,)), plan(1, 1), 0), 0, 10**6)
     next(stream)
     stream.close()
     stream.close()

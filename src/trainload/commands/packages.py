@@ -69,7 +69,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         ("package", str(path)),
         ("digest", digest),
         ("parameters", f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else "")),
-        ("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(str(n) for n in i.shape)}]" for i in inputs)),
+        *([] if manifest.variants else [("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(map(str, i.shape))}]" for i in inputs))]),
         ("graphs", ", ".join(manifest.graphs)),
         ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
         ("run", f"{recipe.steps} {'rounds' if recipe.loop else 'steps'} of {recipe.global_batch} rows, seed {recipe.seed}"),
@@ -90,11 +90,22 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
     if manifest.abstract is not None:
         proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
         rows.insert(2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}"))
+    rows += _takes(manifest)
     if manifest.passes:
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
         rows.append(("parent", manifest.parent))
     return rows
+
+
+def _takes(manifest: Manifest) -> list[tuple[str, Any]]:
+    """Which batches each training graph takes, in the order in which its variants are tried."""
+    from trainload.capture.program import variant_of
+    from trainload.packaging.manifest import graph_guard
+
+    order = ("", *manifest.variants)
+    trained = sorted(manifest.training_graphs(), key=lambda name: order.index(variant_of(name)))
+    return [("takes", f"{name}: {graph_guard(manifest.graphs[name])}") for name in trained]
 
 
 def _clipping(graph: GraphRecipe) -> str:

@@ -94,7 +94,7 @@ def plan(
 
 @click.command(short_help="Train a package.")
 @package_argument
-@click.option("--data", required=True, metavar="PATH", help="Training data: Parquet or npz.")
+@click.option("--data", required=True, metavar="PATH", help="Parquet, npz or a mixture.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
 @click.option("--workers", type=positive, metavar="N", help="Without a plan: workers. Default: 1.")
 @strategy_option

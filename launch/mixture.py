@@ -1,0 +1,93 @@
+"""A mixture: a JSON file that lists data sets, with the constants and the weight of each.
+
+{"parts": [{"data": "images.parquet", "constants": {"task": "caption"}, "weight": 2.0}, {"data": "text.parquet"}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainload.capture.errors import DataError
+from trainload.launch.dataset import Source
+
+ENDING = ".json"
+MOST_PARTS = 256
+
+Given = bool | int | float | str | None
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    data: str | Annotated[list[str], Field(min_length=1)]
+    constants: dict[str, Given] = Field(default_factory=dict)
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class _Mixture(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    parts: Annotated[list[_Part], Field(min_length=1, max_length=MOST_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One data set of a run.
+
+    Attributes:
+        source: its files.
+        constants: of its batches, by dotted name.
+        weight: of its global batches, beside the other parts'. None: its number of rows.
+        where: what it is called in errors.
+    """
+
+    source: Source
+    constants: Mapping[str, Given]
+    weight: float | None
+    where: str
+
+
+def parts_of(source: Source) -> tuple[Part, ...]:
+    """The parts of a mixture; a data set that is none is its only part.
+
+    Args:
+        source: a file whose name ends in .json, or a data set. Relative paths in the file start at its folder.
+
+    Raises:
+        DataError: the file is not there, or is no mixture.
+    """
+    if not isinstance(source, str | Path) or Path(source).suffix != ENDING:
+        return (Part(source, {}, None, ""),)
+    path = Path(source)
+    if not path.is_file():
+        raise DataError("there is no such mixture", where=str(path), expected="a JSON file that lists parts", got="no file")
+    try:
+        mixture = _Mixture.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise DataError(
+            f"this is no mixture: {place + ': ' if place else ''}{first['msg']}",
+            where=str(path),
+            expected=json.dumps({"parts": [{"data": "rows.parquet", "constants": {}, "weight": 1.0}]}),
+            cure="See docs/variants.md#mixtures.",
+        ) from error
+    return tuple(
+        Part(
+            source=[_placed(path, each) for each in part.data] if isinstance(part.data, list) else _placed(path, part.data),
+            constants=part.constants,
+            weight=part.weight,
+            where=f"{path}, part {number}",
+        )
+        for number, part in enumerate(mixture.parts, 1)
+    )
+
+
+def _placed(mixture: Path, data: str) -> str:
+    return str(mixture.parent / data)

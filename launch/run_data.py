@@ -1,0 +1,137 @@
+"""A run's data: its parts, each with the variant of the package's graphs that takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainload.capture.dispatch import Dispatcher
+from trainload.capture.errors import DataError
+from trainload.capture.guards import Guard, fixed_value
+from trainload.capture.program import Mode, graph_of, variant_of
+from trainload.launch.batch_order import BatchOrder, cycle_counts
+from trainload.launch.columns import DTYPES
+from trainload.launch.dataset import Dataset, check_schema, open_dataset, source_columns
+from trainload.launch.mixture import Given, Part, parts_of
+from trainload.launch.sampler import Rows
+from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.packaging.manifest import data_specs, graph_guard
+from trainload.packaging.read import Package
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPart:
+    """A part of a run's data. `variant`: what its first row's sizes, and its constants, lead to."""
+
+    dataset: Dataset
+    constants: Mapping[str, Given]
+    variant: str
+
+
+class RunData:
+    """A run's data, opened.
+
+    Attributes:
+        parts: in the mixture's order; one where there is no mixture.
+        fingerprint: of all rows, constants and weights; a data set's own where it is alone and has no constants.
+    """
+
+    def __init__(self, parts: tuple[OpenPart, ...], weights: tuple[float, ...]) -> None:
+        self.parts = parts
+        self._counts = cycle_counts(weights)
+        alone = len(parts) == 1 and not parts[0].constants
+        described = [[p.dataset.fingerprint, dict(p.constants), n] for p, n in zip(parts, self._counts, strict=True)]
+        self.fingerprint = parts[0].dataset.fingerprint if alone else sha256_bytes(canonical_json(described))
+
+    def order(self, seed: int) -> BatchOrder:
+        """Which rows each global batch of a run has."""
+        return BatchOrder(seed, tuple(part.dataset.size for part in self.parts), self._counts)
+
+    def batch(self, part: int, rows: Rows) -> dict[str, torch.Tensor]:
+        """The given rows of a part; see `Dataset.batch`."""
+        return self.parts[part].dataset.batch(rows)
+
+    @property
+    def rows(self) -> int:
+        """Of all parts."""
+        return sum(part.dataset.size for part in self.parts)
+
+
+def run_dispatcher(package: Package) -> Dispatcher:
+    """What picks the variant for a batch of a run: one whose graphs, but for predict, all take it."""
+    manifest = package.manifest
+    found: dict[str, list[Guard]] = {variant: [] for variant in ("", *manifest.variants)}
+    for name, mode in manifest.modes().items():
+        if mode is not Mode.PREDICT:
+            found[variant_of(name)].append(graph_guard(manifest.graphs[name]))
+    graphs = sorted({graph_of(name) for name, mode in manifest.modes().items() if mode is not Mode.PREDICT})
+    fed = {entry for feeds in package.recipe.feeds.values() for entry in feeds}
+    return Dispatcher(", ".join(graphs), found, ignored=package.batch_names, fed=fed)
+
+
+def check_run_data(source: str | Path, package: Package, rows: int) -> int:
+    """Compares a run's data with a package by the files' metadata and first rows, before anything starts.
+
+    Args:
+        source: a data set, or a mixture.
+        package: whose graphs are run.
+        rows: of each call of a graph.
+
+    Returns:
+        The number of rows, of all parts.
+
+    Raises:
+        DataError: a data set cannot be read, or fits no variant.
+    """
+    total = 0
+    for part in parts_of(source):
+        variant = _variant(part, package, rows)
+        total += check_schema(part.source, data_specs(package.manifest, variant))
+    return total
+
+
+def open_run_data(source: str | Path, package: Package, rows: int, cache_dir: Path) -> RunData:
+    """Opens a run's data, converting it once per node; otherwise as `check_run_data`, and `open_dataset` for errors."""
+    opened: list[OpenPart] = []
+    weights: list[float] = []
+    for part in parts_of(source):
+        variant = _variant(part, package, rows)
+        dataset = open_dataset(part.source, data_specs(package.manifest, variant), cache_dir)
+        opened.append(OpenPart(dataset, part.constants, variant))
+        weights.append(dataset.size if part.weight is None else part.weight)
+    return RunData(tuple(opened), tuple(weights))
+
+
+def _variant(part: Part, package: Package, rows: int) -> str:
+    """The variant that takes a part."""
+    if not package.manifest.variants and not part.constants:
+        check_schema(part.source, data_specs(package.manifest, ""))  # it names the column that is missing, or one too many
+    columns = source_columns(part.source)
+    strange = {name: dtype for name, (dtype, _) in columns.items() if dtype not in DTYPES}
+    if strange:
+        name, dtype = min(strange.items())
+        raise DataError(f"column {name!r} has a dtype that no input has", where=_where(part), expected=", ".join(DTYPES), got=dtype)
+    facts = {name: (DTYPES[dtype], (rows, *dims)) for name, (dtype, dims) in columns.items()}
+    constants = {name: fixed_value(value) for name, value in part.constants.items() if value is not None}
+    dispatcher = run_dispatcher(package)
+    unknown = sorted({*facts, *constants} - dispatcher.names)
+    if unknown:
+        raise DataError(
+            f"the data has what no graph takes: {', '.join(map(repr, unknown))}",
+            where=_where(part),
+            expected=", ".join(sorted(dispatcher.names)),
+            got=", ".join(sorted({*facts, *constants})),
+            cure="Leave it out of the columns, and of the mixture's constants.",
+        )
+    try:
+        return dispatcher.pick_facts(facts, constants)
+    except DataError as error:
+        raise DataError(error.problem, where=_where(part), cure=error.cure) from error
+
+
+def _where(part: Part) -> str:
+    data = str(part.source) if isinstance(part.source, str | Path) else ", ".join(map(str, part.source))
+    return f"{part.where} ({data})" if part.where else data

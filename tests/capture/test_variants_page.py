@@ -1,0 +1,67 @@
+"""Every example of docs/variants.md does what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.house.source import ROOT
+from torch import nn
+from torch.export import Dim
+
+import trainload
+from trainload.capture.errors import DataError
+from trainload.launch.mixture import parts_of
+
+TEXT = (ROOT / "docs" / "variants.md").read_text()
+BLOCKS = {kind: (said, code) for kind, said, code in re.findall(r"```python\n# (\w+)(?:: ([^\n]*))?\n(.*?)```", TEXT, re.DOTALL)}
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the page has defined after its first example, and the package of its job."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("page") / "example.py"
+    path.write_text(BLOCKS["works"][1])
+    found: dict[str, Any] = {"torch": torch, "nn": nn, "Dim": Dim, "trainload": trainload}
+    exec(compile(path.read_text(), str(path), "exec"), found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found["package"] = trainload.freeze(found["job"], path.parent / "page.tl")
+    return found
+
+
+def test_the_job_has_the_variants_that_it_says(names: dict[str, Any]) -> None:
+    assert ", ".join(names["package"].manifest.variants) == BLOCKS["works"][0].removeprefix("variants ")
+
+
+def test_the_dispatched_batches_go_where_it_says(names: dict[str, Any]) -> None:
+    exec(BLOCKS["dispatches"][1], names)
+
+
+def test_the_refusal_is_the_one_that_it_says(names: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=BLOCKS["refuses"][0]):
+        exec(BLOCKS["refuses"][1], names)
+
+
+def test_the_recording_finds_what_it_says(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    found = {**names, "model": names["Model"]()}
+    exec(BLOCKS["records"][1], found)
+    assert set(found["job"].variants) == set(BLOCKS["records"][0].split(", "))
+    printed = capsys.readouterr().out.strip()
+    assert printed in re.sub("^    ", "", TEXT, flags=re.MULTILINE)
+
+
+def test_the_mixture_is_one(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "mixture.json").write_text(text)
+    assert [part.weight for part in parts_of(tmp_path / "mixture.json")] == [entry.get("weight") for entry in json.loads(text)["parts"]]
+
+
+def test_every_code_block_of_the_page_is_run() -> None:
+    assert TEXT.count("```python") == len(BLOCKS)
