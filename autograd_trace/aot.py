@@ -269,7 +269,7 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
     flat = GraphModule(joint, graph)
     for name, tensor in constants.items():
         setattr(flat, name, tensor)
-    recompute(flat, regions, varying)
+    recompute(flat, regions, varying, name)
     return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
 
 

@@ -63,7 +63,7 @@ def regions_of(node: Node) -> Regions:
     return found
 
 
-def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Collection[Node]) -> None:
+def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Collection[Node], graph: str) -> None:
     """Has the backward part of a flat functional graph compute again what lies in checkpoints. In place; all values stay what they are.
 
     Args:
@@ -71,6 +71,7 @@ def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Col
             computed twice.
         regions: node -> the checkpoints that it lies in; what is missing lies in none.
         varying: the placeholders that are other ones in every step: the batch, and what random numbers come from.
+        graph: its name.
 
     Raises:
         CaptureError: a policy's answers do not fit the graph.
@@ -80,7 +81,7 @@ def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Col
     if begin is None:
         return
     inside = {n: found for n in nodes[:begin] if (found := regions.get(n, ())) and _makes_tensors(n)}
-    copies = _Copies(module.graph, inside, _kept(inside))
+    copies = _Copies(module.graph, inside, _kept(inside, graph))
     for node in nodes[begin:]:
         if node.op == "call_function":
             for source in [s for s in node.all_input_nodes if s in inside]:
@@ -102,7 +103,7 @@ def _makes_tensors(node: Node) -> bool:
     return node.op == "call_function" and any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,)))
 
 
-def _kept(inside: Mapping[Node, Regions]) -> dict[Node, set[Region]]:
+def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]:
     """Node -> the checkpoints that keep its value, by their policies."""
     calls: dict[Region, dict[str, list[Node]]] = {}
     for node, regions in inside.items():
@@ -118,7 +119,7 @@ def _kept(inside: Mapping[Node, Regions]) -> dict[Node, set[Region]]:
             elif len(answers) != len(made):
                 raise CaptureError(
                     f"a selective checkpoint's policy treats the calls of {name} differently, and the derived graph has not as many",
-                    where="graph train",
+                    where=f"graph {graph}",
                     expected=f"{len(answers)} calls in the checkpoint",
                     got=f"{len(made)}",
                     cure="Have the policy decide by the operator alone.",
