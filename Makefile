@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo demo-gan mutate bench kills gpu parity coverage-suite clean
+.PHONY: env test check format demo demo-gan mutate bench freeze kills gpu parity coverage-suite clean
 
 env: $(STAMP)
 
@@ -47,6 +47,9 @@ bench: env
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/dispatch.py
+
+freeze: env
+	$(BIN)/python benchmarks/freeze.py
 
 kills: env
 	$(BIN)/python benchmarks/kills.py

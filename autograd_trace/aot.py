@@ -1,9 +1,9 @@
 """Derives step graphs and compiles them: the one module of this stage that touches torch's private names.
 
-Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
-`torch._functorch._aot_autograd.descriptors`, `torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
-`torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`,
-`ExportedProgram._guards_code`.
+Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
+`torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
+`torch._inductor.standalone_compile`, `torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings,
+`ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._inductor
 import torch._inductor.cpp_builder
 import torch._inductor.exc
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
@@ -42,6 +44,7 @@ from torch.distributed import ProcessGroup
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -51,8 +54,10 @@ from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import differentiates
+from trainload.capture.operators import is_higher_order, is_overload, is_seeded
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
+_HOP: Any = torch.ops.higher_order
 _C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
 _DRAWING = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"))
 _TRAINING = (*_DRAWING, Port(Role.SCALE, "scale"))
@@ -119,10 +124,7 @@ class StepModule(nn.Module):
         return batch + self._scalars
 
     def output_ports(self) -> tuple[Port, ...]:
-        ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in self._capture.outputs]
-        if any(p.role is Role.LOSS for p in ports) and not any(p.role is Role.WEIGHT for p in ports):
-            ports.append(Port(Role.WEIGHT, "weight"))
-        return tuple(ports)
+        return output_ports(self._capture)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Owner's name -> parameter."""
@@ -160,7 +162,16 @@ class StepModule(nn.Module):
         return (*detached, loss * (weight * scalars[-1]).to(loss.dtype))
 
 
+def output_ports(capture: GraphCapture) -> tuple[Port, ...]:
+    """What a step gives of a captured graph's outputs, in their order; a weight is added if the job gave none."""
+    ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in capture.outputs]
+    if any(p.role is Role.LOSS for p in ports) and not any(p.role is Role.WEIGHT for p in ports):
+        ports.append(Port(Role.WEIGHT, "weight"))
+    return tuple(ports)
+
+
 def _draws(capture: GraphCapture) -> bool:
+    """Whether a captured graph draws random numbers."""
     parts = (part for part in capture.exported.graph_module.modules() if isinstance(part, GraphModule))
     return any(is_random(node) for part in parts for node in part.graph.nodes)
 
@@ -229,9 +240,67 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
             inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
         context = contextlib.nullcontext() if capture.training else torch.no_grad()
-        with context:
-            joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
-    return _flatten(joint, module, graph)
+        with context, _whole_triton_operators():
+            forward = None if capture.training else _trace_forward(capture, module, mode, inputs)
+            if forward is None:
+                forward = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
+    return _flatten(forward, module, graph)
+
+
+def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
+    """Operators that are made of Triton kernels (`torch.library.triton_op`) stay calls by name, as all other custom operators do."""
+    whole: contextlib.AbstractContextManager[None] = torch._functorch.config.patch(decompose_custom_triton_ops=False)
+    return whole
+
+
+def is_functional(module: GraphModule) -> bool:
+    """Whether a captured graph writes to nothing and calls operators that take graphs for autocast and grad mode alone."""
+    return all(
+        node.target in (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
+        or (not node.target._schema.is_mutable if is_overload(node.target) else not is_higher_order(node.target))
+        for part in module.modules()
+        if isinstance(part, GraphModule)
+        for node in part.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def _trace_forward(capture: GraphCapture, module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule | None:
+    """AOT autograd's graph of a functional graph without gradients, in half of its time: nothing in it needs to be made functional, and no
+    first run is needed to see what it writes to.
+
+    Args:
+        capture: the graph.
+        module: of it; its state is fake.
+        mode: of its state and of the inputs.
+        inputs: fake tensors, as `StepModule.input_ports` says.
+
+    Returns:
+        The graph with AOT autograd's descriptions of inputs and outputs. None: it is not functional, or an operator's own decomposition
+        writes to a tensor, or has another effect beside its result.
+    """
+    if not is_functional(capture.exported.graph_module):
+        return None
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    state = {**parameters, **buffers}
+
+    def forward(*flat: Tensor) -> list[Tensor]:
+        return list(torch.func.functional_call(module, dict(zip(state, flat, strict=False)), flat[len(state) :]))
+
+    lazily = _use_lazy_graph_module(True)  # the traced graph is read, never run: no source is written for it
+    with mode, enable_python_dispatcher(), lazily:
+        traced: GraphModule = make_fx(forward, tracing_mode="real")(*state.values(), *inputs)
+    overloads = [node for node in traced.graph.nodes if node.op == "call_function" and is_overload(node.target)]
+    # Attention without dropout counts as seeded, and so as impure.
+    if any(node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target)) for node in overloads):
+        return None
+    places: list[Any] = [ParamAOTInput(target=name) for name in parameters] + [BufferAOTInput(target=name) for name in buffers]
+    places += [PlainAOTInput(idx=index) for index in range(len(inputs))]
+    for node, description in zip((n for n in traced.graph.nodes if n.op == "placeholder"), places, strict=True):
+        node.meta["desc"] = description
+    output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
+    output.meta["desc"] = [PlainAOTOutput(idx=index) for index in range(len(output.args[0]))]
+    return traced
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
@@ -289,11 +358,10 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
             if node.op == "get_attr" and isinstance(getattr(joint, str(node.target)), Tensor):
                 constants[str(node.target)] = getattr(joint, str(node.target))
+    graph.eliminate_dead_code()
     flat = GraphModule(joint, graph)
     for name, tensor in constants.items():
         setattr(flat, name, tensor)
-    flat.graph.eliminate_dead_code()
-    flat.recompile()
     return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
 
 
@@ -369,7 +437,8 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     for node in output.args[0]:
         node.meta["example_value"] = node.meta["val"]
     marked = dict.fromkeys(_CACHEABLE, True)
-    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups):
+    whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), whole:
         artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
     artifact.save(path=str(path), format="binary")
 

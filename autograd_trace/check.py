@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainload.autograd_trace.aot import StepModule, trainable_parameters
+from trainload.autograd_trace.aot import StepModule, output_ports, trainable_parameters
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.distance import noise_floor, relative_distance
 from trainload.capture.errors import CaptureError
 from trainload.capture.parity import tolerance_of
 from trainload.capture.program import GraphCapture, Program
-from trainload.capture.replays import Check, replay_batches
+from trainload.capture.replays import Check, Replayed, replay_batches
 
 _STEP = 3
 
 
-def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What a step must give: outputs and buffers by role and name, and `factor` (0-dim) times each gradient."""
+
+    values: dict[tuple[Role, str], Tensor]
+    gradients: dict[str, Tensor]
+    factor: Tensor
+
+
+def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str, Tensor], known: Sequence[Replayed] = ()) -> None:
     """Runs a batch through the step graph, and through eager autograd with the same stateless random numbers; compares loss, metrics,
     buffers and every gradient. Where the number of rows is dynamic, another number is tried too: a derivative may have baked it in.
 
@@ -27,24 +37,21 @@ def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str,
         name: of the training graph.
         step: its step graph, for the CPU.
         batch: an example, (rows, ...) tensors on the CPU; inputs of other graphs are left alone.
+        known: what autograd gave on the same graph and state before, when it was compared with eager; it is not computed again.
 
     Raises:
         CaptureError: something differs.
     """
     capture = program.graphs[name]
     for each in replay_batches(capture, {i.name: batch[i.name] for i in capture.inputs}, Check.USUAL):
-        _check_batch(program, capture, step, each)
+        _check_batch(program, capture, step, each, next((replayed for replayed in known if replayed.is_of(each)), None))
 
 
-def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> None:
+def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor], known: Replayed | None) -> None:
     rows = next(iter(batch.values())).shape[0]
     scalars = {
         Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(rows), Role.SCALE: torch.tensor(1.0 / rows),
     }  # fmt: skip
-    state = {name: program.state[name].clone() for name in program.state}
-    module = StepModule(
-        capture, state | dict(program.constants), trainable_parameters(program, capture), program.aliases, torch.device("cpu")
-    )
     arguments = []
     for port in step.inputs:
         match port.role:
@@ -68,19 +75,19 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
                 cure="The derivative of an operator of the model has the number of rows of the example in it: write it with other "
                 "operators (x * mask in place of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",
             ) from error
-    *expected, objective = module(*(batch[i.name] for i in capture.inputs), *scalars.values())
-    objective.backward()
-    wanted = {(p.role, p.name): v for p, v in zip(module.output_ports(), expected, strict=True)}
-    wanted |= {(Role.BUFFER, name): value for name, value in module.buffers_by_name().items()}
-    gradients = {name: p.grad for name, p in module.parameters_by_name().items() if p.grad is not None}
-    wanted |= {(Role.GRADIENT, name): value for name, value in gradients.items()}
-    floor = noise_floor(gradients.values())
     found = {(p.role, p.name): v for p, v in zip(step.outputs, results, strict=True)}
+    wanted = _by_autograd(program, capture, batch, scalars) if known is None else _from_replay(program, capture, known, scalars[Role.SCALE])
+    floor = noise_floor(wanted.gradients.values()) * float(wanted.factor.abs())
     tolerance = tolerance_of(capture)
-    for key, reference in wanted.items():
-        if key not in found and key[0] is not Role.GRADIENT:
+    for key in (*wanted.values, *((Role.GRADIENT, name) for name in wanted.gradients)):
+        if key[0] is Role.GRADIENT:
+            gradient = wanted.gradients[key[1]]
+            reference = gradient * wanted.factor.to(gradient.dtype)
+        elif key in found:
+            reference = wanted.values[key].detach()
+        else:
             continue  # a buffer that forward does not write
-        distance = relative_distance(reference.detach(), found.get(key), floor)
+        distance = relative_distance(reference, found.get(key), floor)
         if not distance <= tolerance:
             raise CaptureError(
                 f"the joint graph differs from autograd in the {key[0].value} {key[1]!r} on {rows} rows",
@@ -89,3 +96,29 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
                 got=f"{distance:.2g}" if key in found else "no gradient",
                 cure="This is a fault of trainload or of torch's AOT autograd for an operator of the model, not of the model.",
             )
+
+
+def _by_autograd(program: Program, capture: GraphCapture, batch: Mapping[str, Tensor], scalars: Mapping[Role, Tensor]) -> _Reference:
+    """The captured graph, interpreted with stateless random numbers, and its gradients by backward()."""
+    state = {name: program.state[name] for name in program.state} | dict(program.constants)
+    state |= {buffer.name: state[buffer.name].clone() for buffer in program.buffers}
+    module = StepModule(capture, state, trainable_parameters(program, capture), program.aliases, torch.device("cpu"))
+    *expected, objective = module(*(batch[i.name] for i in capture.inputs), *scalars.values())
+    objective.backward()
+    values = {(p.role, p.name): v for p, v in zip(module.output_ports(), expected, strict=True)}
+    values |= {(Role.BUFFER, name): value for name, value in module.buffers_by_name().items()}
+    gradients = {name: p.grad for name, p in module.parameters_by_name().items() if p.grad is not None}
+    return _Reference(values, gradients, torch.tensor(1.0))
+
+
+def _from_replay(program: Program, capture: GraphCapture, known: Replayed, scale: Tensor) -> _Reference:
+    """The same of what autograd gave before: it drew nothing and left the buffers alone; its gradients are the plain loss's."""
+    outputs, ports = list(known.outputs), output_ports(capture)
+    if len(ports) > len(outputs):
+        outputs.append(torch.tensor(float(next(iter(known.batch.values())).shape[0])))
+    values = {(port.role, port.name): value for port, value in zip(ports, outputs, strict=True)}
+    weight = values[Role.WEIGHT, "weight"].to(torch.float32)
+    values |= {(Role.WEIGHT, "weight"): weight} | {(Role.BUFFER, buffer.name): program.state[buffer.name] for buffer in program.buffers}
+    trainable = trainable_parameters(program, capture)
+    gradients = {name: gradient for name, gradient in known.gradients.items() if gradient is not None and name in trainable}
+    return _Reference(values, gradients, weight * scale)

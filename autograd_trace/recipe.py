@@ -51,7 +51,7 @@ def make_recipe(
             groups=tuple(groups),
             schedules=schedules,
             steps=job.steps,
-            global_batch=job.global_batch or next(iter(leaves_of(job.batch).values())).shape[0],
+            global_batch=job.global_batch or next(iter(leaves_of(job.batch, values=False).values())).shape[0],
             clip_norm=None if several else job.clip_norm,
             clip_value=None if several else job.clip_value,
             ema_decay=None if several else _decay(job.ema),

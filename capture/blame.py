@@ -35,6 +35,7 @@ from trainload.capture.causes import (
     OTHER_SIZE,
     PARAMETER_WRITE,
     SPECIALISED,
+    TENSOR_CLASS,
     VALUES,
     Cause,
     cause_of,
@@ -42,6 +43,7 @@ from trainload.capture.causes import (
 from trainload.capture.errors import CaptureError
 from trainload.capture.finding import Finding, Place
 from trainload.capture.job import Job
+from trainload.capture.kernels import without_kernel
 from trainload.capture.place import chain, place_here, place_of_error, place_of_function
 from trainload.capture.program import GraphCapture
 from trainload.capture.rerun import Answers, Deed, Watched, watch
@@ -58,7 +60,14 @@ _SECONDS = 30.0
 
 
 def capture_error(
-    graph: str, error: Exception, attempt: Attempt, function: nn.Module, batch: dict[str, Tensor], *, training: bool
+    graph: str,
+    error: Exception,
+    attempt: Attempt,
+    function: nn.Module,
+    batch: dict[str, Tensor],
+    *,
+    training: bool,
+    runs: bool = True,
 ) -> CaptureError:
     """The page for an exception of torch.export or of the model's own code: its cause, and whatever else stands in the way.
 
@@ -69,13 +78,15 @@ def capture_error(
         function: what was to be captured. Its model's buffers change.
         batch: what it is given.
         training: whether it is traced with gradients.
+        runs: whether the model can be run to find out more.
     """
     watched = Watched()
     findings = list(_findings(error, watched))
     # What follows runs the model's own code, which may raise anything: the first cause is told all the same.
     with contextlib.suppress(Exception):
-        with torch.set_grad_enabled(training):
-            watched = watch(function, batch)
+        if runs:
+            with torch.set_grad_enabled(training):
+                watched = watch(function, batch)
         findings = list(_unique(_findings(error, watched)))
         findings = list(_unique(_all(error, attempt, watched)))
     first = findings[0]
@@ -113,7 +124,8 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
         batch: what it is given.
     """
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
-        return error
+        failing = without_kernel(function, batch) if error.findings[0].cause == OTHER_SIZE.anchor else None
+        return failing or error
     watched = Watched()
     with contextlib.suppress(Exception):  # as above
         watched = watch(function, batch)
@@ -192,6 +204,7 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
         NUMBER.anchor: lambda: rewrite.number(spot),
         VALUES.anchor: lambda: rewrite.values(spot),
         BREAK.anchor: rewrite.custom_operator,
+        TENSOR_CLASS.anchor: lambda: "y = scaled(x)  # a function of ordinary tensors, in place of a class",
         DATA.anchor: lambda: rewrite.data(spot),
         SPECIALISED.anchor: lambda: rewrite.size(spot, text, name),
         CONSTRAINT.anchor: lambda: rewrite.size(spot, text, name),

@@ -109,6 +109,24 @@ INPUT = Cause(
     (),
     r"Unsupported input type|pytree.*not.*registered|not.*registered.*pytree",
 )
+TENSOR_CLASS = Cause(
+    "tensor-class",
+    "a tensor of a class with behaviour of its own, which a trace does not follow",
+    "Keep ordinary tensors, and write what the class does as a function or a module that forward calls.",
+    (),
+    r"Creating a new Tensor subclass|Unable to cast NotImplemented to Tensor|__torch_dispatch__ handlers returned NotImplemented|"
+    r"'FakeTensor' object has no attribute",
+)
+NO_VALUES = Cause(
+    "tensor-without-values",
+    "a tensor has a shape and no values",
+    "Build the model on a real device; run lazy modules once.",
+)
+OWN_KERNEL = Cause(
+    "own-kernel",
+    "an operator of your own has no kernel for this machine",
+    "Register one that computes the same in torch, for the CPU: the comparison runs there, and the package then trains there too.",
+)
 MODULE = Cause(
     "module-changed-in-forward",
     "forward changes a Python attribute, which a graph would freeze",
@@ -167,11 +185,24 @@ RAISED: tuple[Cause, ...] = (
     NUMBER,
     BRANCH,
     INPUT,
+    TENSOR_CLASS,
     BREAK,
 )
 """Those that show in what torch raises; the first that explains an exception is its cause."""
 
-CAUSES: tuple[Cause, ...] = (*RAISED, MODULE, GLOBAL, PARAMETER_WRITE, INPUT_WRITE, BACKWARD, NO_GRADIENT, OTHER_SIZE, EAGER, DIFFERENCE)
+CAUSES: tuple[Cause, ...] = (
+    *RAISED,
+    NO_VALUES,
+    MODULE,
+    GLOBAL,
+    PARAMETER_WRITE,
+    INPUT_WRITE,
+    BACKWARD,
+    NO_GRADIENT,
+    OTHER_SIZE,
+    EAGER,
+    DIFFERENCE,
+)
 """All of them; each has a section in docs/capture.md."""
 
 

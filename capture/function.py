@@ -44,6 +44,7 @@ class Traced(nn.Module):
         signature: what it returned last.
         watched: what its forward runs in, given the leaves; a trace sets it.
         differentiates: whether it takes gradients itself, so that evaluation needs them too.
+        runs: whether it can be run in eager mode; not without values.
     """
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -54,6 +55,7 @@ class Traced(nn.Module):
         self.signature = Signature()
         self.watched: Around = nothing_around
         self.differentiates = False
+        self.runs = True
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         (example,) = self._batch

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainload.capture.errors import JobError
+from trainload.capture.tensor_classes import check_tensors, has_values
 
 Constant = int | float | str | bool | enum.Enum | None
 """What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""
@@ -21,14 +22,16 @@ LONGEST_NAME = 256
 """Characters of an input's name, dots included."""
 
 
-def leaves_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Tensor]:
     """The tensors of a batch by dotted name ("mask.left", "pair.0"), in sorted order of names.
 
     Args:
         batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of these, to any depth.
+        values: whether the tensors must have values.
 
     Raises:
         JobError: a name cannot be one of an input, an entry is of another type, or there is no tensor.
+        CaptureError: a tensor is of a class with behaviour of its own, not dense, or without values.
     """
     if not batch:
         raise JobError("the example batch is empty", where="Job.batch", cure="Give one real batch, input name -> tensor.")
@@ -51,6 +54,7 @@ def leaves_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             where="Job.batch",
             cure="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
         )
+    check_tensors(("input", name, leaf) for name, leaf in sorted(found.items()) if values or has_values(leaf))
     return dict(sorted(found.items()))
 
 

@@ -17,6 +17,7 @@ from trainload.capture.errors import CaptureError, RequestError
 from trainload.capture.locate import part_company
 from trainload.capture.program import GraphCapture, OutputRole
 from trainload.capture.quiet import ignore_torchs_warnings
+from trainload.capture.replays import Replayed
 from trainload.capture.state import numbers_of
 
 FULL_PRECISION_TOLERANCE = 1e-5
@@ -27,7 +28,11 @@ _SEED = 20_240_229
 
 
 def check_parity(
-    captured: GraphCapture, function: nn.Module, batches: Sequence[dict[str, Tensor]], constants: Mapping[str, Tensor]
+    captured: GraphCapture,
+    function: nn.Module,
+    batches: Sequence[dict[str, Tensor]],
+    constants: Mapping[str, Tensor],
+    kept: list[Replayed] | None = None,
 ) -> set[str]:
     """Compares outputs, gradients and buffers on batches, each under a seed of its own.
 
@@ -36,6 +41,7 @@ def check_parity(
         function: what it was captured from, in the same mode; its model's buffers are changed.
         batches: what `replays.replay_batches` made.
         constants: tensor constants by "graph/name".
+        kept: gets what a training graph gave on each batch, where the batch and the state alone decide it.
 
     Returns:
         Names of the parameters that require a gradient and get none.
@@ -46,7 +52,7 @@ def check_parity(
     missing: set[str] | None = None
     changed: set[str] | None = None
     for seed, batch in enumerate(batches, _SEED):
-        found, counted = _compare(captured, function, batch, constants, seed)
+        found, counted = _compare(captured, function, batch, constants, seed, kept)
         missing = found if missing is None else missing & found
         changed = counted if changed is None else changed & counted
     if changed:
@@ -62,7 +68,12 @@ def check_parity(
 
 
 def _compare(
-    captured: GraphCapture, function: nn.Module, batch: dict[str, Tensor], constants: Mapping[str, Tensor], seed: int
+    captured: GraphCapture,
+    function: nn.Module,
+    batch: dict[str, Tensor],
+    constants: Mapping[str, Tensor],
+    seed: int,
+    kept: list[Replayed] | None,
 ) -> tuple[set[str], set[str]]:
     """Names of the parameters without a gradient, and of the Python numbers that the call changed."""
     model = function.get_submodule("model")
@@ -99,11 +110,13 @@ def _compare(
     arguments = _arguments(captured, batch, {**own, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
     with replaying(training, seed):
+        generator = torch.get_rng_state()
         try:
             got = captured.exported.graph_module(*arguments)
             graph_gradients = _gradients(got, captured, own) if training else {}
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured, rows, "the captured graph", error) from error
+        drew = not torch.equal(generator, torch.get_rng_state())
     _refuse_writes(captured, {n for n, v in constants.items() if v._version != constant_versions[n]}, "a tensor that is no buffer")
 
     tolerance = tolerance_of(captured)
@@ -129,7 +142,13 @@ def _compare(
             raise CaptureError("forward registers a buffer", where=f"buffer {name}", cure="Register it in the constructor.")
         _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, partial("buffer {}".format, name))
     _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where)
+    if kept is not None and training and not drew and all(_same(value, replayed[name]) for name, value in before.items()):
+        kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     return {name for name, gradient in eager_gradients.items() if gradient is None}, counted
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.device.type == "cpu" and first.shape == second.shape and torch.equal(first, second)
 
 
 def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -28,8 +28,8 @@ _LIBRARIES = (
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a source file is the user's or of a library of models: not Python's, torch's, numpy's or trainload's."""
-    if file.startswith(("<", *_LIBRARIES)):
+    """Whether a source file is the user's or of a library of models: not Python's, torch's, numpy's, triton's or trainload's."""
+    if file.startswith(("<", *_LIBRARIES)) or os.path.join("site-packages", "triton", "") in file:
         return False
     return "site-packages" in Path(file).parts or not file.startswith(_STANDARD_LIBRARY)
 

@@ -167,7 +167,8 @@ class Program:
 
     Laws: `graphs` holds, by name, one training graph or more, an evaluation graph for each, and what else was asked for; every graph's
     parameters and buffers are names of `parameters` and `buffers`; `state` holds a tensor for every parameter that is not an alias and
-    for every buffer, and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU.
+    for every buffer, and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU. An abstract program has
+    no state at all.
     """
 
     graphs: Mapping[str, GraphCapture]

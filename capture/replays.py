@@ -1,8 +1,9 @@
-"""The batches on which a captured graph is compared with eager."""
+"""The batches on which a captured graph is compared with eager, and what it gave on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +26,26 @@ class Check(StrEnum):
 
     USUAL = "usual"
     THOROUGH = "thorough"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a captured training graph gave on a batch by autograd, where that is a function of the batch and the program's state alone: no
+    random number was drawn and no buffer was changed.
+
+    batch: leaf name -> tensor. outputs: in the order of `GraphCapture.outputs`. gradients: of the loss, by the parameter's own name; None
+    where the loss does not reach one.
+    """
+
+    batch: Mapping[str, Tensor]
+    outputs: tuple[Tensor, ...]
+    gradients: Mapping[str, Tensor | None]
+
+    def is_of(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether it was this batch."""
+        return self.batch.keys() == batch.keys() and all(
+            tensor.device == batch[name].device and torch.equal(tensor, batch[name]) for name, tensor in self.batch.items()
+        )
 
 
 def replay_batches(captured: GraphCapture, batch: Mapping[str, Tensor], check: Check) -> list[dict[str, Tensor]]:

@@ -11,29 +11,31 @@ from torch import Tensor, nn
 
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.program import BufferSpec, ParameterSpec
+from trainload.capture.tensor_classes import check_tensors, fake_attributes
 
 
 def check_model(model: object) -> nn.Module:
     """The model, if its parameters and buffers can be stored: ordinary tensors with values, no two of which share memory.
 
     Raises:
-        JobError: it is no module, or holds tensors without values (meta, fake, lazy) or of a special class.
-        CaptureError: two parameters are different objects on one memory.
+        JobError: it is no module.
+        CaptureError: it is scripted, or holds tensors without values (meta, fake, lazy) or of a class with behaviour; or two parameters
+            are different objects on one memory.
     """
     if not isinstance(model, nn.Module):
         raise JobError("not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
-    named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in named:
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or type(tensor.data) is not Tensor or tensor.device.type == "meta":
-            raise JobError(
-                "a tensor without values, or of a class that a package cannot hold",
-                where=f"Job.model: {name}",
-                expected="an ordinary tensor on a real device",
-                got=f"{type(tensor.data if isinstance(tensor, nn.Parameter) else tensor).__name__} on {tensor.device}",
-                cure="Initialise the model outside of meta and fake-tensor modes, and run lazy modules once.",
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                "a scripted module, which torch.export does not follow",
+                where=f"Job.model: {path}" if path else "Job.model",
+                expected="a module of Python",
+                got=type(module).__name__,
+                cure="Give the module that was scripted or traced: torch.jit has no use here.",
             )
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise JobError("not a dense tensor", where=f"Job.model: {name}", expected="torch.strided", got=str(tensor.layout))
+    check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
+    check_tensors(("buffer", name, buffer) for name, buffer in model.named_buffers())
+    check_tensors(fake_attributes(model))
     _check_memory([(name, p.detach()) for name, p in model.named_parameters() if p.numel()])
     return model
 
@@ -86,7 +88,7 @@ def state_of(model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: t
     """The tensors of `Program.state`, contiguous. On a CPU they are the model's own memory where that is contiguous, not copies."""
     by_name: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     names = [p.name for p in parameters if p.alias_of is None] + [b.name for b in buffers]
-    return {name: by_name[name].detach().cpu().contiguous() for name in names}
+    return {name: by_name[name].detach().as_subclass(Tensor).cpu().contiguous() for name in names}
 
 
 @contextmanager

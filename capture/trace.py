@@ -17,11 +17,12 @@ from trainload.capture.errors import CaptureError, JobError, RequestError
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
+from trainload.capture.kernels import refuse_wrapped_kernels
 from trainload.capture.parity import check_parity
 from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
-from trainload.capture.replays import Check, replay_batches
+from trainload.capture.replays import Check, Replayed, replay_batches
 from trainload.capture.shapes import Shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
 from trainload.capture.targets import Target, example_of, targets_of
@@ -30,8 +31,13 @@ from trainload.capture.watch import Watch
 _PREFIX = "model."
 
 
-def capture(job: Job, check: Check = Check.USUAL) -> Program:
+def capture(job: Job, check: Check | None = Check.USUAL, kept: dict[str, list[Replayed]] | None = None) -> Program:
     """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
+
+    Args:
+        job: what is captured.
+        check: how much is compared; None: nothing, and the model is not run: the job's tensors have no values. See `abstract.py`.
+        kept: gets, by training graph, what it gave on the batches, for `check_step`.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -48,7 +54,9 @@ def capture(job: Job, check: Check = Check.USUAL) -> Program:
             if target.training:
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
             model.train(target.training)
-            proven = _capture_graph(target, batch, shapes, check)
+            target.function.runs = check is not None
+            given = kept.setdefault(target.name, []) if kept is not None and target.training else None
+            proven = _capture_graph(target, batch, shapes, check, given)
             graphs[target.name] = proven.captured
             constants |= proven.constants
             if target.training:
@@ -100,8 +108,8 @@ def _check_variants(graphs: Iterable[GraphCapture]) -> None:
             )
 
 
-def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check) -> _Proven:
-    """Captures one graph and compares it with eager.
+def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None, kept: list[Replayed] | None) -> _Proven:
+    """Captures one graph and compares it with eager, unless `check` is None.
 
     Raises:
         JobError: the function does not return what a job's must.
@@ -113,9 +121,12 @@ def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, che
     _strip_prefix(exported)
     captured = GraphCapture(name, exported, input_specs(exported, batch), function.signature.outputs)
     constants = _constants(name, exported)
+    if check is None:
+        return _Proven(captured, constants, set())
     with state_kept(function.model):
         try:
-            return _Proven(captured, constants, check_parity(captured, function, replay_batches(captured, batch, check), constants))
+            missing = check_parity(captured, function, replay_batches(captured, batch, check), constants, kept)
+            return _Proven(captured, constants, missing)
         except CaptureError as error:
             raise explained(error, function, batch) from error
 
@@ -145,7 +156,7 @@ def _page(target: Target, error: Exception, batch: dict[str, Tensor], shapes: Sh
     def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
         return _export(target, batch, shapes, inside=inside)
 
-    return capture_error(target.name, error, attempt, target.function, batch, training=target.training)
+    return capture_error(target.name, error, attempt, target.function, batch, training=target.training, runs=target.function.runs)
 
 
 def _export(
@@ -170,6 +181,7 @@ def _export(
         hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
         with torch.set_grad_enabled(training), inside or nullcontext(), _watched(function, hooks if training else {}, around):
             exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
+        refuse_wrapped_kernels(exported.graph_module)
         make_regions(exported, training)
         return exported
 

@@ -23,7 +23,10 @@ from trainload.capture.ctc import ctc_loss
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
+from trainload.capture.kernels import no_raw_kernels
 from trainload.capture.module_hooks import Change, module_hooks
+from trainload.capture.place import place_here
+from trainload.capture.tensor_classes import refuse_arguments
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]
@@ -47,7 +50,7 @@ class Watch:
             parameters: name -> hooks that its gradient passes through.
         """
         with contextlib.ExitStack() as stack:
-            mode = stack.enter_context(_Functions(self))
+            mode = stack.enter_context(_Functions(self, model))
             stack.enter_context(_replaced(torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__)))
             stack.enter_context(_replaced(torch.autocast, "__exit__", self._autocast_exit(torch.autocast.__exit__)))
             hooks = torch.autograd.graph.saved_tensors_hooks
@@ -60,6 +63,7 @@ class Watch:
             for function, value in transforms(self).items():
                 stack.enter_context(_renamed(function, value))
             stack.enter_context(module_hooks(self, model))
+            stack.enter_context(no_raw_kernels())
             for name, found in parameters.items():
                 for hook in found:
                     self.hook(model.get_parameter(name), hook)
@@ -194,13 +198,15 @@ def _buffers_written(model: nn.Module) -> Iterator[None]:
 class _Functions(TorchFunctionMode):
     """Sees every function of torch that the model calls."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, model: nn.Module) -> None:
         super().__init__()
         self._watch = watch
+        self._model = model
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        refuse_arguments(func, (*args, *kwargs.values()), self._model, place_here)
         if name == "_set_grad_enabled" and not self._watch.quiet:
             marks.GRAD_MODE(args[0])
         elif func is Tensor.register_hook:

@@ -104,7 +104,7 @@ class RankState:
             ]
 
     def _load_constants(self) -> None:
-        self.constants = {name: value.to(self._device) for name, value in self._package.program().constants.items()}
+        self.constants = {name: value.to(self._device) for name, value in self._package.constants.items()}
 
     def _stored_interval(self, bucket: Bucket) -> tuple[int, int]:
         return share(bucket.length, self._rank, self._plan.world_size) if self._plan.strategy == "zero3" else (0, bucket.length)

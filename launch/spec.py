@@ -39,6 +39,8 @@ class RunSpec(BaseModel):
     weights: Weights = "mean"
     """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""
     max_failures: int = Field(default=3, ge=0)
+    libraries: dict[str, str | None] = Field(default_factory=dict)
+    """Namespaces of other libraries' operators that the package may call, and what every worker imports for them."""
 
 
 def default_cache_dir() -> Path:

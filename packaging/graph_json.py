@@ -8,24 +8,26 @@ document that `validate.validate_graph` has not passed.
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch._export.serde import schema as serde
 from torch._export.serde.serialize import (
-    EnumEncoder,
     GraphModuleDeserializer,
     GraphModuleSerializer,
     SerializeError,
-    _dataclass_to_dict,
     _dict_to_dataclass,
     _int_to_sympy_int,
     serialize_range_constraints,
 )
+from torch._export.serde.union import _Union
 from torch._export.verifier import SpecViolationError, load_verifier
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
@@ -265,9 +267,7 @@ def _to_json(
 ) -> GraphJson:
     with _refused(where), _serialisable_values(module), quiet_torch():
         serialised = GraphModuleSerializer(signature, list(calls)).serialize(module)
-        found = {"graph_module": serialised, "range_constraints": serialize_range_constraints(dict(ranges))}
-        plain = _dataclass_to_dict(found)  # type: ignore[no-untyped-call]
-        document = json.loads(json.dumps(plain, cls=EnumEncoder, allow_nan=False))
+        document = _plain({"graph_module": serialised, "range_constraints": serialize_range_constraints(dict(ranges))})
     graph_module = document["graph_module"]
     notes: dict[str, Any] = {}
     _strip_graph(graph_module["graph"], "", notes, where)
@@ -278,6 +278,25 @@ def _to_json(
     kept = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
     debug = {"nodes": notes, "guards": guards, "torch": torch.__version__, "schema": list(serde.SCHEMA_VERSION)}
     return GraphJson({"graph_module": kept, "range_constraints": document["range_constraints"]}, debug)
+
+
+def _plain(value: Any) -> Any:
+    """A record of torch's schema as JSON values, each object and list a new one. torch's own way there goes over every field's description
+    and through text.
+    """
+    if isinstance(value, _Union):
+        return {str(value.type): _plain(value.value)}
+    if is_dataclass(value):
+        return {name: _plain(entry) for name, entry in vars(value).items()}
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from trainload.packaging.guards import GuardEntry, InputName, Record, Size, chec
 FORMAT_VERSION = 1
 """History: 1 (2026-11-21) the first."""
 FEATURES: Mapping[str, str] = {
+    "abstract": "the package has shapes and no weights, and cannot be trained: `abstract` says what was proven",
     "custom-ops": "graphs call operators of other libraries, named in `op_libraries`; a reader must be told that it may run them",
     "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
     "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
@@ -201,13 +202,29 @@ class PassEntry(Record):
     preserving: bool
 
 
+class AbstractEntry(Record):
+    """What was proven of a package without weights.
+
+    Attributes:
+        reduced_parameters: elements of the parameters of the job that was compared with eager in its place.
+        reduced_program: the sha256 of the canonical JSON of that job's captured graphs, name -> graph file.
+        structure: the sha256 that the structures of both have.
+        check: how the reduced job was compared.
+    """
+
+    reduced_parameters: Size
+    reduced_program: Sha256
+    structure: Sha256
+    check: Literal["usual", "thorough"]
+
+
 class Manifest(Record):
     """manifest.json.
 
     Laws: `from_bytes(m.to_bytes(), w) == m`, and `to_bytes` of what `from_bytes` returns is what it was given.
     """
 
-    later: ClassVar[frozenset[str]] = frozenset({"variants"})
+    later: ClassVar[frozenset[str]] = frozenset({"abstract", "variants"})
 
     format_version: Literal[1] = 1
     features: tuple[str, ...]
@@ -228,6 +245,8 @@ class Manifest(Record):
     """What was done to the graphs since they were captured, in order."""
     parent: Sha256 | None
     files: dict[SafePath, FileEntry]
+    abstract: AbstractEntry | None = None
+    """Where there are no weights."""
 
     def to_bytes(self) -> bytes:
         """The file: canonical JSON of the fields and of `checksum`, the sha256 of the same without `checksum`."""
@@ -348,7 +367,8 @@ class Manifest(Record):
             if name != graph_name(graph_of(name), modes[name], variant_of(name)):
                 raise PackageError("a graph has a name that no job gives", where=where, got=name)
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
-        for path in (*self.graph_files(), INDEX, CHUNKS):
+        _check_abstract(self, where)
+        for path in (*self.graph_files(), *(() if self.abstract is not None else (INDEX, CHUNKS))):
             if path not in self.files:
                 raise PackageError("a file that the manifest needs is not in its list of files", where=where, got=path)
         folded: dict[str, str] = {}
@@ -427,6 +447,19 @@ def _check_version(raw: dict[str, Any], where: str) -> None:
                 got=feature[:80],
                 cure="Update trainload.",
             )
+
+
+def _check_abstract(manifest: Manifest, where: str) -> None:
+    """A package has weights, or says that it is abstract and has none."""
+    if ("abstract" in manifest.features) != (manifest.abstract is not None):
+        raise PackageError(
+            "the feature abstract and the field of that name are not there together",
+            where=where,
+            got=", ".join(manifest.features) if manifest.abstract is None else "a field without its feature",
+        )
+    weights = sorted(path for path in manifest.files if path.startswith("weights/"))
+    if manifest.abstract is not None and weights:
+        raise PackageError("a package that says it is abstract has weights", where=where, got=", ".join(weights[:5]))
 
 
 def _unique(names: Iterable[str], what: str, where: str) -> None:

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.capture.program import MAIN, GraphCapture, Program, variant_of
+from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
 from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
@@ -67,7 +67,9 @@ class Package:
 
         Raises:
             IntegrityError: the index or the list of chunks is damaged.
+            PackageError: the package is abstract.
         """
+        demand_weights(self)
         return WeightReader(self.path, self.manifest)
 
     def program(self) -> Program:
@@ -82,31 +84,45 @@ class Package:
         """
         state = self._state(meta=True)
         constants = self._constants()
-        graphs: dict[str, GraphCapture] = {}
-        for name, entry in self.manifest.graphs.items():
-            inputs, outputs = graph_specs(entry)
-            guard = graph_guard(entry) if entry.guard is not None else None
-            graphs[name] = GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard)
-        own = {name: tensor for name, tensor in constants.items() if name.split("/")[0] in graphs}
+        graphs = {name: self._captured(name, state, constants) for name in self.manifest.graphs}
         return Program(
             graphs=graphs,
-            parameters=tuple(parameter_spec(entry) for entry in self.manifest.parameters),
+            parameters=self.parameters,
             buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
-            state=LazyState(self.weights),
-            constants=own,
+            state={} if self.manifest.abstract is not None else LazyState(self.weights),
+            constants=self._of_graphs(constants),
             variants=self.manifest.variants,
         )
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """What `Program.parameters` is."""
+        return tuple(parameter_spec(entry) for entry in self.manifest.parameters)
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What `Program.constants` is.
+
+        Raises:
+            IntegrityError: the file is damaged.
+        """
+        return self._of_graphs(self._constants())
+
+    def captured(self, name: str) -> GraphCapture:
+        """Load one graph of `program`, without the others.
+
+        Raises:
+            PackageError: there is none of this name; otherwise as `program`.
+        """
+        return self._captured(name, self._state(meta=True), self._constants())
 
     def graph(self, name: str) -> ExportedProgram:
         """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
 
         Raises:
-            PackageError: there is none of this name; otherwise as `program`.
+            PackageError: there is none of this name, or the package is abstract; otherwise as `program`.
         """
-        entry = self.manifest.graphs.get(name)
-        if entry is None:
-            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
-        return self._graph(entry.file, name, self._state(meta=False), self._constants())
+        return self._captured(name, self._state(meta=False), self._constants()).exported
 
     def dispatcher(self, graph: str = MAIN) -> Dispatcher:
         """What picks the variant of a graph for a batch.
@@ -175,6 +191,17 @@ class Package:
             raise StorageError("the package has no such asset", where=path)
         return read_checked(self.path, path, self.manifest.files[path])
 
+    def _of_graphs(self, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in constants.items() if name.split("/")[0] in self.manifest.graphs}
+
+    def _captured(self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> GraphCapture:
+        entry = self.manifest.graphs.get(name)
+        if entry is None:
+            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
+        inputs, outputs = graph_specs(entry)
+        guard = graph_guard(entry) if entry.guard is not None else None
+        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard)
+
     def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
         document = parse_canonical(read_checked(self.path, file, self.manifest.files[file]), file)
         check_graph(self.manifest, document, file, self.namespaces)
@@ -202,6 +229,20 @@ class Package:
             return {}
         data = read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS])
         return read_tensors(data, CONSTANTS, tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in entries))
+
+
+def demand_weights(package: Package) -> None:
+    """Demands a package that can be trained.
+
+    Raises:
+        PackageError: it is abstract.
+    """
+    if package.manifest.abstract is not None:
+        raise PackageError(
+            "this package is abstract: it has shapes and no weights, so it can be shown and planned, and cannot be run",
+            where=str(package.path),
+            cure="Freeze the job with its weights, where they fit: trainload freeze without --abstract.",
+        )
 
 
 def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:

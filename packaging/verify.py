@@ -101,6 +101,8 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
             )
         except PackageError as error:
             problems.append(Problem(file, str(error)))
+    if manifest.abstract is not None:
+        return problems
     try:
         reader = WeightReader(path, manifest)
         for name in reader.names():

@@ -25,6 +25,7 @@ from trainload.packaging.manifest import (
     MANIFEST,
     MEDIA_TYPES,
     OUTSIDE,
+    AbstractEntry,
     ConstantEntry,
     FileEntry,
     Manifest,
@@ -57,6 +58,7 @@ def write_package(
     parent: str | None = None,
     debug: Mapping[str, object] = _NOTHING,
     max_shard: int = MAX_SHARD,
+    abstract: AbstractEntry | None = None,
 ) -> Package:
     """Write a package; it appears at `path` whole, or not at all.
 
@@ -69,6 +71,7 @@ def write_package(
         parent: digest of the package that this one was made from.
         debug: name -> JSON value of further files in debug/, outside the digest.
         max_shard: bytes of tensors in one file of weights.
+        abstract: of a program without state: what was proven of it. No weights are written.
 
     Law: the same arguments (`debug` aside) give the same digest, whatever the machine, folder and process.
 
@@ -86,7 +89,10 @@ def write_package(
         for name, source in assets.items():
             _copy_asset(root, name, Path(source))
         bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, (), parent)
-        write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
+        if abstract is not None:
+            bare = bare.model_copy(update={"features": tuple(sorted({*bare.features, "abstract"})), "abstract": abstract})
+        else:
+            write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
         _finish(root, bare)
         graphs.check(root)
         write_debug(root, {**debug, **graphs.debug({})})
@@ -99,15 +105,16 @@ class _Graphs:
     def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
         exported = _exported(program, updates)
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
+        self._bytes = {name: canonical_json(graph.document) for name, graph in self._written.items()}
         # Read back from its bytes: what is validated here is what will be read.
-        self._documents = {name: parse_canonical(canonical_json(graph.document), name) for name, graph in self._written.items()}
+        self._documents = {name: parse_canonical(data, name) for name, data in self._bytes.items()}
         used = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values()))
         self.namespaces = used - BUILT_IN_NAMESPACES
         self.facts = [validate_graph(document, f"graphs/{name}.json", self.namespaces) for name, document in self._documents.items()]
 
     def write(self, root: Path) -> None:
-        for name, document in self._documents.items():
-            write_bytes(root / f"graphs/{name}.json", canonical_json(document))
+        for name, data in self._bytes.items():
+            write_bytes(root / f"graphs/{name}.json", data)
 
     def check(self, root: Path) -> None:
         """Demand that the graphs are those of the manifest that was written."""

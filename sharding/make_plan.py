@@ -51,7 +51,7 @@ def make_plan(
     _check_batch(package, rows, world, accumulate)
     manifest = package.manifest
     groups_of = _groups_of(package)
-    owners = [p for p in package.program().parameters if p.alias_of is None]
+    owners = [p for p in package.parameters if p.alias_of is None]
     if strategy is None:
         everything = sum(
             math.prod(p.shape) * item_bytes(p.dtype) * (2 + 2 * len(groups_of[p.name]) if p.name in groups_of else 1) for p in owners
@@ -67,9 +67,7 @@ def make_plan(
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
         raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
-    graphs = package.program().graphs.values()
-    used = sorted((g for g in graphs if g.training), key=lambda g: g.graph != package.recipe.main)
-    order = [name for graph in used for name in parameter_order(graph)]
+    order = [name for graph in manifest.training_graphs() for name in parameter_order(package.captured(graph))]
     aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
     whole = {u.group for u in manifest.updates if not u.elementwise}
     uses = list(dict.fromkeys(aliases.get(n) or n for n in order))

@@ -6,34 +6,30 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Required, TypedDict, Unpack
 
 import torch
 
-from trainload.autograd_trace.aot import derive
-from trainload.autograd_trace.check import check_step
-from trainload.autograd_trace.guards import with_guards
-from trainload.autograd_trace.replays import check_replays
-from trainload.autograd_trace.update import capture_optimizer
-from trainload.capture.errors import ClusterError, DataError, StorageError
+from trainload.abstract import freeze_abstract
+from trainload.capture.errors import ClusterError, DataError, JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
-from trainload.capture.replays import Check, replay_batches
+from trainload.capture.replays import Check
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
-from trainload.capture.synthesise import with_quantiles
-from trainload.capture.targets import example_of, targets_of
-from trainload.capture.trace import capture
 from trainload.launch.build import build_key, derived_key, device_of
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
+from trainload.launch.libraries import Libraries, absolute, open_with
 from trainload.launch.result import RunResult, finish
 from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.derived import write_derived
-from trainload.packaging.read import Package, open_package
+from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.write import write_package
+from trainload.proving import prove
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.make_plan import check_plan, kept_per_element, make_plan, state_counts
 from trainload.sharding.plan import Cluster, Plan, Strategy
@@ -50,6 +46,8 @@ def freeze(
     check: Check | Literal["usual", "thorough"] = Check.USUAL,
     apply_suggested_fixes: bool = False,
     on_fix: Callable[[AppliedFix], None] | None = None,
+    abstract: bool = False,
+    reduced: Job | None = None,
 ) -> Package:
     """Captures a job, proves the graphs equal to eager, and writes the package.
 
@@ -64,6 +62,8 @@ def freeze(
         apply_suggested_fixes: where torch refuses the sizes that `Job.dynamic` declares, declare what it suggests instead. What was
             changed is recorded in debug/batch.json.
         on_fix: told each change.
+        abstract: the model has no values (it is on the meta device, say): shapes alone are frozen, for planning. See docs/abstract.md.
+        reduced: for an abstract package, a job of the same code with smaller sizes, which is compared with eager in its place.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -75,28 +75,21 @@ def freeze(
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+    if abstract or reduced is not None:
+        if not abstract or apply_suggested_fixes:
+            raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
+        return freeze_abstract(job, path, reduced, check)
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
     for fix in fixes:
         if on_fix is not None:
             on_fix(fix)
-    program = capture(declared, check)
-    targets = targets_of(declared)
-    examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(declared, t)[0].items()} for t in targets}
-    program = with_guards(with_quantiles(program, examples), targets, examples)
-    check_replays(declared, program)
-    recipe, updates = capture_optimizer(declared, program)
-    steps = {graph: derive(program, graph, torch.device("cpu")) for graph in program.graphs}  # all of them, before anything is written
-    trained = [name for name, graph in program.graphs.items() if graph.training]
-    for name in trained:
-        example = examples[name]
-        for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
-            check_step(program, name, steps[name], batch)
+    proven = prove(declared, check)
     assets = {name: Path(source) for name, source in job.assets.items()}
     debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value}}
-    package = write_package(path, program, updates, recipe, assets=assets, debug=debug)
+    package = write_package(path, proven.program, proven.updates, proven.recipe, assets=assets, debug=debug)
     try:
-        for name in trained:
-            write_derived(package, derived_key(name, torch.device("cpu")), steps[name])
+        for name, step in proven.training_steps().items():
+            write_derived(package, derived_key(name, torch.device("cpu")), step)
     except StorageError:
         shutil.rmtree(path)
         raise
@@ -114,9 +107,15 @@ def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
     }
 
 
-def open(path: str | Path) -> Package:
-    """Opens a package; see `trainload.packaging.read.open_package`."""
-    return open_package(Path(path))
+def open(path: str | Path, *, libraries: Libraries = MappingProxyType({})) -> Package:
+    """Opens a package; see `trainload.packaging.read.open_package`.
+
+    Args:
+        path: its folder.
+        libraries: namespaces of other libraries' operators that it may call -> the module or Python file that registers them, which is
+            imported; None: they are registered already. Name only what you trust.
+    """
+    return open_with(Path(path), libraries)
 
 
 plan = make_plan
@@ -138,6 +137,7 @@ class RunOptions(TypedDict, total=False):
     max_failures: how often workers are restarted from the last checkpoint before the run is given up; 3.
     backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
     address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
+    libraries: as for `open`; every worker imports them.
     """
 
     run_dir: Required[str | Path]
@@ -153,6 +153,7 @@ class RunOptions(TypedDict, total=False):
     max_failures: int
     backend: Backend
     address: str | None
+    libraries: Libraries
 
 
 def launch(
@@ -207,7 +208,7 @@ def resume(
     """
     folder = Path(run_dir).absolute()
     spec = read_spec(folder)
-    package = open_package(Path(spec.package))
+    package = open_with(Path(spec.package), spec.libraries)
     if workers is not None or strategy is not None:
         world = workers or spec.plan.world_size
         cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
@@ -273,7 +274,7 @@ def _ignore(event: Event) -> None:
 
 
 def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -> RunSpec:
-    def absolute(path: str | Path | None) -> str | None:
+    def whole(path: str | Path | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
     return RunSpec(
@@ -282,20 +283,22 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         data=str(Path(data).absolute()),
         run_dir=str(Path(options["run_dir"]).absolute()),
         steps=options.get("steps") or package.recipe.steps,
-        eval_data=absolute(options.get("eval_data")),
+        eval_data=whole(options.get("eval_data")),
         eval_every=options.get("eval_every"),
         eval_batches=options.get("eval_batches"),
         checkpoint_every=options.get("checkpoint_every"),
         keep=options.get("keep", 2),
-        output=absolute(options.get("output")),
+        output=whole(options.get("output")),
         weights=options.get("weights", "mean"),
         compile=options.get("compile", True),
         max_failures=options.get("max_failures", 3),
+        libraries={**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
     )
 
 
 def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
+    demand_weights(package)
     check_plan(spec.plan, package)
     count = spec.plan.rows_per_call
     rows = check_run_data(spec.data, package, count)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s")
-def commands() -> None:
+@click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="Import MODULE; let packages call its operators.")
+def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libraries
     """Freeze a PyTorch training job; choose the parallelism at launch.
 
     \b
@@ -49,8 +50,19 @@ def commands() -> None:
 @click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="Compare on more sizes and seeds.")
 @click.option("--explain-shapes", is_flag=True, help="First print what each dim may be, and why.")
 @click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
+@click.option("--abstract", is_flag=True, help="The model has no weights: shapes, to plan with.")
+@click.option("--reduced", metavar="SPEC", help="With --abstract: a smaller job, compared instead.")
 @json_option
-def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_suggested_fixes: bool, as_json: bool) -> None:
+def freeze(
+    spec: str,
+    output: Path,
+    check: str,
+    explain_shapes: bool,
+    apply_suggested_fixes: bool,
+    abstract: bool,
+    reduced: str | None,
+    as_json: bool,
+) -> None:
     """Write the package of the job that SPEC names.
 
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
@@ -60,6 +72,10 @@ def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_sugg
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+    if abstract and (explain_shapes or apply_suggested_fixes):
+        raise click.UsageError("--abstract goes without --explain-shapes and --apply-suggested-fixes: use them on the reduced job.")
+    if reduced is not None and not abstract:
+        raise click.UsageError("--reduced goes with --abstract.")
     demand_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job
@@ -69,6 +85,7 @@ def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_sugg
         from trainload import api
         from trainload.capture.replays import Check
 
+        small = load_job(reduced) if reduced is not None else None
         shapes = {name: api.explain_shapes(job, name) for name in _trained(job)} if explain_shapes else {}
     if not as_json:
         for name, report in shapes.items():
@@ -77,7 +94,15 @@ def freeze(spec: str, output: Path, check: str, explain_shapes: bool, apply_sugg
             view.print_shapes(_out(), report)
     fixes: list[Any] = []
     with redirect_stdout(sys.stderr):
-        package = api.freeze(job, output, check=Check(check), apply_suggested_fixes=apply_suggested_fixes, on_fix=fixes.append)
+        package = api.freeze(
+            job,
+            output,
+            check=Check(check),
+            apply_suggested_fixes=apply_suggested_fixes,
+            on_fix=fixes.append,
+            abstract=abstract,
+            reduced=small,
+        )
     seconds = time.perf_counter() - began
     if as_json:
         explained = {"shapes": shapes} if explain_shapes else {}

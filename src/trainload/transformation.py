@@ -36,7 +36,7 @@ from trainload.packaging.canonical import sha256_file
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph
 from trainload.packaging.manifest import PassEntry
-from trainload.packaging.read import Package
+from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.source_map import restore_traces
 from trainload.packaging.write import with_graphs
 from trainload.passes import GRAPH, Pass
@@ -82,9 +82,13 @@ class Transformation:
         package: whose graphs they are.
         data: rows to compare on, Parquet, npz or a mixture, as a run takes them. None, and for variants that it has no rows of: batches
             made up from the example's quantiles.
+
+    Raises:
+        PackageError: the package is abstract, so nothing can be compared.
     """
 
     def __init__(self, package: Package, data: str | Path | None = None) -> None:
+        demand_weights(package)
         self.package = package
         self.program = package.program()
         for name, capture in self.program.graphs.items():

@@ -368,6 +368,15 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("refused::elsewhere", mutates_args=(), device_types="cuda")
+def elsewhere(x: Tensor) -> Tensor:
+    return x * 2
+
+
+elsewhere.register_fake(torch.empty_like)
+elsewhere.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
 class Tagged(Tensor):
     """A subclass."""
 
@@ -392,7 +401,13 @@ def an_operator_without_a_derivative(_: Any, x: Tensor) -> Any:
     return constant(x)
 
 
-@refused("unsupported-construct", "torch.library.custom_op")
+@refused("own-kernel", '@torch.library.register_kernel("refused::elsewhere", "cpu")')
+def an_operator_without_a_kernel_here(_: Any, x: Tensor) -> Any:
+    # -> elsewhere(x)
+    return elsewhere(x)
+
+
+@refused("tensor-class", "a function of ordinary tensors")
 def a_subclass(_: Any, x: Tensor) -> Any:
     # -> x.as_subclass(Tagged)
     return x.as_subclass(Tagged).tanh()

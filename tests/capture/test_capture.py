@@ -205,7 +205,16 @@ def test_two_parameters_on_one_memory_are_refused() -> None:
 def test_a_model_without_values_is_refused() -> None:
     with torch.device("meta"):
         model = Model()
-    with pytest.raises(JobError, match=r"first\.weight"):
+    with pytest.raises(CaptureError, match=r"first\.weight"):
+        capture(job(model))
+
+
+def test_a_scripted_part_is_refused_by_name() -> None:
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.add_module("first", torch.jit.script(nn.Linear(8, 8)))
+    with pytest.raises(CaptureError, match=r"Job\.model: first: a scripted module"):
         capture(job(model))
 
 

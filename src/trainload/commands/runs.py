@@ -155,6 +155,7 @@ def launch(
         "address": address,
         "compile": not no_compile,
         "max_failures": max_failures,
+        "libraries": shared.libraries(),
     }
     from trainload import api
 

@@ -30,7 +30,19 @@ def open_package(path: Path) -> Package:
     demand_supported_torch()
     from trainload import api
 
-    return api.open(path)
+    return api.open(path, libraries=libraries())
+
+
+def libraries() -> dict[str, str | None]:
+    """What the program's --library options name: namespace -> module or file, None where it is only allowed."""
+    named: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
+    found: dict[str, str | None] = {}
+    for text in named:
+        namespace, _, location = text.partition("=")
+        if not namespace.isidentifier():
+            raise click.UsageError(f"--library {text}: give NAMESPACE=MODULE, where MODULE may be a .py file.")
+        found[namespace] = location or None
+    return found
 
 
 def write_text(path: Path, text: str) -> None:

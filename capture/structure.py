@@ -1,0 +1,238 @@
+"""What two programs of the same code have in common where only sizes and the number of repeated layers differ.
+
+A graph is read as calls of modules within modules. Each call is a list of events in their order. An event is an operator, with the rank
+and dtype of what it gives, where its arguments come from (a parameter, an operator of a module), and those of them that are no numbers,
+or that name dims; or it is the call of a module. Numbers in module paths are left out (`layers.17` is `layers.*`), and where a stretch of
+events that calls such a module comes twice in a row, once is enough. So three layers and eighty have one structure if every one of the
+eighty is like one of the three, in the same order of kinds. A first layer is of a kind of its own: its input comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+
+from trainload.capture.operators import is_overload
+from trainload.capture.program import GraphCapture, Program
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NOT_SIZES = ("dim", "reduction")
+"""Beginnings of the names of arguments whose integers are no sizes."""
+
+
+def pattern(name: str) -> str:
+    """A dotted name without the numbers among its parts: "layers.17.weight" -> "layers.*.weight"."""
+    return _NUMBER.sub("*", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two structures part: in which graph's module (or in what else), and what each has there."""
+
+    where: str
+    abstract: str
+    reduced: str
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a module; `events` are texts and calls."""
+
+    path: str
+    events: list[str | _Call] = field(default_factory=list)
+    digest: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{pattern(self.path)} {self.digest}"
+
+
+def structure_of(program: Program) -> str:
+    """The sha256 of a program's structure, in hex: of its graphs, and of the names, ranks and dtypes of its state and inputs."""
+    text = json.dumps([_declared(program), {name: _tree(graph).digest for name, graph in sorted(program.graphs.items())}], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def difference(abstract: Program, reduced: Program) -> Difference | None:
+    """Where the structures of two programs part; None where they are one."""
+    ours, theirs = _declared(abstract), _declared(reduced)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            return Difference(name, ours.get(name, "none"), theirs.get(name, "none"))
+    for name, graph in sorted(abstract.graphs.items()):
+        found = _parting(_tree(graph), _tree(reduced.graphs[name]))
+        if found is not None:
+            return Difference(f"the {name} graph, {found.where}", found.abstract, found.reduced)
+    return None
+
+
+def _declared(program: Program) -> dict[str, str]:
+    """What a program says of itself beside its nodes: text by what it is about."""
+    found: dict[str, set[str]] = {}
+    for p in program.parameters:
+        alias = "" if p.alias_of is None else f", tied to {pattern(p.alias_of)}"
+        trained = "trained" if p.trainable else "not trained"
+        found.setdefault(f"parameter {pattern(p.name)}", set()).add(f"{p.dtype} of {len(p.shape)} dims, {trained}{alias}")
+    for b in program.buffers:
+        kept = "persistent" if b.persistent else "not persistent"
+        found.setdefault(f"buffer {pattern(b.name)}", set()).add(f"{b.dtype} of {len(b.shape)} dims, {kept}")
+    for name, graph in program.graphs.items():
+        found[f"graph {name}"] = {"captured"}
+        for i in graph.inputs:
+            dims = ", ".join("dynamic" if isinstance(size, str) else "fixed" for size in i.shape)
+            found[f"input {i.name} of {name}"] = {f"{i.dtype} of dims [{dims}]"}
+        found[f"outputs of {name}"] = {", ".join(f"{o.role.value} {o.name}" for o in graph.outputs)}
+    return {name: "; ".join(sorted(texts)) for name, texts in found.items()}
+
+
+def _tree(graph: GraphCapture) -> _Call:
+    """A graph as calls of modules within modules, repetition left out."""
+    root = _Call("")
+    placeholders = [node for node in graph.exported.graph.nodes if node.op == "placeholder"]
+    names = {
+        node: f"input {node.name}" if spec.kind is InputKind.USER_INPUT else "constant" if spec.target is None else pattern(spec.target)
+        for node, spec in zip(placeholders, graph.exported.graph_signature.input_specs, strict=True)
+    }
+    _fill(root, graph.exported.graph_module, names)
+    _close(root)
+    return root
+
+
+def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
+    """Adds a graph's calls to `root`. `names`: what its inputs are; every node that is passed gets one: its module and its operator."""
+    open_calls: list[tuple[str, _Call]] = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            names.setdefault(node, f"operand {len(names)}")
+        if node.op != "call_function":
+            continue
+        stack = [(key, str(path)) for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if path and path != key]
+        same = 0
+        while same < min(len(stack), len(open_calls)) and open_calls[same][0] == stack[same][0]:
+            same += 1
+        del open_calls[same:]
+        for key, path in stack[same:]:
+            call = _Call(path.removeprefix("model").removeprefix("."))  # the model is a part of what is traced
+            (open_calls[-1][1] if open_calls else root).events.append(call)
+            open_calls.append((key, call))
+        here = open_calls[-1][1] if open_calls else root
+        here.events.extend(_of_node(node, module, names))
+        names[node] = f"{pattern(here.path)}:{node.target}"
+
+
+def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iterator[str | _Call]:
+    """An operator, then the graphs that it takes."""
+    schema = node.target._schema.arguments if is_overload(node.target) else ()
+    called = [*(argument.name for argument in schema), *[""] * len(node.args)]
+    given = [_argument(a, names, name) for a, name in zip(node.args, called, strict=False)]
+    given += [f"{name}={_argument(a, names, name)}" for name, a in sorted(node.kwargs.items())]
+    yield f"{node.target}({', '.join(given)}) -> {_value(node.meta.get('val'))}"
+    for source in node.all_input_nodes:
+        body = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            call = _Call(f"<a graph of {getattr(node.target, '__name__', node.target)}>")
+            _fill(call, body, {})
+            yield call
+
+
+def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:
+    """An argument, as far as it is no size: where it comes from. Numbers that are not of dims are left out: they may follow from sizes."""
+    if called.startswith(_NOT_SIZES) and isinstance(value, int | list | tuple):
+        return str(value)
+    if isinstance(value, Node):
+        return names.get(value, "a graph or a constant")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(sorted({_argument(v, names) for v in value}))}]"
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
+        return "number"
+    return str(value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of {value.ndim} dims"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_value(v) for v in value)})"
+    return "number" if value is not None else "nothing"
+
+
+def _close(call: _Call) -> None:
+    """Leaves repetition out, innermost calls first, and sets the digests."""
+    for event in call.events:
+        if isinstance(event, _Call):
+            _close(event)
+    call.events = _once(call.events)
+    labels = [event.label if isinstance(event, _Call) else event for event in call.events]
+    call.digest = hashlib.sha256("\n".join(labels).encode()).hexdigest()
+
+
+def _once(events: list[str | _Call]) -> list[str | _Call]:
+    """The events, less every stretch that repeats the one before it and calls a module with a number in its path."""
+    labels = [event.label if isinstance(event, _Call) else event for event in events]
+    numbered = [isinstance(event, _Call) and pattern(event.path) != event.path for event in events]
+    kept = list(range(len(events)))
+    length = 1
+    while any(numbered) and length <= len(kept) // 2:
+        shorter: list[int] = []
+        for at in kept:
+            shorter.append(at)
+            last, before = shorter[-length:], shorter[-2 * length : -length]
+            if (
+                len(before) == length
+                and labels[at] == labels[before[-1]]
+                and any(numbered[i] for i in last)
+                and all(labels[i] == labels[j] for i, j in zip(last, before, strict=True))
+            ):
+                del shorter[-length:]
+        length = 1 if len(shorter) < len(kept) else length + 1
+        kept = shorter
+    return [events[i] for i in kept]
+
+
+def _parting(ours: _Call, theirs: _Call) -> Difference | None:
+    """The innermost place where two calls part."""
+    if ours.digest == theirs.digest:
+        return None
+    for ours_event, theirs_event in zip(ours.events, theirs.events, strict=False):
+        if isinstance(ours_event, _Call) and isinstance(theirs_event, _Call) and pattern(ours_event.path) == pattern(theirs_event.path):
+            found = _parting(ours_event, theirs_event)
+            if found is not None:
+                return found
+        elif isinstance(ours_event, _Call) or isinstance(theirs_event, _Call) or ours_event != theirs_event:
+            return Difference(_where(ours), _told(ours_event), _told(theirs_event))
+    rest = len(theirs.events), len(ours.events)
+    longer = ours.events[rest[0]] if rest[0] < rest[1] else None
+    missing = theirs.events[rest[1]] if rest[1] < rest[0] else None
+    return Difference(_where(ours), _told(longer), _told(missing))
+
+
+def _where(call: _Call) -> str:
+    return f"module {pattern(call.path)}" if call.path else "the loss and the model itself"
+
+
+def _told(event: str | _Call | None) -> str:
+    if event is None:
+        return "nothing more"
+    return f"a call of {pattern(event.path)}" if isinstance(event, _Call) else event
+
+
+def parameter_count(program: Program) -> int:
+    """Elements of all parameters; tied ones once."""
+    return sum(torch.Size(p.shape).numel() for p in program.parameters if p.alias_of is None)
+
+
+def trainable_patterns(program: Program) -> Mapping[str, bool]:
+    """Pattern of a parameter's name -> whether such are trained; patterns of which some are and some are not are left out."""
+    found: dict[str, set[bool]] = {}
+    for p in program.parameters:
+        found.setdefault(pattern(p.name), set()).add(p.trainable)
+    return {name: kinds.pop() for name, kinds in found.items() if len(kinds) == 1}

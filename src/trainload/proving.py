@@ -1,0 +1,59 @@
+"""Captures a job and proves everything of it, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.graphs import Recipe, StepGraph, UpdateGraph
+from trainload.autograd_trace.guards import with_guards
+from trainload.autograd_trace.replays import check_replays
+from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.job import Job
+from trainload.capture.program import Program
+from trainload.capture.replays import Check, Replayed, replay_batches
+from trainload.capture.synthesise import with_quantiles
+from trainload.capture.targets import example_of, targets_of
+from trainload.capture.trace import capture
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What a package is made of. `steps`: the step graphs for the CPU, by graph."""
+
+    program: Program
+    recipe: Recipe
+    updates: tuple[UpdateGraph, ...]
+    steps: Mapping[str, StepGraph]
+
+    def training_steps(self) -> dict[str, StepGraph]:
+        """The step graphs that are kept beside the program."""
+        return {name: step for name, step in self.steps.items() if self.program.graphs[name].training}
+
+
+def prove(job: Job, check: Check) -> Proven:
+    """Captures a job's graphs and updates, derives its step graphs, and compares graphs with eager, joint graphs with autograd.
+
+    Raises:
+        JobError: the job's description does not hold together.
+        CaptureError: it cannot be captured soundly.
+    """
+    replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
+    program = capture(job, check, replayed if check is Check.USUAL else None)
+    targets = targets_of(job)
+    examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets}
+    program = with_guards(with_quantiles(program, examples), targets, examples)
+    check_replays(job, program)
+    recipe, updates = capture_optimizer(job, program)
+    proven = Proven(program, recipe, updates, {graph: derive(program, graph, _CPU) for graph in program.graphs})
+    for name, step in proven.training_steps().items():
+        example = examples[name]
+        for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
+            check_step(program, name, step, batch, replayed.pop(name, ()))
+    return proven

@@ -1,0 +1,123 @@
+"""Graphs without gradients that write to nothing are traced at once, to what AOT autograd makes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.autograd_trace.test_derive import CPU, program_of, run
+from tests.capture.jobs import Batch, Model, job
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainload.autograd_trace import aot
+from trainload.autograd_trace.aot import derive, is_functional
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.capture.job import Loss
+from trainload.capture.operators import is_overload
+
+
+class Attention(nn.Module):
+    """One head over four vectors of a row, with dropout and a frozen parameter, its middle under autocast and a part without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2, 6)
+        self.shift = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.last = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.view(-1, 4, 2) + self.shift
+        query, key, value = self.mix(parts).chunk(3, -1)
+        with torch.no_grad():
+            scale = query.detach().abs().mean() + 1
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            found = self.last(functional.dropout(found, 0.5, self.training))
+        result: Tensor = found.float() / scale
+        return result.flatten(1)
+
+
+def loss_and_metric(model: nn.Module, batch: Batch) -> Loss:
+    out = model(batch["x"])
+    return Loss(out.square().mean(), weight=(batch["x"] > 0).sum(), metrics={"largest": out.amax(), "rows": batch["x"].sum()})
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "attention": Attention,
+    "views": lambda: Model(
+        lambda m, x: x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)[..., m.order], order=torch.tensor([3, 3, 0, 1, 2, 5, 5, 5])
+    ),
+    "tied": lambda: Model(lambda m, x: functional.linear(x, m.last.weight) + functional.linear(x, m.last.weight).relu()),
+    "unused": lambda: Model(left=nn.Parameter(torch.ones(3))),
+    "constant": lambda: Model(lambda _, x: x * torch.arange(8.0)),
+}
+
+
+def by_aot(program: Any, graph: str, monkeypatch: pytest.MonkeyPatch) -> StepGraph:
+    with monkeypatch.context() as patch:
+        patch.setattr(aot, "is_functional", lambda _: False)
+        return derive(program, graph, CPU)
+
+
+def operators(step: StepGraph) -> Counter[str]:
+    """How often each operator of tensors is called."""
+    return Counter(str(node.target) for node in step.module.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def program(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return program_of(job(MODELS[request.param](), loss=loss_and_metric, predict=lambda model, batch: model(batch["x"])))
+
+
+@pytest.mark.parametrize("graph", ["eval", "predict"])
+def test_the_graph_has_the_operators_of_aot_autograds(graph: str, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_functional(program.graphs[graph].exported.graph_module)
+    assert operators(derive(program, graph, CPU)) == operators(by_aot(program, graph, monkeypatch))
+
+
+@pytest.mark.parametrize("graph", ["eval", "predict"])
+def test_the_graph_computes_what_aot_autograds_computes(graph: str, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"x": torch.randn(5, 8)}
+    once = run(derive(program, graph, CPU), program, batch, name=graph)
+    again = run(by_aot(program, graph, monkeypatch), program, batch, name=graph)
+    assert once.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in once.items())
+
+
+def counting(module: Any, x: Tensor) -> Tensor:
+    module.seen.add_(x.detach().mean())
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda _, x: x.clone().mul_(2),
+        counting,
+        lambda _, x: torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,)),
+    ],
+)
+def test_a_graph_that_writes_or_branches_is_left_to_aot_autograd(middle: Any) -> None:
+    program = program_of(job(Model(middle, seen=torch.zeros(()))))
+    assert not is_functional(program.graphs["eval"].exported.graph_module)
+
+
+@pytest.fixture
+def writing_operator() -> Iterator[Any]:
+    with torch.library._scoped_library("trainload_test_functional", "DEF") as library:
+        library.define("bumped(Tensor x) -> Tensor")
+        library.impl("bumped", lambda x: (x * 1).add_(1), "CompositeImplicitAutograd")
+        yield torch.ops.trainload_test_functional.bumped.default
+
+
+def test_an_operator_whose_decomposition_writes_is_made_functional(writing_operator: Any) -> None:
+    program = program_of(job(Model(lambda _, x: writing_operator(x))))
+    assert is_functional(program.graphs["eval"].exported.graph_module)
+    step = derive(program, "eval", CPU)
+    assert run(step, program, {"x": torch.randn(4, 8)}, name="eval")
+    assert not any(is_overload(node.target) and node.target._schema.is_mutable for node in step.module.graph.nodes)

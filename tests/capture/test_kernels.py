@@ -1,0 +1,97 @@
+"""Operators with kernels of the user's own: captured by name where they run here, else refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.jobs import Model, job
+from torch import Tensor
+
+from trainload.capture.errors import CaptureError
+from trainload.capture.trace import capture
+
+
+@torch.library.custom_op("kernels_test::elsewhere", mutates_args=(), device_types="cuda")
+def elsewhere(x: Tensor) -> Tensor:
+    """Only a CUDA kernel."""
+    return x * 2
+
+
+@torch.library.custom_op("kernels_test::everywhere", mutates_args=(), device_types="cuda")
+def everywhere(x: Tensor) -> Tensor:
+    """A CUDA kernel, and one for the CPU."""
+    return x * 2
+
+
+@torch.library.custom_op("kernels_test::backward_elsewhere", mutates_args=())
+def backward_elsewhere(x: Tensor) -> Tensor:
+    """Its backward has only a CUDA kernel."""
+    return x * 2
+
+
+everywhere.register_kernel("cpu")(lambda x: x * 2)
+for _operator in (elsewhere, everywhere, backward_elsewhere):
+    _operator.register_fake(torch.empty_like)
+for _operator in (elsewhere, everywhere):
+    _operator.register_autograd(lambda ctx, gradient: gradient * 2)
+backward_elsewhere.register_autograd(lambda ctx, gradient: elsewhere(gradient))
+
+
+def refusal(function: Callable[[Tensor], Tensor]) -> CaptureError:
+    with pytest.raises(CaptureError) as raised:
+        capture(job(Model(lambda _, x: function(x))))
+    assert raised.value.findings[0].cause == "own-kernel"
+    return raised.value
+
+
+def targets(function: Callable[[Tensor], Tensor]) -> list[str]:
+    program = capture(job(Model(lambda _, x: function(x))))
+    return [str(node.target) for node in program.graphs["train"].exported.graph.nodes if node.op == "call_function"]
+
+
+def test_an_operator_with_a_kernel_for_the_cpu_stays_one_call() -> None:
+    assert "kernels_test.everywhere.default" in targets(everywhere)
+
+
+def test_an_operator_without_a_kernel_for_the_cpu_is_refused_by_name() -> None:
+    error = refusal(elsewhere)
+    assert "kernels_test::elsewhere cannot run on CPU tensors" in str(error)
+    assert '@torch.library.register_kernel("kernels_test::elsewhere", "cpu")\ndef _(x):' in error.findings[0].rewrite
+
+
+def test_the_line_that_calls_it_is_shown() -> None:
+    place = refusal(elsewhere).findings[0].place
+    assert place is not None
+    assert place.expression == "function(x)"
+
+
+def test_an_operator_that_only_backward_calls_is_refused_by_name() -> None:
+    assert "kernels_test::elsewhere cannot run on CPU tensors" in str(refusal(backward_elsewhere))
+
+
+def test_an_operator_of_torch_that_fails_is_not_called_the_users() -> None:
+    def fixed(x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and x.shape[0] != 4:
+            raise ValueError("four rows")
+        result: Tensor = everywhere(x)
+        return result
+
+    with pytest.raises(CaptureError) as raised:
+        capture(job(Model(lambda _, x: fixed(x))))
+    assert raised.value.findings[0].cause == "other-batch-size"
+
+
+def test_the_rewrite_can_be_pasted() -> None:
+    name = "kernels_test::pasted"
+    made: Any = torch.library.custom_op(name, mutates_args=(), device_types="cuda")(_pasted)
+    made.register_fake(torch.empty_like)
+    made.register_autograd(lambda ctx, gradient: gradient * 2)
+    exec(refusal(made).findings[0].rewrite.replace("return ...", "return x * 2"), {"torch": torch})
+    assert "kernels_test.pasted.default" in targets(made)
+
+
+def _pasted(x: Tensor) -> Tensor:
+    return x * 2

@@ -1,0 +1,120 @@
+"""A package that calls operators of another library trains where its owner names the library, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.launch.commands import json_of, refused_process
+
+from trainload.launch.sampler import rows
+
+LIBRARY = """
+import torch
+
+
+@torch.library.custom_op("launch_library::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("a kernel for another device")
+
+
+@halved.register_kernel("cpu")
+def _(x):
+    return x / 2
+
+
+@halved.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+halved.register_autograd(lambda ctx, gradient: gradient / 2)
+"""
+
+JOB = """
+import operators
+import torch
+import trainload
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return operators.halved(self.layer(x))
+
+
+def job():
+    torch.manual_seed(0)
+    return trainload.Job(
+        model=Model(),
+        batch={"x": torch.randn(4, 4)},
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        steps=3,
+        global_batch=4,
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """operators.py, a package whose graphs call what it registers, and data."""
+    folder = tmp_path_factory.mktemp("libraries")
+    (folder / "operators.py").write_text(LIBRARY)
+    (folder / "job.py").write_text(JOB)
+    np.savez(folder / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32))
+    subprocess.run([sys.executable, "-m", "trainload", "freeze", "job.py:job", "-o", "package.tl"], cwd=folder, check=True)
+    return folder
+
+
+def manifest(folder: Path) -> Any:
+    return json.loads((folder / "package.tl/manifest.json").read_bytes())
+
+
+def test_the_manifest_names_the_library(folder: Path) -> None:
+    assert manifest(folder)["features"] == ["custom-ops"]
+    assert list(manifest(folder)["op_libraries"]) == ["launch_library"]
+
+
+def test_a_package_is_not_opened_without_the_library(folder: Path) -> None:
+    line = refused_process(["inspect", "package.tl"], folder)
+    assert "allow the namespace launch_library" in line
+
+
+def test_an_operator_that_nobody_registers_is_missed(folder: Path) -> None:
+    line = refused_process(["--library", "launch_library", "inspect", "package.tl"], folder)
+    assert "missing" in line
+
+
+def test_a_library_that_is_not_there_is_named(folder: Path) -> None:
+    line = refused_process(["--library", "launch_library=none.py", "inspect", "package.tl"], folder)
+    assert "the library of launch_library: there is no such file" in line
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_package_trains_with_the_library(folder: Path, compiled: bool) -> None:
+    program = (sys.executable, "-m", "trainload", "--library", "launch_library=operators.py")
+    options = [] if compiled else ["--no-compile"]
+    run = f"run-{compiled}"
+    found = json_of(
+        "launch", "package.tl", "--data", "data.npz", "--run-dir", run, "--backend", "local", *options, cwd=folder, program=program
+    )
+    assert found["steps"] == 3
+    assert found["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
+
+
+def expected_loss() -> float:
+    """Of the model on the run's first batch, by eager torch."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4)
+    data = np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32)
+    return float((layer(torch.from_numpy(data[rows(0, 16, 0, 4)])) / 2).square().mean().detach())
