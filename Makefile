@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo demo-gan mutate bench freeze kills gpu parity coverage-suite clean
+.PHONY: env test check format demo demo-gan mutate bench freeze kills gpu parity remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -59,6 +59,9 @@ gpu: env
 
 parity: env
 	$(BIN)/python benchmarks/parity.py
+
+remat: env
+	$(BIN)/python benchmarks/remat.py
 
 coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"

@@ -47,13 +47,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
 
 from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
+from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.random import RandomKey
+from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.capture.errors import CaptureError
-from trainload.capture.higher_order import differentiates
+from trainload.capture.higher_order import differentiates, has_checkpoints
 from trainload.capture.operators import is_higher_order, is_overload, is_seeded
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
@@ -61,6 +64,7 @@ _HOP: Any = torch.ops.higher_order
 _C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
 _DRAWING = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"))
 _TRAINING = (*_DRAWING, Port(Role.SCALE, "scale"))
+_VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 _ROLE_OF_OUTPUT = {
     OutputRole.LOSS: Role.LOSS,
     OutputRole.WEIGHT: Role.WEIGHT,
@@ -208,7 +212,7 @@ def size_conditions(exported: ExportedProgram) -> list[str]:
 
 
 def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
-    """Derives the flat step graph of one captured graph for a device.
+    """Derives the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
 
     Args:
         program: the captured program; no weights are read, only shapes.
@@ -239,12 +243,12 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
         for port in module.input_ports()[len(inputs) :]:
             inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
-        context = contextlib.nullcontext() if capture.training else torch.no_grad()
-        with context, _whole_triton_operators():
-            forward = None if capture.training else _trace_forward(capture, module, mode, inputs)
-            if forward is None:
-                forward = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
-    return _flatten(forward, module, graph)
+        stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
+        traced = None if capture.training else _trace_forward(capture, module, mode, inputs)
+        if traced is None:
+            with preserve_node_meta(has_checkpoints(capture.exported.graph_module)), _whole_triton_operators():
+                traced = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
+    return _flatten(traced, module, graph)
 
 
 def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
@@ -310,6 +314,8 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
     inputs: list[Port] = []
     mapping: dict[Node, Node] = {}
     constants: dict[str, Tensor] = {}
+    regions: dict[Node, Regions] = {}
+    varying: list[Node] = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             description = node.meta["desc"]
@@ -326,6 +332,8 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
             placeholder.meta["val"] = node.meta["val"]
             mapping[node] = placeholder
             inputs.append(port)
+            if port.role in _VARYING:
+                varying.append(placeholder)
     tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and isinstance(n.meta["desc"], TangentAOTInput)]
     if len(tangents) > 1:
         raise CaptureError(
@@ -355,13 +363,15 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
             outputs, results = _outputs(node, module, output_ports)
             graph.output(tuple(mapping[r] for r in results))
         else:
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            copy = mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            regions[copy] = regions_of(node)
             if node.op == "get_attr" and isinstance(getattr(joint, str(node.target)), Tensor):
                 constants[str(node.target)] = getattr(joint, str(node.target))
     graph.eliminate_dead_code()
     flat = GraphModule(joint, graph)
     for name, tensor in constants.items():
         setattr(flat, name, tensor)
+    recompute(flat, regions, varying)
     return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
 
 
@@ -425,13 +435,14 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     """Compiles a flat graph with Inductor and saves the artifact as one file.
 
     Args:
-        module: the graph.
+        module: the graph; it is changed.
         path: where the artifact goes.
         groups: logical name -> size of the process groups that the graph's collectives name. They need not exist yet.
 
     Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`): keep both.
     It is native code and pickles: never load one from somewhere that is not trusted.
     """
+    hold_back(module)
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,22 @@ from torch.fx import GraphModule, Interpreter, Node
 from trainload.autograd_trace.batch_dim import batch_dim_of
 from trainload.autograd_trace.draws import RANDOM, draws_nothing, is_random
 from trainload.autograd_trace.random import RandomKey
+from trainload.autograd_trace.remat import Region, Regions, marking
 from trainload.capture.errors import CaptureError
-from trainload.capture.higher_order import evaluate, is_ours
+from trainload.capture.higher_order import CHECKPOINT, SELECTIVE, Call, evaluate, is_ours
 from trainload.capture.operators import is_higher_order, is_overload, is_seeded
 from trainload.capture.place import place_of_node
 
 aten = torch.ops.aten
 _HOP = torch.ops.higher_order
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What a graph and those nested in it count together: random operators, and checkpoints."""
+
+    sites: int = 0
+    checkpoints: int = 0
 
 
 class GraphInterpreter(Interpreter):
@@ -31,13 +41,15 @@ class GraphInterpreter(Interpreter):
     - Random operators become functions of `key`; one that has no stateless form raises CaptureError.
     - Autocast and grad-mode regions become the real context managers, on `device`.
     - Factory calls and `.to` go to `device` where they named the device of the capture.
+    - Nodes that are traced inside a checkpoint are marked for `remat.recompute`.
 
     Args:
         module: the graph, parameters lifted to inputs.
         key: where random numbers come from; None: the graph must not need any.
         device: where the graph runs.
         batch_symbol: the batch size as `node.meta["val"]` spells it: a SymInt, or an int where it is static.
-        sites: counter shared by nested graphs; leave it out.
+        counts: shared by nested graphs; leave it out.
+        regions: the checkpoints that the graph lies in; leave it out.
     """
 
     def __init__(
@@ -46,13 +58,15 @@ class GraphInterpreter(Interpreter):
         key: RandomKey | None,
         device: torch.device,
         batch_symbol: int | torch.SymInt,
-        sites: list[int] | None = None,
+        counts: _Counts | None = None,
+        regions: Regions = (),
     ) -> None:
         super().__init__(module, garbage_collect_values=True)
         self._key = key
         self._device = device
         self._batch = batch_symbol
-        self._sites = sites if sites is not None else [0]
+        self._counts = counts if counts is not None else _Counts()
+        self._regions = regions
         self._node: Node | None = None
 
     def run_node(self, n: Node) -> Any:
@@ -60,6 +74,12 @@ class GraphInterpreter(Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._regions:
+            return self._call(target, args, kwargs)
+        with marking(self._regions):
+            return self._call(target, args, kwargs)
+
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _HOP.wrap_with_autocast:
             _, dtype, enabled, cache, body, *operands = args
             with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=bool(cache)):
@@ -68,6 +88,9 @@ class GraphInterpreter(Interpreter):
             enabled, body, *operands = args
             with torch.set_grad_enabled(enabled):
                 return self._nested(body, operands)
+        if target in (CHECKPOINT, SELECTIVE):
+            self._counts.checkpoints += 1
+            return evaluate(target, args, self._inside(Region(self._counts.checkpoints, args[1] if target is SELECTIVE else "")))
         if is_ours(target):
             return evaluate(target, args, self._nested)
         if target is aten._assert_tensor_metadata.default:
@@ -92,7 +115,17 @@ class GraphInterpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _nested(self, body: GraphModule, operands: Sequence[Any]) -> Any:
-        return type(self)(body, self._key, self._device, self._batch, self._sites).run(*operands)
+        return type(self)(body, self._key, self._device, self._batch, self._counts, self._regions).run(*operands)
+
+    def _inside(self, checkpoint: Region) -> Call:
+        """Runs a graph inside one more checkpoint."""
+
+        def call(body: GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
+            regions = (*self._regions, checkpoint)
+            results: tuple[Any, ...] = type(self)(body, self._key, self._device, self._batch, self._counts, regions).run(*operands)
+            return results
+
+        return call
 
     def _retarget(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) and value.type != "meta" else value
@@ -126,8 +159,8 @@ class GraphInterpreter(Interpreter):
 
     def site(self, count: int = 1) -> int:
         """The number of this random operator; `count` numbers are taken."""
-        first = self._sites[0]
-        self._sites[0] += count
+        first = self._counts.sites
+        self._counts.sites += count
         return first
 
     def key(self) -> RandomKey:

@@ -218,18 +218,17 @@ def parts(layers: int, hidden: int) -> dict[str, Any]:
 
 def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
     """A freeze, by its stages."""
-    from trainload import api
+    from trainload import api, proving
     from trainload.capture import trace
 
     job = job_for(llama(layers, hidden))
     warm_up()
     clock, rest = Clock(), Clock()
-    clock.wrapped(trace, "export_graph", lambda name, *_: f"capture {name}")
+    clock.wrapped(trace, "export_graph", lambda target, *_: f"capture {target.name}")
     clock.wrapped(trace, "check_parity", lambda captured, *_: f"replay {captured.name}")
-    clock.wrapped(api, "capture_optimizer", lambda *_: "capture and check the optimizer's updates")
-    clock.wrapped(api, "derive", lambda _, graph, __: f"derive {graph}")
-    clock.wrapped(api, "derive_evaluation", lambda *_: "derive eval")
-    clock.wrapped(api, "check_step", lambda *_: "check the joint graph")
+    clock.wrapped(proving, "capture_optimizer", lambda *_: "capture and check the optimizer's updates")
+    clock.wrapped(proving, "derive", lambda _, graph, __: f"derive {graph}")
+    clock.wrapped(proving, "check_step", lambda *_: "check the joint graph")
     clock.wrapped(api, "write_package", lambda *_, **__: "write the package")
     clock.wrapped(api, "write_derived", lambda *_: "write the derived graph")
     memory = PeakMemory()
@@ -249,7 +248,6 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
 def package(path: Path) -> dict[str, Any]:
     """What is done with a package before it runs."""
     from trainload.autograd_trace.aot import derive
-    from trainload.autograd_trace.evaluation import derive_evaluation
     from trainload.launch.build import derived_key
     from trainload.packaging.derived import read_derived
     from trainload.packaging.verify import verify_package
@@ -265,12 +263,9 @@ def package(path: Path) -> dict[str, Any]:
         trainload.plan(opened, trainload.Cluster(nodes=2, devices_per_node=4, device="cpu"), "zero3", global_batch=16)
     with clock.counted("load the captured graphs"):
         program = opened.program()
-    with clock.counted("derive train"):
-        step = derive(program, "train", cpu)
-    with clock.counted("derive eval"):
-        derive_evaluation(program, step, cpu)
-    with clock.counted("derive predict"):
-        derive(program, "predict", cpu)
+    for graph in ("train", "eval", "predict"):
+        with clock.counted(f"derive {graph}"):
+            derive(program, graph, cpu)
     with clock.counted("read the derived graph of train"):
         assert read_derived(opened, derived_key("train", cpu)) is not None
     return {"cpu": clock.cpu, "wall": clock.wall}

@@ -8,6 +8,8 @@ Python that calls torch. `evaluate` is the same with another way to run the grap
         the inputs is body(*gradients of the outputs, *the rest). No gradient flows otherwise, but through body if it is differentiated.
     trainload_checkpoint(body, *operands) -> tuple
         body(*operands); what it computes is to be computed again in backward instead of being kept.
+    trainload_selective_checkpoint(body, kept, *operands) -> tuple
+        The same, but for the results of the operators that `kept` names, as `selective.py` says.
     trainload_func_grad(body, inputs, *operands) -> tuple
         The gradients of body's first result with respect to the first `inputs` operands, then all of body's results.
     trainload_vmap(body, in_dims, out_dims, randomness, *operands) -> tuple
@@ -82,6 +84,10 @@ def _checkpoint(call: Call, body: Any, *operands: Any) -> tuple[Any, ...]:
     return call(body, operands)
 
 
+def _selective(call: Call, body: Any, _: str, *operands: Any) -> tuple[Any, ...]:
+    return call(body, operands)
+
+
 def _func_grad(call: Call, body: Any, inputs: int, *operands: Any) -> tuple[Any, ...]:
     def value(*variables: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         results = call(body, (*variables, *operands[inputs:]))
@@ -119,6 +125,7 @@ def _require_grad(_: Call, tensor: Tensor) -> tuple[Any, ...]:
 
 BACKWARD: Any = _Operator("trainload_backward", _backward)
 CHECKPOINT: Any = _Operator("trainload_checkpoint", _checkpoint)
+SELECTIVE: Any = _Operator("trainload_selective_checkpoint", _selective)
 FUNC_GRAD: Any = _Operator("trainload_func_grad", _func_grad)
 VMAP: Any = _Operator("trainload_vmap", _vmap)
 AUTOGRAD_GRAD: Any = _Operator("trainload_autograd_grad", _autograd_grad)
@@ -127,5 +134,14 @@ REQUIRE_GRAD: Any = _Operator("trainload_require_grad", _require_grad)
 
 def differentiates(module: GraphModule) -> bool:
     """Whether a graph takes gradients by torch.autograd.grad."""
+    return _calls(module, [AUTOGRAD_GRAD])
+
+
+def has_checkpoints(module: GraphModule) -> bool:
+    """Whether a graph has parts that backward is to compute again."""
+    return _calls(module, [CHECKPOINT, SELECTIVE])
+
+
+def _calls(module: GraphModule, operators: list[Any]) -> bool:
     parts = (part for part in module.modules() if isinstance(part, GraphModule))
-    return any(node.target is AUTOGRAD_GRAD for part in parts for node in part.graph.nodes)
+    return any(node.target in operators for part in parts for node in part.graph.nodes)

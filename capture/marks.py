@@ -1,6 +1,7 @@
 """Operators that stand in a graph while it is traced, to mark what torch.export would drop. `regions.py` takes them out again.
 
 begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad, vmap
+keep(text, number)                        region `number`, a checkpoint, keeps what `selective.py` says with `text`
 grad_mode(enabled)                        the grad mode from here on
 tangent(x, number) -> Tensor              stands for a gradient that arrives at x in backward
 connect(outputs, inputs, gradients, number) -> Tensor[]
@@ -55,6 +56,7 @@ def _autograd_grad(outputs: list[Tensor], inputs: list[Tensor], *_: object) -> l
 for _schema, _meaning in (
     ("begin(str kind, str text, int number) -> ()", _nothing),
     ("end(int number) -> ()", _nothing),
+    ("keep(str text, int number) -> ()", _nothing),
     ("grad_mode(bool enabled) -> ()", _nothing),
     ("tangent(Tensor x, int number) -> Tensor", _like),
     ("connect(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, int number) -> Tensor[]", _connect),
@@ -71,6 +73,7 @@ for _schema, _meaning in (
 
 BEGIN = torch.ops.trainload_mark.begin.default
 END = torch.ops.trainload_mark.end.default
+KEEP = torch.ops.trainload_mark.keep.default
 GRAD_MODE = torch.ops.trainload_mark.grad_mode.default
 TANGENT = torch.ops.trainload_mark.tangent.default
 CONNECT = torch.ops.trainload_mark.connect.default
@@ -82,5 +85,5 @@ STACKED = torch.ops.trainload_mark.stacked.default
 AUTOGRAD_GRAD = torch.ops.trainload_mark.autograd_grad.default
 REQUIRE_GRAD = torch.ops.trainload_mark.require_grad.default
 
-for _effect in (BEGIN, END, GRAD_MODE, HOOK, REQUIRE_GRAD):
+for _effect in (BEGIN, END, KEEP, GRAD_MODE, HOOK, REQUIRE_GRAD):
     torch.fx.node.has_side_effect(_effect)  # what has no result is not dead

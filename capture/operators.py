@@ -17,6 +17,7 @@ class Overload:
     _overloadname: str
     overloadpacket: Any
     tags: list[torch.Tag]
+    is_view: bool
 
 
 def is_overload(target: object) -> TypeGuard[Overload]:

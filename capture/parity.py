@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind
 from trainload.capture.blame import replay_error
 from trainload.capture.distance import noise_floor, relative_distance
 from trainload.capture.errors import CaptureError, RequestError
+from trainload.capture.higher_order import has_checkpoints
 from trainload.capture.locate import part_company
 from trainload.capture.program import GraphCapture, OutputRole
 from trainload.capture.quiet import ignore_torchs_warnings
@@ -82,11 +83,14 @@ def _compare(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     before = {name: value.detach().clone() for name, value in model.named_buffers(remove_duplicate=False)}
 
+    updated: dict[str, Tensor] = {}
     numbers = numbers_of(model)
     versions = {name: value._version for name, value in parameters.items()}
     with replaying(training, seed):
         try:
             expected = function(batch)
+            if has_checkpoints(captured.exported.graph_module):  # eager runs them again in backward, and updates their buffers twice
+                updated = {n: value.detach().clone() for n, value in model.named_buffers(remove_duplicate=False)}
             eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
         except RequestError:
             raise
@@ -103,7 +107,7 @@ def _compare(
             where=f"buffer {differentiable[0]}",
             cure="Write it under torch.no_grad(), or write value.detach().",
         )
-    eager_buffers = {name: value.clone() for name, value in eager_buffers.items()}
+    eager_buffers = {name: updated.get(name, value).clone() for name, value in eager_buffers.items()}
 
     replayed = {name: value.clone() for name, value in before.items()}
     own = _without_hooks(parameters)

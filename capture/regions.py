@@ -240,6 +240,8 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
             stack[-1].items.append(region)
             stack.append(region)
             modes.append(now)
+        elif node.target is marks.KEEP:
+            next(region for region in reversed(stack) if region.number == node.args[1]).text = node.args[0]
         elif node.target is marks.END:
             close_mode()
             stack.pop()
@@ -322,7 +324,7 @@ class _Builder:
             device, dtype, enabled = region.text.split(" ")
             target, arguments = _HOP.wrap_with_autocast, (device, getattr(torch, dtype), enabled == "True", False, body)
         else:
-            target, arguments = higher_order.CHECKPOINT, (body,)
+            target, arguments = (higher_order.SELECTIVE, (body, region.text)) if region.text else (higher_order.CHECKPOINT, (body,))
         call = self._call(graph, owner, target, arguments, operands, mapping)
         call.meta = {"val": tuple(r.meta["val"] for r in results)}
         stacks = [r.meta["nn_module_stack"] for r in results if "nn_module_stack" in r.meta]

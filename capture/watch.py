@@ -26,6 +26,7 @@ from trainload.capture.func_transforms import autograd_grad, transforms
 from trainload.capture.kernels import no_raw_kernels
 from trainload.capture.module_hooks import Change, module_hooks
 from trainload.capture.place import place_here
+from trainload.capture.selective import SELECTIVE, Answers
 from trainload.capture.tensor_classes import refuse_arguments
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -38,6 +39,8 @@ class Watch:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
+        self._answers: list[Answers] = []
+        """Of the checkpoints that forward is in, outermost first."""
         self.quiet = False
         """Whether changes of the grad mode go unmarked: they are the watch's own."""
 
@@ -56,6 +59,7 @@ class Watch:
             hooks = torch.autograd.graph.saved_tensors_hooks
             stack.enter_context(_replaced(hooks, "__enter__", self._saved_enter(hooks.__enter__)))
             stack.enter_context(_replaced(hooks, "__exit__", self._saved_exit(hooks.__exit__)))
+            stack.enter_context(_replaced(SELECTIVE, "__enter__", self._selective_enter(SELECTIVE.__enter__)))
             stack.enter_context(_replaced(_FUNCTION_BASE, "apply", classmethod(self._apply)))
             stack.enter_context(_replaced(torch, "compile", _outside(mode, torch.compile)))
             stack.enter_context(_replaced(torch.inference_mode, "__enter__", _inference_enter))
@@ -140,6 +144,7 @@ class Watch:
         def enter(context: Any) -> Any:
             if type(context).__module__ == _CHECKPOINT:
                 context.trainload_region = self.region("checkpoint")
+                self._answers.append(Answers())
                 return None  # nothing is saved while tracing
             if not isinstance(context, torch.autograd.graph.save_on_cpu):
                 raise own_backward(
@@ -153,10 +158,21 @@ class Watch:
     def _saved_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def leave(context: Any, *error: Any) -> Any:
             if type(context).__module__ == _CHECKPOINT:
+                kept = self._answers.pop().text()
+                if kept:
+                    marks.KEEP(kept, context.trainload_region)
                 return marks.END(context.trainload_region)
             return original(context, *error)
 
         return leave
+
+    def _selective_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(context: Any) -> Any:
+            if self._answers:  # else the user has it around something else than a checkpoint, where it keeps nothing
+                self._answers[-1].listen(context)
+            return original(context)
+
+        return enter
 
     def passed(self, values: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
         """The values, with their gradients passing through `change`."""

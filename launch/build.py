@@ -33,8 +33,10 @@ from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import GROUP, Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
 
-BUILD_VERSION = 4
+BUILD_VERSION = 5
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
+DERIVATION = 2
+"""Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
 LOCK_SECONDS = 3600.0
 _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
@@ -192,7 +194,7 @@ def uncompiled_build(package: Package, plan: Plan, device: torch.device) -> Buil
 
 def derived_key(graph: str, device: torch.device) -> str:
     """The name under which a package keeps the step graph of one of its graphs for a kind of device, as this torch derives it."""
-    return f"{graph}-{device.type}-torch{torch.__version__}"
+    return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
 
 
 def can_compile() -> bool:
