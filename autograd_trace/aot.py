@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch._inductor
 import torch._inductor.cpp_builder
 import torch._inductor.exc
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
@@ -52,158 +53,23 @@ from torch.fx.traceback import preserve_node_meta
 from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.autograd_trace.hold import hold_back
-from trainload.autograd_trace.interpret import GraphInterpreter
-from trainload.autograd_trace.random import RandomKey
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
+from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import differentiates, has_checkpoints
-from trainload.capture.operators import is_higher_order, is_overload, is_seeded
-from trainload.capture.program import GraphCapture, OutputRole, Program
+from trainload.capture.operators import is_overload, is_seeded
+from trainload.capture.program import GraphCapture, Program
 
-_HOP: Any = torch.ops.higher_order
 _C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
-_DRAWING = (Port(Role.SEED, "seed"), Port(Role.STEP, "step"), Port(Role.ROW, "row"))
-_TRAINING = (*_DRAWING, Port(Role.SCALE, "scale"))
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
-_ROLE_OF_OUTPUT = {
-    OutputRole.LOSS: Role.LOSS,
-    OutputRole.WEIGHT: Role.WEIGHT,
-    OutputRole.METRIC: Role.METRIC,
-    OutputRole.PREDICTION: Role.PREDICTION,
-    OutputRole.OUTPUT: Role.PREDICTION,
-}
-
-
-class StepModule(nn.Module):
-    """One captured graph as a function of (batch..., seed, step, row, scale) over its parameters and buffers.
-
-    Only a training graph takes `scale`; one for evaluation takes seed, step and row if it draws random numbers.
-    Entries: 0-dim float32 `scale` multiplies the gradient; see `StepGraph`. The result is one flat tuple: the captured outputs with
-    their gradients cut (a weight is added if the job gave none), and, for a training graph, the objective.
-
-    Args:
-        capture: the graph.
-        state: a tensor for every parameter that is not an alias, every buffer and every constant of the graph.
-        trainable: names of the parameters that get a gradient.
-        aliases: alias -> owner.
-        device: where it runs.
-    """
-
-    def __init__(
-        self, capture: GraphCapture, state: Mapping[str, Tensor], trainable: set[str], aliases: Mapping[str, str], device: torch.device
-    ) -> None:
-        super().__init__()
-        self._capture = capture
-        self._target = device
-        self._names: dict[str, str] = {}
-        self._slots: list[tuple[str, Any]] = []
-        self.training_graph = capture.training
-        self._scalars = _TRAINING if self.training_graph else _DRAWING if _draws(capture) else ()
-        for spec in capture.exported.graph_signature.input_specs:
-            if spec.kind is InputKind.USER_INPUT:
-                self._slots.append(("input", None))
-                continue
-            assert spec.target is not None
-            name = aliases.get(spec.target, spec.target)
-            role = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}[spec.kind]
-            attribute = next((a for a, n in self._names.items() if n == name and a[0] == role), None)
-            if attribute is None:
-                attribute = f"{role}{len(self._names)}"
-                self._names[attribute] = name
-                tensor = state[f"{capture.name}/{name}"] if role == "c" else state[name]
-                if role == "p":
-                    self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=name in trainable))
-                else:
-                    self.register_buffer(attribute, tensor)
-            self._slots.append(("attribute", attribute))
-
-    def port_of(self, attribute: str) -> Port:
-        """The port that an attribute of this module stands for."""
-        role = {"p": Role.PARAMETER, "b": Role.BUFFER, "c": Role.CONSTANT}[attribute[0]]
-        name = self._names[attribute]
-        return Port(role, f"{self._capture.name}/{name}" if role is Role.CONSTANT else name)
-
-    def input_ports(self) -> tuple[Port, ...]:
-        batch = tuple(Port(Role.BATCH, i.name) for i in self._capture.inputs)
-        return batch + self._scalars
-
-    def output_ports(self) -> tuple[Port, ...]:
-        return output_ports(self._capture)
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Owner's name -> parameter."""
-        return {self._names[a]: p for a, p in self.named_parameters()}
-
-    def buffers_by_name(self) -> dict[str, Tensor]:
-        """Name -> buffer."""
-        return {self._names[a]: b for a, b in self.named_buffers() if a[0] == "b"}
-
-    def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        count = len(self._capture.inputs)
-        batch, scalars = flat[:count], flat[count:]
-        rows = batch[0].shape[0] if batch and batch[0].ndim else 1
-        symbol = _batch_symbol(self._capture)
-        key = RandomKey.of(scalars[0], scalars[1], scalars[2], rows) if scalars else None
-        if key is not None and isinstance(symbol, int):
-            key = key.of_call()
-        interpreter = GraphInterpreter(self._capture.exported.graph_module, key, self._target, symbol)
-        entries = iter(batch)
-        values = interpreter.run(*(getattr(self, a) if kind == "attribute" else next(entries) for kind, a in self._slots))
-        roles = [o.role for o in self._capture.outputs]
-        if OutputRole.LOSS not in roles:
-            return tuple(v.detach() for v in values)
-        outputs = list(values)
-        if OutputRole.WEIGHT in roles:
-            weight = outputs[roles.index(OutputRole.WEIGHT)].detach().to(torch.float32)
-            outputs[roles.index(OutputRole.WEIGHT)] = weight
-        else:
-            weight = torch.full((), 1.0, dtype=torch.float32, device=self._target) * rows
-            outputs.append(weight)
-        loss = outputs[roles.index(OutputRole.LOSS)]
-        detached = tuple(v.detach() for v in outputs)
-        if not self.training_graph:
-            return detached
-        return (*detached, loss * (weight * scalars[-1]).to(loss.dtype))
-
-
-def output_ports(capture: GraphCapture) -> tuple[Port, ...]:
-    """What a step gives of a captured graph's outputs, in their order; a weight is added if the job gave none."""
-    ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in capture.outputs]
-    if any(p.role is Role.LOSS for p in ports) and not any(p.role is Role.WEIGHT for p in ports):
-        ports.append(Port(Role.WEIGHT, "weight"))
-    return tuple(ports)
-
-
-def _draws(capture: GraphCapture) -> bool:
-    """Whether a captured graph draws random numbers."""
-    parts = (part for part in capture.exported.graph_module.modules() if isinstance(part, GraphModule))
-    return any(is_random(node) for part in parts for node in part.graph.nodes)
-
-
-def _batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
-    for node, spec in zip(_placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
-        if spec.kind is InputKind.USER_INPUT and isinstance(node.meta.get("val"), Tensor) and node.meta["val"].ndim:
-            size: int | torch.SymInt = node.meta["val"].shape[0]
-            return size
-    return 0
-
-
-def _placeholders(capture: GraphCapture) -> list[Node]:
-    return [n for n in capture.exported.graph.nodes if n.op == "placeholder"]
 
 
 def _fake_mode(capture: GraphCapture) -> FakeTensorMode:
-    for node in _placeholders(capture):
+    for node in placeholders(capture):
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
             return value.fake_mode
     raise AssertionError("a captured graph has no tensor inputs")
-
-
-def trainable_parameters(program: Program, capture: GraphCapture) -> set[str]:
-    """Names of the parameters that own storage, are trained, and get a gradient from this graph."""
-    found = {p.name for p in program.parameters if p.trainable and p.alias_of is None}
-    return found if capture.reached is None else found & set(capture.reached)
 
 
 def size_conditions(exported: ExportedProgram) -> list[str]:
@@ -230,7 +96,7 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
     with mode:
         state: dict[str, Tensor] = {}
         inputs: list[Tensor] = []
-        for node, spec in zip(_placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
+        for node, spec in zip(placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
             value = node.meta["val"]
             # Contiguous, whatever the example's strides were: so it comes from files and out of buckets.
             fake = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -244,7 +110,7 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
             inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
-        traced = None if capture.training else _trace_forward(capture, module, mode, inputs)
+        traced = _trace_functional(module, mode, inputs) if is_functional(capture.exported.graph_module) else None
         if traced is None:
             with preserve_node_meta(has_checkpoints(capture.exported.graph_module)), _whole_triton_operators():
                 traced = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
@@ -257,54 +123,86 @@ def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
     return whole
 
 
-def is_functional(module: GraphModule) -> bool:
-    """Whether a captured graph writes to nothing and calls operators that take graphs for autocast and grad mode alone."""
-    return all(
-        node.target in (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
-        or (not node.target._schema.is_mutable if is_overload(node.target) else not is_higher_order(node.target))
-        for part in module.modules()
-        if isinstance(part, GraphModule)
-        for node in part.graph.nodes
-        if node.op == "call_function"
-    )
-
-
-def _trace_forward(capture: GraphCapture, module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule | None:
-    """AOT autograd's graph of a functional graph without gradients, in half of its time: nothing in it needs to be made functional, and no
-    first run is needed to see what it writes to.
+def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule | None:
+    """AOT autograd's joint graph of a functional graph, in half of its time: nothing in it needs to be made functional, and no first run is
+    needed to see what it writes to.
 
     Args:
-        capture: the graph.
-        module: of it; its state is fake.
+        module: of a graph that `is_functional`; its state is fake.
         mode: of its state and of the inputs.
         inputs: fake tensors, as `StepModule.input_ports` says.
 
     Returns:
-        The graph with AOT autograd's descriptions of inputs and outputs. None: it is not functional, or an operator's own decomposition
-        writes to a tensor, or has another effect beside its result.
+        The graph with AOT autograd's descriptions of inputs and outputs. None: an operator's own decomposition writes to a tensor, or
+        has another effect beside its result.
     """
-    if not is_functional(capture.exported.graph_module):
-        return None
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     state = {**parameters, **buffers}
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    outputs: list[Any] = []
 
-    def forward(*flat: Tensor) -> list[Tensor]:
-        return list(torch.func.functional_call(module, dict(zip(state, flat, strict=False)), flat[len(state) :]))
+    def step(*flat: Tensor) -> list[Tensor]:
+        given = dict(zip(state, flat, strict=False))
+        *entries, tangent = flat[len(state) :]
+        results = list(torch.func.functional_call(module, given, tuple(entries)))
+        outputs[:] = [PlainAOTOutput(idx=index) for index in range(len(results))]
+        if module.training_graph and results[-1].requires_grad:
+            wanted = [given[name] for name in trained]
+            gradients = torch.autograd.grad(results[-1], wanted, tangent, allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    results.append(gradient)
+                    outputs.append(GradAOTOutput(grad_of=ParamAOTInput(target=name)))
+        return results
 
     lazily = _use_lazy_graph_module(True)  # the traced graph is read, never run: no source is written for it
-    with mode, enable_python_dispatcher(), lazily:
-        traced: GraphModule = make_fx(forward, tracing_mode="real")(*state.values(), *inputs)
+    with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False), lazily:
+        tangent = torch.empty((), dtype=module.loss_dtype(), device=inputs[0].device)
+        traced: GraphModule = make_fx(step, tracing_mode="real")(*state.values(), *inputs, tangent)
     overloads = [node for node in traced.graph.nodes if node.op == "call_function" and is_overload(node.target)]
     # Attention without dropout counts as seeded, and so as impure.
     if any(node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target)) for node in overloads):
         return None
+    _multiply_sizes(traced.graph)
     places: list[Any] = [ParamAOTInput(target=name) for name in parameters] + [BufferAOTInput(target=name) for name in buffers]
     places += [PlainAOTInput(idx=index) for index in range(len(inputs))]
+    places.append(TangentAOTInput(output=PlainAOTOutput(idx=len(module.output_ports()))))
     for node, description in zip((n for n in traced.graph.nodes if n.op == "placeholder"), places, strict=True):
         node.meta["desc"] = description
-    output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
-    output.meta["desc"] = [PlainAOTOutput(idx=index) for index in range(len(output.args[0]))]
+    next(node for node in reversed(traced.graph.nodes) if node.op == "output").meta["desc"] = outputs
     return traced
+
+
+def _multiply_sizes(graph: Graph) -> None:
+    """Products of sizes for counts of a tensor's entries: a count keeps a tensor of forward alive until backward."""
+    count = torch.ops.aten.sym_numel.default
+    sizes: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target is not count:
+            if isinstance(value, torch.SymInt):
+                sizes.setdefault(str(value), node)
+            continue
+        (source,) = node.all_input_nodes
+        with graph.inserting_before(node):
+            product: Node | None = None
+            for dim, size in enumerate(source.meta["val"].shape):
+                if isinstance(size, int):
+                    continue
+                if str(size) not in sizes:
+                    sizes[str(size)] = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+                    sizes[str(size)].meta["val"] = size
+                product = sizes[str(size)] if product is None else _product(graph, product, sizes[str(size)])
+            fixed = math.prod(size for size in source.meta["val"].shape if isinstance(size, int))
+            assert product is not None, "the count of a tensor of fixed sizes is a number"
+            node.replace_all_uses_with(product if fixed == 1 else _product(graph, product, fixed))
+        graph.erase_node(node)
+
+
+def _product(graph: Graph, size: Node, factor: Node | int) -> Node:
+    made = graph.call_function(operator.mul, (size, factor))
+    made.meta["val"] = size.meta["val"] * (factor.meta["val"] if isinstance(factor, Node) else factor)
+    return made
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainload.autograd_trace.aot import StepModule, output_ports, trainable_parameters
 from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.autograd_trace.step_module import StepModule, output_ports, trainable_parameters
 from trainload.capture.distance import noise_floor, relative_distance
 from trainload.capture.errors import CaptureError
 from trainload.capture.parity import tolerance_of

@@ -54,13 +54,13 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
         )
     small = prove(reduced, check)
     program, proof = capture_abstract(job, small.program)
+    real = with_real_batch(job)
+    targets = targets_of(real)
+    examples = {target.name: example_of(real, target)[0] for target in targets}
+    program = with_guards(program, targets, examples)
     batches = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values())]
-    valued = with_real_batch(job)
-    targets = targets_of(valued)
-    examples = {target.name: example_of(valued, target)[0] for target in targets}
     if all(leaf.device.type != "meta" for leaves in batches for leaf in leaves.values()):
         program = with_quantiles(program, examples)
-    program = with_guards(program, targets, examples)
     recipe, updates = capture_optimizer(job, program)
     _check_updates(recipe, updates, small.recipe, small.updates)
     steps = {name: derive(program, name, _CPU) for name, graph in program.graphs.items() if graph.training}

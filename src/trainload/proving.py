@@ -12,6 +12,7 @@ from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import Recipe, StepGraph, UpdateGraph
 from trainload.autograd_trace.guards import with_guards
 from trainload.autograd_trace.replays import check_replays
+from trainload.autograd_trace.step_module import is_plain
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.job import Job
 from trainload.capture.program import Program
@@ -25,7 +26,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """What a package is made of. `steps`: the step graphs for the CPU, by graph."""
+    """What a package is made of. `steps`: step graphs for the CPU, by graph: of all but those that are `is_plain`."""
 
     program: Program
     recipe: Recipe
@@ -51,7 +52,8 @@ def prove(job: Job, check: Check) -> Proven:
     program = with_guards(with_quantiles(program, examples), targets, examples)
     check_replays(job, program)
     recipe, updates = capture_optimizer(job, program)
-    proven = Proven(program, recipe, updates, {graph: derive(program, graph, _CPU) for graph in program.graphs})
+    derived = [name for name, graph in program.graphs.items() if not is_plain(graph)]
+    proven = Proven(program, recipe, updates, {name: derive(program, name, _CPU) for name in derived})
     for name, step in proven.training_steps().items():
         example = examples[name]
         for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:

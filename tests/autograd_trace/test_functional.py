@@ -1,4 +1,4 @@
-"""Graphs without gradients that write to nothing are traced at once, to what AOT autograd makes of them."""
+"""Graphs that write to nothing are traced at once, to what AOT autograd makes of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainload.autograd_trace import aot
-from trainload.autograd_trace.aot import derive, is_functional
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import StepGraph
+from trainload.autograd_trace.step_module import is_functional, is_plain
 from trainload.capture.job import Loss
 from trainload.capture.operators import is_overload
 
@@ -74,19 +76,25 @@ def program(request: pytest.FixtureRequest) -> Any:
     return program_of(job(MODELS[request.param](), loss=loss_and_metric, predict=lambda model, batch: model(batch["x"])))
 
 
-@pytest.mark.parametrize("graph", ["eval", "predict"])
+@pytest.mark.parametrize("graph", ["train", "eval", "predict"])
 def test_the_graph_has_the_operators_of_aot_autograds(graph: str, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_functional(program.graphs[graph].exported.graph_module)
     assert operators(derive(program, graph, CPU)) == operators(by_aot(program, graph, monkeypatch))
 
 
-@pytest.mark.parametrize("graph", ["eval", "predict"])
+@pytest.mark.parametrize("graph", ["train", "eval", "predict"])
 def test_the_graph_computes_what_aot_autograds_computes(graph: str, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"x": torch.randn(5, 8)}
     once = run(derive(program, graph, CPU), program, batch, name=graph)
     again = run(by_aot(program, graph, monkeypatch), program, batch, name=graph)
     assert once.keys() == again.keys()
     assert all(torch.equal(value, again[name]) for name, value in once.items())
+
+
+def test_a_count_of_entries_is_a_product_of_sizes(program: Any) -> None:
+    """Otherwise a tensor of forward would be kept for backward only to be counted."""
+    nodes = derive(program, "train", CPU).module.graph.nodes
+    assert not any(node.target is torch.ops.aten.sym_numel.default for node in nodes)
 
 
 def counting(module: Any, x: Tensor) -> Tensor:
@@ -104,7 +112,7 @@ def counting(module: Any, x: Tensor) -> Tensor:
 )
 def test_a_graph_that_writes_or_branches_is_left_to_aot_autograd(middle: Any) -> None:
     program = program_of(job(Model(middle, seen=torch.zeros(()))))
-    assert not is_functional(program.graphs["eval"].exported.graph_module)
+    assert not is_functional(program.graphs["train"].exported.graph_module)
 
 
 @pytest.fixture
@@ -117,7 +125,14 @@ def writing_operator() -> Iterator[Any]:
 
 def test_an_operator_whose_decomposition_writes_is_made_functional(writing_operator: Any) -> None:
     program = program_of(job(Model(lambda _, x: writing_operator(x))))
-    assert is_functional(program.graphs["eval"].exported.graph_module)
-    step = derive(program, "eval", CPU)
-    assert run(step, program, {"x": torch.randn(4, 8)}, name="eval")
+    assert is_functional(program.graphs["train"].exported.graph_module)
+    step = derive(program, "train", CPU)
+    check_step(program, "train", step, {"x": torch.randn(4, 8)})
     assert not any(is_overload(node.target) and node.target._schema.is_mutable for node in step.module.graph.nodes)
+
+
+def test_a_graph_is_plain_where_nothing_can_go_wrong_in_deriving_it(program: Any) -> None:
+    drawing = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5, training=True))))
+    writing = program_of(job(Model(counting, seen=torch.zeros(()))))
+    assert {name: is_plain(graph) for name, graph in program.graphs.items()} == {"train": False, "eval": True, "predict": True}
+    assert not is_plain(drawing.graphs["eval"]) and not is_plain(writing.graphs["eval"])

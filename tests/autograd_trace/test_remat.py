@@ -70,7 +70,7 @@ def test_values_are_bit_for_bit_those_without_checkpoints(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "in_no_grad"])
 def test_a_step_graph_with_checkpoints_is_what_autograd_says(name: str) -> None:
     program, step = small(name, checkpointed)
-    check_step(program, step, {"x": torch.randn(6, 8)})
+    check_step(program, "train", step, {"x": torch.randn(6, 8)})
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "in_no_grad"])
@@ -236,7 +236,7 @@ def test_what_a_policy_saves_is_kept(policy: Any) -> None:
     step = derive(program, "train", CPU)
     assert copies(step, aten.gelu.default) == []
     assert len(copies(step, aten.addmm.default)) == 3
-    check_step(program, step, {"x": torch.randn(6, 8)})
+    check_step(program, "train", step, {"x": torch.randn(6, 8)})
 
 
 def test_a_policy_may_keep_some_calls_of_an_operator() -> None:

@@ -87,10 +87,10 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         rows.insert(-2, ("clipping", listed))
     if recipe.loop:
         rows.insert(-2, ("round", ", ".join(_turn(turn) for turn in recipe.loop)))
-    rows += _takes(manifest)
     if manifest.abstract is not None:
         proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
         rows.insert(2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}"))
+    rows += _takes(manifest)
     if manifest.passes:
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
