@@ -108,7 +108,7 @@ class Dispatcher:
         return {name: found[name][0] for *_, name in ranked}
 
     def _pick_nested(self, batch: Mapping[str, Any]) -> str:
-        leaves = leaves_of(batch)
+        leaves = leaves_of(batch, values=False)
         constants = {name: fixed_value(value) for name, value in constants_of(batch).items() if value is not None}
         unknown = sorted(set(leaves).union(constants) - self.names)
         if unknown:
