@@ -18,7 +18,7 @@ from trainload.launch.dataset import Dataset, check_schema, open_dataset, source
 from trainload.launch.mixture import Given, Part, parts_of
 from trainload.launch.sampler import Rows
 from trainload.packaging.canonical import canonical_json, sha256_bytes
-from trainload.packaging.manifest import data_specs, graph_guard
+from trainload.packaging.entries import data_specs, graph_guard
 from trainload.packaging.read import Package
 
 

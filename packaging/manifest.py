@@ -11,17 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from trainload.autograd_trace.graphs import Recipe, StateSpec
+from trainload.autograd_trace.graphs import Recipe
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
-from trainload.capture.guards import Guard, InputGuard
 from trainload.capture.program import (
-    BufferSpec,
-    GraphCapture,
-    InputSpec,
     Mode,
-    OutputRole,
-    OutputSpec,
-    ParameterSpec,
     graph_name,
     graph_of,
     mode_of,
@@ -29,7 +22,7 @@ from trainload.capture.program import (
 )
 from trainload.capture.synthesise import QUANTILES
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
-from trainload.packaging.guards import GuardEntry, InputName, Record, Size, check_guard, guard_entry, guard_of
+from trainload.packaging.guards import GuardEntry, InputName, Record, Size, check_guard
 
 FORMAT_VERSION = 1
 """History: 1 (2026-11-21) the first."""
@@ -391,11 +384,15 @@ class Manifest(Record):
         recipe, modes = self.recipe, self.modes()
         trained = {name for name, mode in modes.items() if mode is Mode.TRAIN}
         called = {graph_of(name) for name, mode in modes.items() if mode in (Mode.TRAIN, Mode.COMPUTE)}
+        trainable = {p.name for p in self.parameters if p.trainable and p.alias_of is None}
         groups = {group.name: group.parameters for group in recipe.groups}
         if recipe.graphs and set(recipe.graphs) != trained:
             raise PackageError("the recipe's graphs are not those that train", where=where, got=", ".join(sorted(recipe.graphs)))
         if not recipe.graphs and {graph_of(name) for name in trained} - {recipe.main}:
             raise PackageError("the recipe does not say what the graphs train", where=where, got=", ".join(sorted(trained)))
+        for name in trained:
+            if set(self.graphs[name].reached or ()) - trainable:
+                raise PackageError("a graph reaches what is not trained", where=where, got=name)
         for name, graph in recipe.graphs.items():
             if set(graph.groups) - set(groups):
                 raise PackageError("the recipe names a group that there is not", where=where, got=", ".join(sorted(graph.groups)))
@@ -408,6 +405,8 @@ class Manifest(Record):
         if trained and (turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called:
             wrong = sorted((turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called)
             raise PackageError("the recipe names a graph that there is not", where=where, got=", ".join(wrong))
+        if trained and not any(turn.graph == recipe.main and (turn.every, turn.start) == (1, 0) for turn in recipe.turns):
+            raise PackageError("the main graph does not run in every round", where=where, got=recipe.main)
         for fed_graph, feeds in recipe.feeds.items():
             self._check_feeds(fed_graph, feeds, where)
 
@@ -468,63 +467,3 @@ def _unique(names: Iterable[str], what: str, where: str) -> None:
         if name in seen:
             raise PackageError(f"{what} {name!r} is listed twice", where=where)
         seen.add(name)
-
-
-def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
-    """What the manifest says of a captured graph."""
-    return GraphEntry(
-        file=file,
-        inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
-        outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
-        reached=graph.reached,
-        guard=None if graph.guard is None else guard_entry(graph.guard),
-    )
-
-
-def graph_guard(entry: GraphEntry) -> Guard:
-    """Which batches a graph takes; by its inputs alone where the package is from before guards."""
-    if entry.guard is not None:
-        return guard_of(entry.guard, [(i.name, i.dtype) for i in entry.inputs])
-    symbols = {size for i in entry.inputs for size in i.shape if isinstance(size, str)}
-    return Guard(tuple(InputGuard(i.name, i.dtype, i.shape) for i in entry.inputs), dict.fromkeys(sorted(symbols), (0, None)))
-
-
-def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
-    """The inverse of `graph_entry`."""
-    inputs = tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in entry.inputs)
-    return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
-
-
-def data_specs(manifest: Manifest, variant: str) -> tuple[InputSpec, ...]:
-    """What a run reads of its data for one variant: `Manifest.data_inputs` as specs."""
-    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs(variant).values())
-
-
-def parameter_entry(spec: ParameterSpec) -> ParameterEntry:
-    """What the manifest says of a parameter."""
-    return ParameterEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), trainable=spec.trainable, alias_of=spec.alias_of)
-
-
-def parameter_spec(entry: ParameterEntry) -> ParameterSpec:
-    """The inverse of `parameter_entry`."""
-    return ParameterSpec(entry.name, entry.dtype, entry.shape, entry.trainable, entry.alias_of)
-
-
-def buffer_entry(spec: BufferSpec) -> BufferEntry:
-    """What the manifest says of a buffer."""
-    return BufferEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), persistent=spec.persistent)
-
-
-def buffer_spec(entry: BufferEntry) -> BufferSpec:
-    """The inverse of `buffer_entry`."""
-    return BufferSpec(entry.name, entry.dtype, entry.shape, entry.persistent)
-
-
-def state_entry(spec: StateSpec) -> StateEntry:
-    """What the manifest says of an entry of an optimizer's state."""
-    return StateEntry(name=spec.name, dtype=spec.dtype, like_parameter=spec.like_parameter, shape=spec.shape)
-
-
-def state_spec(entry: StateEntry) -> StateSpec:
-    """The inverse of `state_entry`."""
-    return StateSpec(entry.name, entry.dtype, entry.like_parameter, entry.shape)

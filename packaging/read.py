@@ -16,21 +16,10 @@ from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
 from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
+from trainload.packaging.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
-from trainload.packaging.manifest import (
-    CONSTANTS,
-    MANIFEST,
-    OUTSIDE,
-    BufferEntry,
-    Manifest,
-    ParameterEntry,
-    buffer_spec,
-    graph_guard,
-    graph_specs,
-    parameter_spec,
-    state_spec,
-)
+from trainload.packaging.manifest import CONSTANTS, MANIFEST, OUTSIDE, BufferEntry, Manifest, ParameterEntry
 from trainload.packaging.signature import check_signature
 from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors
 from trainload.packaging.validate import validate_graph

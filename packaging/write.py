@@ -17,6 +17,7 @@ from trainload.capture.errors import IntegrityError, PackageError, StorageError
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_file
 from trainload.packaging.debug import write_debug
+from trainload.packaging.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
 from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes, write_copy
 from trainload.packaging.graph_json import graph_to_json, operator_namespaces, running_schema
 from trainload.packaging.manifest import (
@@ -31,12 +32,6 @@ from trainload.packaging.manifest import (
     Manifest,
     PassEntry,
     UpdateEntry,
-    buffer_entry,
-    buffer_spec,
-    graph_entry,
-    parameter_entry,
-    parameter_spec,
-    state_entry,
 )
 from trainload.packaging.read import Package, check_graphs, open_package
 from trainload.packaging.source_map import NAME as SOURCE_MAP

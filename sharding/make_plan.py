@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from trainload.capture.errors import PlanError
 from trainload.capture.guards import limits_text
 from trainload.capture.program import GraphCapture
-from trainload.packaging.manifest import graph_guard
+from trainload.packaging.entries import graph_guard
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
 from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Strategy

@@ -16,7 +16,7 @@ from torch import nn
 
 import trainload
 from trainload.packaging.canonical import parse_canonical
-from trainload.packaging.manifest import graph_specs
+from trainload.packaging.entries import graph_specs
 from trainload.packaging.read import Package
 from trainload.spec import load_job
 

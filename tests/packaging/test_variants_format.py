@@ -17,7 +17,7 @@ from torch.export import Dim
 import trainload
 from trainload import cli
 from trainload.capture.errors import DataError, JobError, PackageError
-from trainload.packaging.manifest import graph_guard
+from trainload.packaging.entries import graph_guard
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.write import with_graphs
 from trainload.passes import decompose

@@ -101,7 +101,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
 def _takes(manifest: Manifest) -> list[tuple[str, Any]]:
     """Which batches each training graph takes, in the order in which its variants are tried."""
     from trainload.capture.program import variant_of
-    from trainload.packaging.manifest import graph_guard
+    from trainload.packaging.entries import graph_guard
 
     order = ("", *manifest.variants)
     trained = sorted(manifest.training_graphs(), key=lambda name: order.index(variant_of(name)))
