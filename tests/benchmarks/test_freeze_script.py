@@ -61,10 +61,9 @@ def test_no_stage_of_the_freeze_is_left_to_the_rest(result: Mapping[str, Any]) -
     assert result["stages"]["other"] < 0.1 * sum(result["stages"].values())
 
 
-def test_every_graph_is_captured_replayed_and_derived_once(result: Mapping[str, Any]) -> None:
-    assert {f"{verb} {graph}" for verb in ("capture", "replay", "derive") for graph in ("train", "eval", "predict")} <= set(
-        result["stages"]
-    )
+def test_every_graph_is_captured_and_replayed_and_the_training_one_derived(result: Mapping[str, Any]) -> None:
+    assert {f"{verb} {graph}" for verb in ("capture", "replay") for graph in ("train", "eval", "predict")} <= set(result["stages"])
+    assert [stage for stage in result["stages"] if stage.startswith("derive")] == ["derive train"]
 
 
 def test_the_package_is_opened_verified_and_planned(result: Mapping[str, Any]) -> None:
