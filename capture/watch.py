@@ -30,6 +30,7 @@ from trainload.capture.selective import SELECTIVE, Answers
 from trainload.capture.tensor_classes import refuse_arguments
 
 _CHECKPOINT = "torch.utils.checkpoint"
+_OPERATORS = "torch._higher_order_ops"
 _FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]
 """Where every `apply` of an autograd function arrives, also through a name that was bound before."""
 
@@ -122,6 +123,8 @@ class Watch:
                     return function(*operands)
                 finally:
                     marks.END(number)
+        if cls.__module__.startswith(_OPERATORS):  # of a control-flow operator, whose bodies are compiled apart, on fake tensors
+            return super(_FUNCTION_BASE, cls).apply(*args)
         return call_function(self, cls, args)
 
     def _autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:

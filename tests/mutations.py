@@ -64,7 +64,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         2,
         "the gradient is not that of the weighted loss",
-        "autograd_trace/aot.py",
+        "autograd_trace/step_module.py",
         "loss * (weight * scalars[-1]).to(loss.dtype)",
         "loss * scalars[-1].to(loss.dtype)",
         "test_law_2.py::test_the_step_graph_has_eager_s_loss_gradients_and_buffers",

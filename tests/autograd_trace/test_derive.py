@@ -61,6 +61,13 @@ def looped(_: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
+def looped_with_gradient(_: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = torch.while_loop(  # type: ignore[no-untyped-call]  # torch's own
+        lambda i, y: i < 3, lambda i, y: (i + 1, (y * 1.1).sin()), (torch.tensor(0), x)
+    )[1]
+    return found
+
+
 def mixed(m: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         x = m.one(x)
@@ -100,6 +107,7 @@ MODELS = {
     "attention": Model(attention),
     "cond": Model(conditional),
     "while_loop": Model(looped),
+    "while_loop with gradient": Model(looped_with_gradient),
     "0-dim parameter": Model(lambda m, x: x * m.gain, gain=nn.Parameter(torch.tensor(1.5))),
     "spectral norm": Model(lambda m, x: m.sn(x), sn=nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
     "autocast": Model(mixed, **linears()),

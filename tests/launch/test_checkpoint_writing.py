@@ -254,7 +254,7 @@ import torch
 from trainload.sharding.plan import Bucket, Slot
 n, rank = 1 << 21, int(sys.argv[2])
 slot = Slot(parameter="w", offset=0, length=n, shape=(n,))
-plan = make_plan("zero3", 2).model_copy(update={"buckets": (Bucket(name="b", dtype="float32", group="g", length=n, slots=(slot,)),)})
+plan = make_plan("zero3", 2).model_copy(update={"buckets": (Bucket(name="b", dtype="float32", groups=("g",), length=n, slots=(slot,)),)})
 writer = CheckpointWriter(Path(sys.argv[1]), plan, rank, sys.argv[3])
 latest = latest_checkpoint(Path(sys.argv[1]))
 for step in range(Checkpoint.open(latest).index.step + 1 if latest else 1, 100000):
