@@ -124,7 +124,7 @@ class Watch:
                 finally:
                     marks.END(number)
         if cls.__module__.startswith(_OPERATORS):  # of a control-flow operator, whose bodies are compiled apart, on fake tensors
-            return super(_FUNCTION_BASE, cls).apply(*args)
+            return super(_FUNCTION_BASE, cls).apply(*args)  # type: ignore[misc]  # cls is a subclass
         return call_function(self, cls, args)
 
     def _autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
