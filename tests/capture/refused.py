@@ -387,12 +387,10 @@ def an_operator_without_a_fake_kernel(_: Any, x: Tensor) -> Any:
     return torch.ops.refused.shapeless(x)
 
 
-@refused("no-fake-kernel", '@torch.library.custom_op("my_library::ctc_loss"')
-def a_loss_whose_shape_is_data(_: Any, x: Tensor) -> Any:
-    scores, target = x.view(-1, 1, 8).log_softmax(-1), torch.ones(1, 2, dtype=torch.long)
-    lengths = torch.full((1,), 4), torch.full((1,), 2)
-    # -> torch.nn.functional.ctc_loss(scores, target, *lengths)
-    return x + torch.nn.functional.ctc_loss(scores, target, *lengths)
+@refused("no-fake-kernel", '@torch.library.custom_op("my_library::linalg_lstsq"')
+def a_result_whose_shape_is_data(_: Any, x: Tensor) -> Any:
+    # -> torch.linalg.lstsq(torch.eye(8), x.t())
+    return x + torch.linalg.lstsq(torch.eye(8), x.t()).solution.t()
 
 
 @refused("no-autograd", 'torch.library.register_autograd("refused::constant"')
