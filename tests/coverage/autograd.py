@@ -533,7 +533,10 @@ def _() -> Any:
     return small(middle)
 
 
-@add("saved_tensors_hooks")
+@add(
+    "saved_tensors_hooks",
+    gap="what a hook makes of a saved tensor is not asked, so hooks of the model's own are refused; save_on_cpu is taken",
+)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
