@@ -230,7 +230,7 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
     clock.wrapped(proving, "derive", lambda _, graph, __: f"derive {graph}")
     clock.wrapped(proving, "check_step", lambda *_: "check the joint graph")
     clock.wrapped(api, "write_package", lambda *_, **__: "write the package")
-    clock.wrapped(api, "write_derived", lambda *_: "write the derived graph")
+    clock.wrapped(proving, "write_derived", lambda *_: "write the derived graph")
     memory = PeakMemory()
     memory.reset()
     with tempfile.TemporaryDirectory(prefix="trainload-freeze-", dir=keep.parent if keep is not None else None) as folder:

@@ -83,7 +83,7 @@ class Engine:
         self._recipe = package.recipe
         self._updates = package.updates()
         self._parts = {name: bucket_updates(plan, self._updates, self._recipe.graph(name).groups) for name in built.train}
-        self.held = RankState(package, plan, rank, device)
+        self.held = RankState(package, plan, self._updates, rank, device)
 
     # Steps
 

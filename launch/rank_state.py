@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.launch.checkpoint_state import MEAN, PARAM, ShardedState, StateKind, share, state_kind
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan
@@ -25,12 +26,12 @@ class RankState:
         scaling: graph -> [scale, updates in a row since it last changed]; empty where losses are not scaled.
     """
 
-    def __init__(self, package: Package, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, package: Package, plan: Plan, updates: Sequence[UpdateGraph], rank: int, device: torch.device) -> None:
         self._package = package
         self._plan = plan
         self._rank = rank
         self._device = device
-        self._kept = bucket_updates(plan, package.updates(), {g.name for g in package.recipe.groups})
+        self._kept = bucket_updates(plan, updates, {g.name for g in package.recipe.groups})
         self.params: dict[str, Tensor] = {}
         self.states: dict[StateKey, list[Tensor]] = {}
         self.means: dict[str, Tensor] = {}

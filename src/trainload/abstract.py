@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -12,19 +11,17 @@ from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.guards import with_guards
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.abstract import capture_abstract, with_real_batch
-from trainload.capture.errors import CaptureError, JobError, StorageError
+from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.replays import Check
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
-from trainload.launch.build import derived_key
-from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_digest import graphs_digest
 from trainload.packaging.manifest import AbstractEntry
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
-from trainload.proving import prove
+from trainload.proving import keep_steps, prove
 
 _CPU = torch.device("cpu")
 
@@ -72,12 +69,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
     )
     assets = {name: Path(source) for name, source in job.assets.items()}
     package = write_package(path, program, updates, recipe, assets=assets, abstract=entry)
-    try:
-        for name, step in steps.items():
-            write_derived(package, derived_key(name, _CPU), step)
-    except StorageError:
-        shutil.rmtree(path)
-        raise
+    keep_steps(package, steps)
     return package
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Required, TypedDict, Unpack
 
-import torch
-
 from trainload.abstract import freeze_abstract
 from trainload.capture.errors import ClusterError, DataError, JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
@@ -19,17 +17,16 @@ from trainload.capture.replays import Check
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
-from trainload.launch.build import build_key, derived_key, device_of
+from trainload.launch.build import build_key, device_of
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
 from trainload.launch.libraries import Libraries, absolute, open_with
 from trainload.launch.result import RunResult, finish
 from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
-from trainload.packaging.derived import write_derived
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.write import write_package
-from trainload.proving import prove
+from trainload.proving import keep_steps, prove
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.make_plan import check_plan, kept_per_element, make_plan, state_counts
 from trainload.sharding.plan import Cluster, Plan, Strategy
@@ -87,12 +84,7 @@ def freeze(
     assets = {name: Path(source) for name, source in job.assets.items()}
     debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value}}
     package = write_package(path, proven.program, proven.updates, proven.recipe, assets=assets, debug=debug)
-    try:
-        for name, step in proven.training_steps().items():
-            write_derived(package, derived_key(name, torch.device("cpu")), step)
-    except StorageError:
-        shutil.rmtree(path)
-        raise
+    keep_steps(package, proven.training_steps())
     return package
 
 

@@ -1,7 +1,8 @@
-"""Captures a job and proves everything of it, before anything is written."""
+"""Captures a job and proves everything of it, before anything is written; and keeps what was derived beside the package."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,12 +15,16 @@ from trainload.autograd_trace.guards import with_guards
 from trainload.autograd_trace.replays import check_replays
 from trainload.autograd_trace.step_module import is_plain
 from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.errors import StorageError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
 from trainload.capture.replays import Check, Replayed, replay_batches
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
+from trainload.launch.build import derived_key
+from trainload.packaging.derived import write_derived
+from trainload.packaging.read import Package
 
 _CPU = torch.device("cpu")
 
@@ -36,6 +41,20 @@ class Proven:
     def training_steps(self) -> dict[str, StepGraph]:
         """The step graphs that are kept beside the program."""
         return {name: step for name, step in self.steps.items() if self.program.graphs[name].training}
+
+
+def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
+    """Keeps step graphs for the CPU, by graph, beside a package that was just written.
+
+    Raises:
+        StorageError: they cannot be written; the package is gone.
+    """
+    try:
+        for name, step in steps.items():
+            write_derived(package, derived_key(name, _CPU), step)
+    except StorageError:
+        shutil.rmtree(package.path)
+        raise
 
 
 def prove(job: Job, check: Check) -> Proven:

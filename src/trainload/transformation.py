@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,19 +26,18 @@ from trainload.capture.errors import PackageError, PassError, StorageError, Trai
 from trainload.capture.operators import is_overload
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.synthesise import rows_of, synthesise
-from trainload.launch.build import derived_key
 from trainload.launch.dataset import Dataset
 from trainload.launch.run_data import open_run_data
 from trainload.launch.spec import default_cache_dir
 from trainload.operators import counts_of
 from trainload.packaging.canonical import sha256_file
-from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph
 from trainload.packaging.manifest import PassEntry
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.source_map import restore_traces
 from trainload.packaging.write import with_graphs
 from trainload.passes import GRAPH, Pass
+from trainload.proving import keep_steps
 
 __all__ = ["Applied", "Options", "Transformation", "transform"]
 
@@ -165,16 +163,11 @@ class Transformation:
         """
         cpu = torch.device("cpu")
         steps = {graph: derive(self.program, graph, cpu) for graph in self.program.graphs}
-        trained = [name for name, graph in self.program.graphs.items() if graph.training]
-        for name in trained:
-            check_step(self.program, name, steps[name], self._batches[name][0])
+        trained = {name: steps[name] for name, graph in self.program.graphs.items() if graph.training}
+        for name, step in trained.items():
+            check_step(self.program, name, step, self._batches[name][0])
         package = with_graphs(self.package, Path(path), self.program, self.passes)
-        try:
-            for name in trained:
-                write_derived(package, derived_key(name, cpu), steps[name])
-        except StorageError:
-            shutil.rmtree(package.path)
-            raise
+        keep_steps(package, trained)
         return package
 
 
