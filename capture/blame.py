@@ -106,7 +106,7 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
     place = place_of_error(error) if by == "the model" else None
     if cause is not NO_AUTOGRAD:
         cause = OTHER_SIZE
-    text = _first_line(str(error))
+    text = first_line(str(error))
     return CaptureError(
         f"{by} fails on {rows} rows of the example batch in the {captured.name} graph: {type(error).__name__}: {text}",
         where=_where(place) or f"graph {captured.name}",
@@ -124,8 +124,9 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
         batch: what it is given.
     """
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
-        failing = without_kernel(function, batch) if error.findings[0].cause == OTHER_SIZE.anchor else None
-        return failing or error
+        if error.findings[0].cause != OTHER_SIZE.anchor:
+            return error
+        return without_kernel(function, batch) or _of_any_size(error, function, batch) or error
     watched = Watched()
     with contextlib.suppress(Exception):  # as above
         watched = watch(function, batch)
@@ -144,6 +145,22 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
         where = error.where
     found = list(_unique(findings))
     return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, cure=error.cure, findings=found)
+
+
+def _of_any_size(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError | None:
+    """The page for a model that fails on the example batch too, so that its size is not the cause; None: it does not fail there."""
+    watched = Watched()
+    with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
+        watched = watch(function, batch)
+    if watched.error is None:
+        return None
+    finding = _of_eager(watched.error)
+    return CaptureError(error.problem, where=_where(finding.place), cure=EAGER.advice, findings=[finding])
+
+
+def _of_eager(error: Exception) -> Finding:
+    raised = f"{type(error).__name__}: {first_line(str(error))[:_QUOTED]}"
+    return Finding(EAGER.anchor, f"{EAGER.sentence}: {raised}", EAGER.advice, "", place_of_error(error))
 
 
 def own_backward(problem: str, advice: str) -> CaptureError:
@@ -176,10 +193,9 @@ def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
     elif cause is not None:
         yield _finding(cause, place, text, watched.input)
     elif watched.error is not None:
-        raised = f"{type(watched.error).__name__}: {_first_line(str(watched.error))[:_QUOTED]}"
-        yield Finding(EAGER.anchor, f"{EAGER.sentence}: {raised}", EAGER.advice, "", place_of_error(watched.error))
+        yield _of_eager(watched.error)
     else:
-        raised = f"{type(error).__name__}: {_first_line(str(error))[:_QUOTED]}"
+        raised = f"{type(error).__name__}: {first_line(str(error))[:_QUOTED]}"
         yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised}", BREAK.advice, rewrite.custom_operator(), place)
 
 
@@ -322,8 +338,9 @@ def _where(place: Place | None) -> str:
 def _gist(text: str) -> str:
     """What torch said, in a line: of violated constraints the first one, not their number."""
     constraint = re.search(r"^  - (.*)$", text, re.MULTILINE)
-    return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else _first_line(text)
+    return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(text)
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The first line of what was raised that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]

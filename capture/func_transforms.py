@@ -11,6 +11,7 @@ from torch import Tensor
 from trainload.capture import marks
 from trainload.capture.blame import own_backward
 from trainload.capture.nest import mapped, mapped_with
+from trainload.capture.scan import replacements
 
 if TYPE_CHECKING:
     from trainload.capture.watch import Watch
@@ -29,6 +30,7 @@ def transforms(watch: Watch) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         func.jacfwd: made.jacobian,  # the same values
         func.hessian: made.hessian,
         func.linearize: _refused("linearize"),
+        **replacements(made.vmap),
     }
 
 
@@ -53,14 +55,15 @@ class _Transforms:
             variables: list[Tensor] = []
 
             def variable(x: Tensor) -> Tensor:
-                variables.append(marks.VARIABLE(x, number))
+                variables.append(self._watch.variable(x, number))
                 return variables[-1]
 
             places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
             given = [mapped(a, variable) if i in places else a for i, a in enumerate(args)]
-            result = function(*given, **kwargs)
-            values: list[Tensor] = []
-            mapped(result, values.append)
+            with torch.enable_grad():  # as torch.func has it
+                result = function(*given, **kwargs)
+                values: list[Tensor] = []
+                mapped(result, values.append)
             marks.END(number)
             found = iter(marks.FUNC_GRAD(variables, values, number))
             gradients = tuple(mapped(given[i], lambda _: next(found)) for i in places)

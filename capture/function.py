@@ -66,6 +66,11 @@ class Traced(nn.Module):
         """What is traced; `batch` is nested as the example is."""
         raise NotImplementedError
 
+    def _note(self, outputs: tuple[OutputSpec, ...]) -> None:
+        """Writes the signature down; not while the strict mode reads this line, to which it would be a side effect of the model's."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.signature.outputs = outputs
+
 
 class StepFunction(Traced):
     """A loss as a module; `signature` describes its outputs after a call.
@@ -116,7 +121,7 @@ class StepFunction(Traced):
         for name in sorted(loss.outputs):
             outputs.append(OutputSpec(name, OutputRole.OUTPUT))
             values.append(_detached(loss.outputs[name], f"{self._where}: output {name!r}"))
-        self.signature.outputs = tuple(outputs)
+        self._note(tuple(outputs))
         return tuple(values)
 
 
@@ -151,7 +156,7 @@ class TensorsFunction(Traced):
                     got=type(value).__name__,
                 )
         names = sorted(named)
-        self.signature.outputs = tuple(OutputSpec(name, self._role) for name in names)
+        self._note(tuple(OutputSpec(name, self._role) for name in names))
         return tuple(named[name] for name in names)
 
 

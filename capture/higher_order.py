@@ -6,6 +6,9 @@ Python that calls torch. `evaluate` is the same with another way to run the grap
     trainload_backward(body, outputs, inputs, *tensors) -> tuple
         tensors: `outputs` values, then `inputs` values, then whatever body needs. Returns the outputs, whose gradient with respect to
         the inputs is body(*gradients of the outputs, *the rest). No gradient flows otherwise, but through body if it is differentiated.
+    trainload_backward_by_use(outputs, inputs, used, computed, *bodies, *tensors) -> tuple
+        The same with one body for each entry of `used`: where gradients arrive at the outputs that are bits of used[i] and at no others,
+        the gradients of the inputs that are bits of computed[i] are bodies[i](*those that arrive, *the rest); others get none.
     trainload_checkpoint(body, *operands) -> tuple
         body(*operands); what it computes is to be computed again in backward instead of being kept.
     trainload_selective_checkpoint(body, kept, *operands) -> tuple
@@ -29,7 +32,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from trainload.capture.operators import HIGHER_ORDER_OPERATOR
+from trainload.capture.errors import CaptureError
+from trainload.capture.operators import HIGHER_ORDER_OPERATOR, nodes_in
 
 Call = Callable[[Any, Sequence[Any]], tuple[Any, ...]]
 """Runs a graph (a GraphModule) on operands."""
@@ -61,23 +65,64 @@ def evaluate(target: Any, args: Sequence[Any], call: Call = _call) -> tuple[Any,
     return result
 
 
-def _backward(call: Call, body: Any, outputs: int, inputs: int, *tensors: Any) -> tuple[Any, ...]:
+PullBack = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+"""(gradients of outputs, what else it needs) -> the gradients of the inputs."""
+
+
+def _given(outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool, pull_back: PullBack) -> tuple[Any, ...]:
+    """The outputs, with a gradient that `pull_back` computes; where none arrives it is given zeros, or None unless `materialize`."""
+
     class Given(torch.autograd.Function):
+        generate_vmap_rule = True
+
         @staticmethod
-        def forward(ctx: Any, *values: Tensor) -> Any:
-            needed: tuple[Any, ...] = values[outputs + inputs :]  # tensors, and sizes
-            ctx.save_for_backward(*(v for v in needed if isinstance(v, Tensor)))
-            ctx.rest = [None if isinstance(v, Tensor) else v for v in needed]
+        def forward(*values: Tensor) -> Any:
             return tuple(v.clone() for v in values[:outputs])  # not a view: what follows may write to it in place
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
+        def setup_context(ctx: Any, values: tuple[Any, ...], _: Any) -> None:
+            needed = values[outputs + inputs :]  # tensors, and sizes
+            ctx.save_for_backward(*(v for v in needed if isinstance(v, Tensor)))
+            ctx.rest = [None if isinstance(v, Tensor) else v for v in needed]
+            ctx.set_materialize_grads(materialize)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
             saved = iter(ctx.saved_tensors)
             rest = [next(saved) if v is None else v for v in ctx.rest]
-            found = call(body, (*gradients, *rest))
-            return (*[None] * outputs, *found, *[None] * len(rest))
+            return (*[None] * outputs, *pull_back(gradients, rest), *[None] * len(rest))
 
     return tuple(Given.apply(*tensors))  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _backward(call: Call, body: Any, outputs: int, inputs: int, *tensors: Any) -> tuple[Any, ...]:
+    return _given(outputs, inputs, tensors, True, lambda gradients, rest: call(body, (*gradients, *rest)))
+
+
+def _backward_by_use(call: Call, outputs: int, inputs: int, used: Sequence[int], computed: Sequence[int], *rest: Any) -> tuple[Any, ...]:
+    bodies, tensors = rest[: len(used)], rest[len(used) :]
+
+    def pull_back(gradients: Sequence[Any], needed: Sequence[Any]) -> Sequence[Any]:
+        arrived = [g for g in gradients if g is not None]
+        if not arrived:
+            return [None] * inputs
+        place = _place_of_use(used, sum(1 << i for i, g in enumerate(gradients) if g is not None))
+        found = iter(call(bodies[place], (*arrived, *needed)))
+        return [next(found) if computed[place] >> i & 1 else None for i in range(inputs)]
+
+    return _given(outputs, inputs, tensors, False, pull_back)
+
+
+def _place_of_use(used: Sequence[int], bits: int) -> int:
+    if bits not in used:
+        raise CaptureError(
+            "gradients arrive at outputs of an autograd function from which its backward could not be traced",
+            where="trainload_backward_by_use",
+            expected=f"sets of outputs {', '.join(map(bin, used))}",
+            got=bin(bits),
+            cure="Have its backward take None for each output that may go unused, or use all of them in the loss.",
+        )
+    return list(used).index(bits)
 
 
 def _checkpoint(call: Call, body: Any, *operands: Any) -> tuple[Any, ...]:
@@ -124,6 +169,7 @@ def _require_grad(_: Call, tensor: Tensor) -> tuple[Any, ...]:
 
 
 BACKWARD: Any = _Operator("trainload_backward", _backward)
+BACKWARD_BY_USE: Any = _Operator("trainload_backward_by_use", _backward_by_use)
 CHECKPOINT: Any = _Operator("trainload_checkpoint", _checkpoint)
 SELECTIVE: Any = _Operator("trainload_selective_checkpoint", _selective)
 FUNC_GRAD: Any = _Operator("trainload_func_grad", _func_grad)
@@ -143,5 +189,4 @@ def has_checkpoints(module: GraphModule) -> bool:
 
 
 def _calls(module: GraphModule, operators: list[Any]) -> bool:
-    parts = (part for part in module.modules() if isinstance(part, GraphModule))
-    return any(node.target in operators for part in parts for node in part.graph.nodes)
+    return any(node.target in operators for node in nodes_in(module))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from trainload.capture.causes import OWN_KERNEL
 from trainload.capture.errors import CaptureError
 from trainload.capture.finding import Finding, Place
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.place import place_here, place_of_node
 from trainload.capture.rewrite import operator_name
 
@@ -99,18 +99,17 @@ def no_raw_kernels() -> Iterator[None]:
         interface.__getitem__ = before
 
 
-def refuse_wrapped_kernels(module: torch.nn.Module) -> None:
+def refuse_wrapped_kernels(module: GraphModule) -> None:
     """Demands that a graph launches no Triton kernel itself (`wrap_triton` outside of an operator).
 
     Raises:
         CaptureError: it does.
     """
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            if node.op == "call_function" and str(node.target).startswith("triton_kernel_wrapper"):
-                error = _raw("kernel", None)
-                error.where = place_of_node(node)
-                raise error
+    for node in calls_in(module):
+        if str(node.target).startswith("triton_kernel_wrapper"):
+            error = _raw("kernel", None)
+            error.where = place_of_node(node)
+            raise error
 
 
 def _raw(name: str, place: Place | None) -> CaptureError:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from trainload.capture.operators import nodes_in
+
 _HOP = torch.ops.higher_order
 Distance = Callable[[Tensor, Tensor], float]
 
@@ -109,8 +111,6 @@ def _differ(expected: Tensor | None, got: Tensor | None, distance: Distance, mos
 def _modules_in(graph: GraphModule) -> set[str]:
     """Modules of which the graph holds an operator."""
     found: set[str] = set()
-    for part in graph.modules():
-        if isinstance(part, GraphModule):
-            for node in part.graph.nodes:
-                found |= {path.removeprefix("model").removeprefix(".") for path, _ in (node.meta.get("nn_module_stack") or {}).values()}
+    for node in nodes_in(graph):
+        found |= {path.removeprefix("model").removeprefix(".") for path, _ in (node.meta.get("nn_module_stack") or {}).values()}
     return found

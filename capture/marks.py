@@ -2,11 +2,15 @@
 
 begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad, vmap
 keep(text, number)                        region `number`, a checkpoint, keeps what `selective.py` says with `text`
-grad_mode(enabled)                        the grad mode from here on
+grad_mode(enabled, restored)              the grad mode from here on; whether it is what it was before a context
 tangent(x, number) -> Tensor              stands for a gradient that arrives at x in backward
 connect(outputs, inputs, gradients, number) -> Tensor[]
                                           the outputs, whose gradient with respect to the inputs region `number` computed
+connect_used(outputs, inputs, gradients, used, given, numbers) -> Tensor[]
+                                          the same, by region numbers[i] where gradients arrive at the outputs that are bits of used[i]
+                                          alone; it computed gradients of the inputs that are bits of given[i]
 hook(x, gradient, number) -> ()           from now on region `number` changes the gradient of x
+unhook(number) -> ()                      it does not, unless a gradient was taken before
 variable(x, number) -> Tensor             x as the variable of func_grad region `number`
 func_grad(variables, results, number) -> Tensor[]
                                           the gradients of the region's first result, then its results
@@ -57,10 +61,12 @@ for _schema, _meaning in (
     ("begin(str kind, str text, int number) -> ()", _nothing),
     ("end(int number) -> ()", _nothing),
     ("keep(str text, int number) -> ()", _nothing),
-    ("grad_mode(bool enabled) -> ()", _nothing),
+    ("grad_mode(bool enabled, bool restored) -> ()", _nothing),
     ("tangent(Tensor x, int number) -> Tensor", _like),
     ("connect(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, int number) -> Tensor[]", _connect),
+    ("connect_used(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, int[] used, int[] given, int[] numbers) -> Tensor[]", _connect),
     ("hook(Tensor x, Tensor gradient, int number) -> ()", _nothing),
+    ("unhook(int number) -> ()", _nothing),
     ("variable(Tensor x, int number) -> Tensor", _like),
     ("func_grad(Tensor[] variables, Tensor[] results, int number) -> Tensor[]", _func_grad),
     ("row(Tensor x, int dim, int number) -> Tensor", _row),
@@ -77,7 +83,9 @@ KEEP = torch.ops.trainload_mark.keep.default
 GRAD_MODE = torch.ops.trainload_mark.grad_mode.default
 TANGENT = torch.ops.trainload_mark.tangent.default
 CONNECT = torch.ops.trainload_mark.connect.default
+CONNECT_USED = torch.ops.trainload_mark.connect_used.default
 HOOK = torch.ops.trainload_mark.hook.default
+UNHOOK = torch.ops.trainload_mark.unhook.default
 VARIABLE = torch.ops.trainload_mark.variable.default
 FUNC_GRAD = torch.ops.trainload_mark.func_grad.default
 ROW = torch.ops.trainload_mark.row.default
@@ -85,5 +93,5 @@ STACKED = torch.ops.trainload_mark.stacked.default
 AUTOGRAD_GRAD = torch.ops.trainload_mark.autograd_grad.default
 REQUIRE_GRAD = torch.ops.trainload_mark.require_grad.default
 
-for _effect in (BEGIN, END, KEEP, GRAD_MODE, HOOK, REQUIRE_GRAD):
+for _effect in (BEGIN, END, KEEP, GRAD_MODE, HOOK, UNHOOK, REQUIRE_GRAD):
     torch.fx.node.has_side_effect(_effect)  # what has no result is not dead

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
+from torch.fx import GraphModule, Node
 
 _OVERLOAD: type[Any] = type(torch.ops.aten.add.Tensor)
 HIGHER_ORDER_OPERATOR: type[Any] = next(c for c in type(torch.ops.higher_order.cond).__mro__ if c.__name__ == "HigherOrderOperator")
@@ -33,3 +35,18 @@ def is_higher_order(target: object) -> bool:
 def is_seeded(target: object) -> bool:
     """Whether torch tags an operator as one that reads a random generator."""
     return is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def graphs_in(module: GraphModule) -> Iterator[GraphModule]:
+    """The graph and the bodies of its higher-order operators, at any depth."""
+    return (part for part in module.modules() if isinstance(part, GraphModule))
+
+
+def nodes_in(module: GraphModule) -> Iterator[Node]:
+    """Every node, bodies included."""
+    return (node for part in graphs_in(module) for node in part.graph.nodes)
+
+
+def calls_in(module: GraphModule) -> Iterator[Node]:
+    """Every call of an operator, bodies included."""
+    return (node for node in nodes_in(module) if node.op == "call_function")

@@ -73,7 +73,7 @@ def place_here() -> Place | None:
 def place_of_node(node: Node | None) -> str:
     """The user's file and line of a graph's node, as torch noted them; its name where there is none."""
     trace = str(node.meta.get("stack_trace") or "") if node is not None else ""
-    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ") and '"<' not in line]
     return frames[-1] if frames else f"node {node}"
 
 

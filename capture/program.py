@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -123,6 +123,23 @@ class BufferSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Tracing:
+    """How a graph was captured: by torch.export's strict mode or its non-strict one, and `why`, in a sentence.
+
+    `refused`: the page that the non-strict mode gave, where the strict one stepped in for it.
+    """
+
+    strict: bool
+    why: str
+    refused: Exception | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def mode(self) -> str:
+        """As it is written down."""
+        return "strict" if self.strict else "non-strict"
+
+
+@dataclass(frozen=True, slots=True)
 class GraphCapture:
     """One captured graph: of one of the job's graphs, in one mode, of one variant.
 
@@ -139,6 +156,8 @@ class GraphCapture:
     """The trained parameters that get a gradient from its loss, by their owners' names, sorted; None: all of the program's."""
     guard: Guard | None = None
     """Which batches it takes; None where that was not asked, or the package is from before guards."""
+    tracing: Tracing | None = field(default=None, compare=False)
+    """How it was captured; None where it was read from a package, whose debug/capture.json says it."""
 
     @property
     def mode(self) -> Mode:

@@ -6,10 +6,11 @@ mode for none. So its regions are dissolved here, and all are made from the mark
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -70,6 +71,7 @@ def _make(module: GraphModule, grad_enabled: bool) -> None:
             _make(child, grad_enabled)
     if not marked:
         return
+    _forget_conversions(module.graph)
     _place_hooks(module.graph)
     _place_variables(module.graph)
     module.graph = _Builder(module, _parse(module.graph, grad_enabled)).graph
@@ -149,9 +151,60 @@ def _copied(node: Node, graph: Graph, mapped: Callable[[Node], Node], source: Gr
     return copy
 
 
+def _forget_removed(graph: Graph) -> None:
+    """Takes out the hooks that forward removes again.
+
+    Raises:
+        CaptureError: it takes a gradient in between, which the hook acts on.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    hooks = {n.args[2]: n for n in graph.nodes if n.target is marks.HOOK}
+    for removal in [n for n in graph.nodes if n.target is marks.UNHOOK]:
+        hook = hooks.pop(removal.args[0], None)
+        if hook is not None:
+            if any(n.target is marks.AUTOGRAD_GRAD and order[hook] < order[n] < order[removal] for n in graph.nodes):
+                raise CaptureError(
+                    "a tensor hook is removed after a gradient was taken through it",
+                    where=place_of_node(removal),
+                    cure="Register it on a copy of the tensor (x.view_as(x)) that this gradient alone passes.",
+                )
+            graph.erase_node(hook)
+        graph.erase_node(removal)
+
+
+_DEFERRED = ("backward", "func_grad", "vmap")
+"""Regions that are not run where they stand."""
+_aten = torch.ops.aten
+_CONVERSIONS = (_aten.to.dtype, _aten.to.device, _aten.to.other, _aten.to.dtype_layout, _aten.type_as.default, _aten.contiguous.default)
+
+
+def _forget_conversions(graph: Graph) -> None:
+    """Takes conversions that change nothing out of regions that are not run where they stand.
+
+    They return the very tensor that they were given, so that the tracer takes what uses it after the region for a user of the conversion.
+    """
+    for begin in [n for n in graph.nodes if n.target is marks.BEGIN and n.args[0] in _DEFERRED]:
+        for node in _between(graph, begin.args[2]):
+            if node.target in _CONVERSIONS and _changes_nothing(node):
+                node.replace_all_uses_with(_source(node))
+                graph.erase_node(node)
+
+
+def _changes_nothing(node: Node) -> bool:
+    source, result = _source(node).meta["val"], node.meta["val"]
+    named = {a.name: value for a, value in zip(cast(Any, node.target)._schema.arguments, node.args, strict=False)} | node.kwargs
+    if named.get("copy") or source.dtype != result.dtype or source.device != result.device:
+        return False
+    return bool(source.stride() == result.stride())
+
+
 def _place_hooks(graph: Graph) -> None:
-    """Has a hooked value pass through its hook right where it is made, so that all of its uses do."""
-    for hook in [n for n in graph.nodes if n.target is marks.HOOK]:
+    """Has a hooked value pass through its hook right where it is made, so that all of its uses do.
+
+    The first of several hooks is the first that a gradient meets, and so the last that the value passes.
+    """
+    _forget_removed(graph)
+    for hook in [n for n in reversed(graph.nodes) if n.target is marks.HOOK]:
         value, gradient, number = hook.args
         region = _between(graph, number)
         place = _last_placeholder(graph) if value.op == "placeholder" else value
@@ -212,11 +265,15 @@ def _last_placeholder(graph: Graph) -> Node:
 
 
 def _parse(graph: Graph, grad_enabled: bool) -> _Region:
-    """The tree of a graph's regions."""
+    """The tree of a graph's regions.
+
+    A backward runs in the grad mode of whoever differentiates (None), but for what it sets itself.
+    """
     root = _Region("root")
     stack = [root]
-    modes = [grad_enabled]  # the grad mode that each region on the stack lies in
-    now = grad_enabled
+    modes: list[bool | None] = [grad_enabled]  # the grad mode that each region on the stack lies in
+    now: bool | None = grad_enabled
+    left: dict[int, tuple[bool | None, list[bool]]] = {}  # the grad mode before a backward, and the contexts of it that were entered
 
     def close_mode() -> None:
         if stack[-1].kind == "grad_mode":
@@ -224,7 +281,7 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
             modes.pop()
 
     def open_mode() -> None:
-        if now != modes[-1]:
+        if now is not None and now != modes[-1]:
             region = _Region("grad_mode", enabled=now)
             stack[-1].items.append(region)
             stack.append(region)
@@ -234,18 +291,33 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
         if node.target is marks.GRAD_MODE:
             close_mode()
             now = node.args[0]
+            backward = next((left[region.number] for region in reversed(stack) if region.number in left), None)
+            if backward is not None:
+                _, entered = backward
+                if node.args[1] and entered:
+                    entered.pop()
+                else:
+                    entered.append(node.args[0])
+                now = entered[-1] if entered else None
             open_mode()
         elif node.target is marks.BEGIN:
             region = _Region(*node.args)
             stack[-1].items.append(region)
             stack.append(region)
+            if region.kind == "backward":
+                left[region.number] = (now, [])
+                now = None
             modes.append(now)
         elif node.target is marks.KEEP:
             next(region for region in reversed(stack) if region.number == node.args[1]).text = node.args[0]
         elif node.target is marks.END:
-            close_mode()
-            stack.pop()
+            while stack[-1].number != node.args[0]:  # a grad mode, or regions that an exception left
+                stack.pop()
+                modes.pop()
+            ended = stack.pop()
             modes.pop()
+            if ended.number in left:
+                now, _ = left.pop(ended.number)
             if stack[-1].kind != "grad_mode" or stack[-1].enabled != now:
                 close_mode()
                 open_mode()
@@ -274,7 +346,7 @@ class _Builder:
         """Adds a region's items to the graph of `owner`; `mapping`: old node -> new."""
         for item in region.items:
             if isinstance(item, _Region):
-                if item.kind in ("backward", "func_grad", "vmap"):
+                if item.kind in _DEFERRED:
                     self.deferred[item.number] = item
                 elif item.items:
                     self._region(graph, owner, item, mapping)
@@ -289,6 +361,11 @@ class _Builder:
                 made = self._call(
                     graph, owner, higher_order.BACKWARD, (body, len(outputs), len(inputs)), [*outputs, *inputs, *operands], mapping
                 )
+            elif item.target is marks.CONNECT_USED:
+                outputs, inputs, _, used, computed, _ = args
+                bodies, operands = self._bodies_by_use(item)
+                options = (len(outputs), len(inputs), tuple(used), tuple(computed), *bodies)
+                made = self._call(graph, owner, higher_order.BACKWARD_BY_USE, options, [*outputs, *inputs, *operands], mapping)
             elif item.target is marks.FUNC_GRAD:
                 variables, results, number = args
                 body, operands = self._body(self.deferred.pop(number), variables, results)
@@ -312,6 +389,18 @@ class _Builder:
             made.meta = {**item.meta, "val": tuple(item.meta["val"])}
             mapping[item] = made
 
+    def _bodies_by_use(self, call: Node) -> tuple[list[GraphModule], list[Node]]:
+        """The bodies of a CONNECT_USED, alike in all inputs but the gradients that arrive, and the operands that each is given."""
+        outputs, _, gradients, used, computed, numbers = cast(Any, call.args)
+        regions = [self.deferred.pop(number) for number in numbers]
+        tangents = {(n.args[1], n.args[0]): n for n in call.graph.nodes if n.target is marks.TANGENT}
+        entries = [[tangents[k, o] for i, o in enumerate(outputs) if bits >> i & 1] for k, bits in zip(numbers, used, strict=True)]
+        left = iter(gradients)
+        results = [list(itertools.islice(left, bits.bit_count())) for bits in computed]
+        parts = list(zip(regions, entries, results, strict=True))
+        operands = list(dict.fromkeys(operand for part in parts for operand in _operands(*part)))
+        return [self._body(*part, operands)[0] for part in parts], operands
+
     def _region(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
         """A region that is run where it stands."""
         inside = set(region.nodes())
@@ -334,12 +423,12 @@ class _Builder:
             mapping[result] = graph.call_function(operator.getitem, (call, place))
             mapping[result].meta = dict(result.meta)
 
-    def _body(self, region: _Region, entries: Sequence[Node], results: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-        """A region as a graph of its own; its inputs are `entries`, then the outer values that it uses, which are returned."""
-        region.items = [i for i in region.items if isinstance(i, _Region) or i not in entries]
-        inside = set(region.nodes())
-        used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]
-        operands = list(dict.fromkeys(n for n in used if n not in inside and n not in entries))
+    def _body(
+        self, region: _Region, entries: Sequence[Node], results: Sequence[Node], operands: list[Node] | None = None
+    ) -> tuple[GraphModule, list[Node]]:
+        """A region as a graph of its own; its inputs are `entries`, then the outer values that it uses or is given, which are returned."""
+        if operands is None:
+            operands = _operands(region, entries, results)
         body = GraphModule(torch.nn.Module(), Graph())
         inner: dict[Node, Node] = {}
         for source in (*entries, *operands):
@@ -365,8 +454,16 @@ class _Builder:
         return graph.call_function(target, (*given, *(mapping[o] for o in operands)))
 
 
+def _operands(region: _Region, entries: Sequence[Node], results: Sequence[Node]) -> list[Node]:
+    """The outer values that a region uses beside `entries`, which are taken out of it."""
+    region.items = [i for i in region.items if isinstance(i, _Region) or i not in entries]
+    inside = set(region.nodes())
+    used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]
+    return list(dict.fromkeys(n for n in used if n not in inside and n not in entries))
+
+
 def _source(node: Node) -> Node:
-    """What a mark that stands for a tensor stands for."""
+    """A node's first argument: what a mark that stands for a tensor stands for."""
     source = node.args[0]
     assert isinstance(source, Node)
     return source

@@ -155,7 +155,7 @@ class _Calls:
             self.codes[code] = frame.f_globals
         elif event == "call" and code.co_name == "__getitem__" and isinstance(frame.f_locals.get("self"), type(os.environ)):
             self._watched.add(Deed(GLOBAL, place_of_frame(frame), "os.environ"))
-        elif event == "call" and code is torch.manual_seed.__code__:
+        elif event == "call" and code is torch.manual_seed.__code__ and _by_user(frame):
             self._watched.add(Deed(GLOBAL, place_of_frame(frame), "torch.manual_seed"))
         elif event == "c_call":
             while code.co_filename == random.__file__ and frame.f_back is not None:
@@ -178,6 +178,11 @@ class _Calls:
                 known = next((n for n, value in frame.f_globals.items() if value is owner), None)
                 if known is not None:
                     self._watched.add(Deed(GLOBAL, place, known))
+
+
+def _by_user(frame: FrameType) -> bool:
+    """Whether the function was called by the user's code, and not by torch's own (a checkpoint seeds, to draw again what it drew)."""
+    return frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
 
 
 def watch(function: nn.Module, batch: dict[str, Tensor]) -> Watched:

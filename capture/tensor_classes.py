@@ -52,7 +52,7 @@ def behaviour_of(cls: type) -> tuple[str, ...]:
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor is neither on the meta device nor a fake one."""
-    return tensor.device.type != "meta" and not _is_fake(tensor)
+    return tensor.device.type != "meta" and not is_fake(tensor)
 
 
 def class_name(tensor: Tensor) -> str:
@@ -79,7 +79,7 @@ def fake_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Fake tensors that modules hold as plain attributes, as entries of `check_tensors`."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if _is_fake(value):
+            if is_fake(value):
                 yield "constant", f"{path}.{name}" if path else name, value
 
 
@@ -137,7 +137,8 @@ def _attributes(model: nn.Module, tensor: Tensor) -> Iterator[str]:
                 yield f"{path}.{name}" if path else name
 
 
-def _is_fake(value: object) -> bool:
+def is_fake(value: object) -> bool:
+    """Whether it is a tensor of a trace, which has no values."""
     return isinstance(value, Tensor) and type(value).__name__ == "FakeTensor"
 
 
@@ -146,7 +147,7 @@ def _special(tensor: Tensor) -> _Special | None:
     cls = type(tensor)
     if issubclass(cls, nn.UninitializedParameter | nn.UninitializedBuffer):
         return _UNINITIALISED
-    if _is_fake(tensor):
+    if is_fake(tensor):
         return _FAKE
     if cls.__module__.startswith("torch.nested."):
         return _NESTED

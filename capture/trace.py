@@ -12,32 +12,41 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error, explained, no_gradient, own_backward
+from trainload.capture.blame import capture_error, explained, first_line, no_gradient, own_backward
 from trainload.capture.errors import CaptureError, JobError, RequestError
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
 from trainload.capture.kernels import refuse_wrapped_kernels
 from trainload.capture.parity import check_parity
-from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike
+from trainload.capture.place import place_of_error
+from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike, Tracing
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
 from trainload.capture.replays import Check, Replayed, replay_batches
 from trainload.capture.shapes import Shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
+from trainload.capture.strict import could_help, export_strictly, tried_too
 from trainload.capture.targets import Target, example_of, targets_of
 from trainload.capture.watch import Watch
 
 _PREFIX = "model."
 
 
-def capture(job: Job, check: Check | None = Check.USUAL, kept: dict[str, list[Replayed]] | None = None) -> Program:
+def capture(
+    job: Job,
+    check: Check | None = Check.USUAL,
+    kept: dict[str, list[Replayed]] | None = None,
+    strict: bool | None = None,
+) -> Program:
     """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
 
     Args:
         job: what is captured.
         check: how much is compared; None: nothing, and the model is not run: the job's tensors have no values. See `abstract.py`.
         kept: gets, by training graph, what it gave on the batches, for `check_step`.
+        strict: True: by torch.export's strict mode alone; False: by its non-strict one alone; None: by the non-strict one, and where that
+            cannot follow the model by the strict one, if it loses nothing. See `strict.py`.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -56,7 +65,7 @@ def capture(job: Job, check: Check | None = Check.USUAL, kept: dict[str, list[Re
             model.train(target.training)
             target.function.runs = check is not None
             given = kept.setdefault(target.name, []) if kept is not None and target.training else None
-            proven = _capture_graph(target, batch, shapes, check, given)
+            proven = _capture_graph(target, batch, shapes, check, given, strict)
             graphs[target.name] = proven.captured
             constants |= proven.constants
             if target.training:
@@ -108,18 +117,75 @@ def _check_variants(graphs: Iterable[GraphCapture]) -> None:
             )
 
 
-def _capture_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None, kept: list[Replayed] | None) -> _Proven:
+def _capture_graph(
+    target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None, kept: list[Replayed] | None, strict: bool | None
+) -> _Proven:
     """Captures one graph and compares it with eager, unless `check` is None.
 
     Raises:
         JobError: the function does not return what a job's must.
         CaptureError: the model cannot be captured, or what was captured differs.
     """
+    if strict:
+        with state_kept(target.function.model):
+            exported = _asked_strictly(target, batch, shapes)
+        return _proven(target, batch, exported, check, kept, Tracing(strict=True, why="it was asked for"))
+    try:
+        with state_kept(target.function.model):
+            exported = export_graph(target, batch, shapes)
+    except CaptureError as refused:
+        stepped_in = None
+        if strict is None and check is not None and could_help(refused):
+            stepped_in = _stepped_in(target, batch, shapes, check, kept, refused)
+        if stepped_in is None:
+            raise
+        return stepped_in
+    why = "it was asked for" if strict is False else "it follows the model, and everything that forward does is watched"
+    return _proven(target, batch, exported, check, kept, Tracing(strict=False, why=why))
+
+
+def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
+    """By the strict mode, which the caller asked for."""
+    try:
+        return export_strictly(target, batch, shapes)
+    except RequestError:
+        raise
+    except Exception as error:  # as in export_graph
+        raise CaptureError(
+            f"torch.export's strict mode cannot capture the {target.name} graph",
+            where=str(place_of_error(error) or f"graph {target.name}"),
+            got=f"{type(error).__name__}: {first_line(str(error))}",
+            cure="Leave strict out: the non-strict mode takes most models, and says more of those that it does not.",
+        ) from error
+
+
+def _stepped_in(
+    target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check, kept: list[Replayed] | None, refused: CaptureError
+) -> _Proven | None:
+    """By the strict mode, where the non-strict one has refused. None: it cannot follow the model either, loses something, or differs."""
+    given: list[Replayed] | None = None if kept is None else []
+    why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
+    place = refused.findings[0].place
+    tracing = Tracing(strict=True, why=why if place is None else f"{why} ({place})", refused=refused)
+    try:
+        with state_kept(target.function.model):
+            exported = export_strictly(target, batch, shapes)
+        proven = _proven(target, batch, exported, check, given, tracing)
+    except Exception as error:  # noqa: BLE001  # what the page says still holds, and the caller raises it
+        tried_too(refused, error)
+        return None
+    if kept is not None and given is not None:
+        kept += given
+    return proven
+
+
+def _proven(
+    target: Target, batch: dict[str, Tensor], exported: ExportedProgram, check: Check | None, kept: list[Replayed] | None, tracing: Tracing
+) -> _Proven:
+    """What was captured, compared with eager unless `check` is None."""
     name, function = target.name, target.function
-    with state_kept(function.model):
-        exported = export_graph(target, batch, shapes)
     _strip_prefix(exported)
-    captured = GraphCapture(name, exported, input_specs(exported, batch), function.signature.outputs)
+    captured = GraphCapture(name, exported, input_specs(exported, batch), function.signature.outputs, tracing=tracing)
     constants = _constants(name, exported)
     if check is None:
         return _Proven(captured, constants, set())

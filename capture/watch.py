@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from trainload.capture import marks
+from trainload.capture.applied import FUNCTION_BASE, applied
+from trainload.capture.batch_norm import BATCH_NORM, counted_average
 from trainload.capture.blame import own_backward
-from trainload.capture.ctc import ctc_loss
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
 from trainload.capture.kernels import no_raw_kernels
 from trainload.capture.module_hooks import Change, module_hooks
+from trainload.capture.patched import OPERATORS, renamed, replaced
 from trainload.capture.place import place_here
+from trainload.capture.saved_tensors import CHECKPOINT_MODULE, is_own
 from trainload.capture.selective import SELECTIVE, Answers
+from trainload.capture.substitutes import SUBSTITUTES, decoder_forward, encoder_forward, module_to
 from trainload.capture.tensor_classes import refuse_arguments
-
-_CHECKPOINT = "torch.utils.checkpoint"
-_OPERATORS = "torch._higher_order_ops"
-_FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]
-"""Where every `apply` of an autograd function arrives, also through a name that was bound before."""
 
 
 class Watch:
@@ -44,6 +42,8 @@ class Watch:
         """Of the checkpoints that forward is in, outermost first."""
         self.quiet = False
         """Whether changes of the grad mode go unmarked: they are the watch's own."""
+        self.leaving = False
+        """Whether a context puts the grad mode back."""
 
     @contextlib.contextmanager
     def tracing(self, model: nn.Module, parameters: dict[str, list[Callable[[Tensor], Tensor | None]]]) -> Iterator[None]:
@@ -55,18 +55,25 @@ class Watch:
         """
         with contextlib.ExitStack() as stack:
             mode = stack.enter_context(_Functions(self, model))
-            stack.enter_context(_replaced(torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__)))
-            stack.enter_context(_replaced(torch.autocast, "__exit__", self._autocast_exit(torch.autocast.__exit__)))
+            stack.enter_context(replaced(torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__)))
+            stack.enter_context(replaced(torch.autocast, "__exit__", self._autocast_exit(torch.autocast.__exit__)))
             hooks = torch.autograd.graph.saved_tensors_hooks
-            stack.enter_context(_replaced(hooks, "__enter__", self._saved_enter(hooks.__enter__)))
-            stack.enter_context(_replaced(hooks, "__exit__", self._saved_exit(hooks.__exit__)))
-            stack.enter_context(_replaced(SELECTIVE, "__enter__", self._selective_enter(SELECTIVE.__enter__)))
-            stack.enter_context(_replaced(_FUNCTION_BASE, "apply", classmethod(self._apply)))
-            stack.enter_context(_replaced(torch, "compile", _outside(mode, torch.compile)))
-            stack.enter_context(_replaced(torch.inference_mode, "__enter__", _inference_enter))
-            stack.enter_context(_replaced(torch.inference_mode, "__exit__", _inference_exit))
+            stack.enter_context(replaced(hooks, "__enter__", self._saved_enter(hooks.__enter__)))
+            stack.enter_context(replaced(hooks, "__exit__", self._saved_exit(hooks.__exit__)))
+            stack.enter_context(replaced(SELECTIVE, "__enter__", self._selective_enter(SELECTIVE.__enter__)))
+            stack.enter_context(applied(model, self._apply))
+            for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
+                stack.enter_context(replaced(kind, "__exit__", self._mode_exit(kind.__exit__)))
+            stack.enter_context(replaced(BATCH_NORM, "forward", counted_average(BATCH_NORM.forward)))
+            stack.enter_context(replaced(nn.TransformerEncoder, "forward", encoder_forward(nn.TransformerEncoder.forward)))
+            stack.enter_context(replaced(nn.TransformerDecoder, "forward", decoder_forward(nn.TransformerDecoder.forward)))
+            stack.enter_context(replaced(nn.Module, "to", module_to(nn.Module.to)))
+            stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))  # by values, for eager mode alone
+            stack.enter_context(replaced(torch, "compile", _outside(mode, torch.compile)))
+            stack.enter_context(replaced(torch.inference_mode, "__enter__", _inference_enter))
+            stack.enter_context(replaced(torch.inference_mode, "__exit__", _inference_exit))
             for function, value in transforms(self).items():
-                stack.enter_context(_renamed(function, value))
+                stack.enter_context(renamed(function, value))
             stack.enter_context(module_hooks(self, model))
             stack.enter_context(no_raw_kernels())
             for name, found in parameters.items():
@@ -103,8 +110,17 @@ class Watch:
             result: Tensor = marks.TANGENT(x, number)
         return result
 
-    def hook(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Has x's gradient pass through `hook`."""
+    def variable(self, x: Tensor, number: int) -> Tensor:
+        """X as a variable of a func_grad region, also where x itself has no gradient."""
+        result: Tensor = marks.VARIABLE(x, number)
+        if not result.requires_grad:
+            before, self.quiet = self.quiet, True
+            result.requires_grad_()
+            self.quiet = before
+        return result
+
+    def hook(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> int:
+        """Has x's gradient pass through `hook`; the number of its region."""
         number = self.number()
         tangent = self.tangent(x, number)
         marks.BEGIN("backward", "", number)
@@ -112,8 +128,9 @@ class Watch:
         marks.END(number)
         if changed is not None:
             marks.HOOK(x, changed, number)
+        return number
 
-    def _apply(self, cls: type, *args: Any) -> Any:
+    def _apply(self, cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             function, _, *operands = args
             differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in operands)
@@ -123,9 +140,20 @@ class Watch:
                     return function(*operands)
                 finally:
                     marks.END(number)
-        if cls.__module__.startswith(_OPERATORS):  # of a control-flow operator, whose bodies are compiled apart, on fake tensors
-            return super(_FUNCTION_BASE, cls).apply(*args)  # type: ignore[misc]  # cls is a subclass
-        return call_function(self, cls, args)
+        # torch's own: of a control-flow operator, whose bodies are compiled apart, on fake tensors; of a checkpoint, to keep its inputs
+        if cls.__module__.startswith(OPERATORS) or cls.__module__ == CHECKPOINT_MODULE:
+            return super(FUNCTION_BASE, cls).apply(*args, **kwargs)  # type: ignore[misc]  # cls is a subclass
+        return call_function(self, cls, args, kwargs)
+
+    def _mode_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(context: Any, *error: Any) -> Any:
+            self.leaving = True
+            try:
+                return original(context, *error)
+            finally:
+                self.leaving = False
+
+        return leave
 
     def _autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(context: Any) -> Any:
@@ -145,27 +173,22 @@ class Watch:
 
     def _saved_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(context: Any) -> Any:
-            if type(context).__module__ == _CHECKPOINT:
+            if type(context).__module__ == CHECKPOINT_MODULE:
                 context.trainload_region = self.region("checkpoint")
                 self._answers.append(Answers())
                 return None  # nothing is saved while tracing
-            if not isinstance(context, torch.autograd.graph.save_on_cpu):
-                raise own_backward(
-                    f"forward changes the tensors that are saved for backward ({type(context).__name__}), which a graph cannot say",
-                    "Leave the context manager out; which tensors are kept is decided by the plan.",
-                )
-            return original(context)
+            return None if is_own(context) else original(context)  # how tensors are kept is no matter of the graph; see saved_tensors.py
 
         return enter
 
     def _saved_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def leave(context: Any, *error: Any) -> Any:
-            if type(context).__module__ == _CHECKPOINT:
+            if type(context).__module__ == CHECKPOINT_MODULE:
                 kept = self._answers.pop().text()
                 if kept:
                     marks.KEEP(kept, context.trainload_region)
                 return marks.END(context.trainload_region)
-            return original(context, *error)
+            return None if is_own(context) else original(context, *error)
 
         return leave
 
@@ -190,6 +213,20 @@ class Watch:
         kept = [i for i in places if changed[i] is not None]
         connected = iter(marks.CONNECT([values[i] for i in kept], [values[i] for i in kept], [changed[i] for i in kept], number))
         return tuple(next(connected) if i in kept else v for i, v in enumerate(values))
+
+
+def _unchecked(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: object = None,
+    determinism_check: str = "",
+    debug: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """A checkpoint in a body of control flow: the call alone. torch keeps what the backward of such a body needs in any case."""
+    kwargs.pop("preserve_rng_state", None)
+    return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -227,17 +264,16 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         refuse_arguments(func, (*args, *kwargs.values()), self._model, place_here)
         if name == "_set_grad_enabled" and not self._watch.quiet:
-            marks.GRAD_MODE(args[0])
+            marks.GRAD_MODE(args[0], self._watch.leaving)
         elif func is Tensor.register_hook:
             with self:
-                self._watch.hook(*args, **kwargs)
-            return _Handle()
+                return _Handle(self._watch.hook(*args, **kwargs))
         elif func is torch.autograd.grad:
             with self:
                 return autograd_grad(*args, **kwargs)
-        elif func in (torch.ctc_loss, nn.functional.ctc_loss):
-            return ctc_loss(*args, **kwargs)
-        elif name == "requires_grad_" and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+        elif func in SUBSTITUTES:
+            return SUBSTITUTES[func](*args, **kwargs)
+        elif name == "requires_grad_" and not self._watch.quiet and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
             if not args[0].requires_grad:
                 marks.REQUIRE_GRAD(args[0])
         elif func == Tensor.requires_grad.__set__ and args[1] and not args[0].requires_grad:  # type: ignore[attr-defined]  # a descriptor
@@ -256,8 +292,17 @@ _REFUSED = {
 class _Handle:
     """What register_hook returns while tracing: the hook is in the graph already."""
 
+    def __init__(self, number: int) -> None:
+        self._number = number
+
     def remove(self) -> None:
-        raise own_backward("forward removes a hook that it registered, which a graph cannot say", "Register it only where it is to act.")
+        marks.UNHOOK(self._number)
+
+    def __enter__(self) -> _Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def _inference_enter(context: Any) -> None:
@@ -279,40 +324,11 @@ def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             mode.__exit__(None, None, None)
             try:
-                return compiled(*args, **kwargs)
+                with renamed(checkpoint, _unchecked):
+                    return compiled(*args, **kwargs)
             finally:
                 mode.__enter__()
 
         return run
 
     return compile_
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """An attribute that is another one inside."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
-@contextlib.contextmanager
-def _renamed(function: object, value: object) -> Iterator[None]:
-    """A function of torch that is another one inside, under every name by which a module holds it; torch's own inner modules keep it."""
-    places = [
-        (module, name)
-        for path, module in list(sys.modules.items())
-        if path in ("torch", "torch.func") or path.partition(".")[0] != "torch"
-        for name, held in list(getattr(module, "__dict__", {}).items())
-        if held is function and not name.startswith("__")
-    ]
-    with contextlib.ExitStack() as stack:
-        for module, name in places:
-            stack.enter_context(_replaced(module, name, value))
-        yield
