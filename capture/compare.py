@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.distance import absolute_distance, noise_floor, norm_of, relative_distance
+from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance
 from trainload.capture.errors import CaptureError, DataError
 from trainload.capture.parity import replaying, tolerance_of
 from trainload.capture.program import GraphCapture, OutputRole, Program
-
-_LAST_BIT = 2.0**-23
-_MARGIN = 8.0
-"""A gradient may differ by so many times what it moves when the weights change in their last bit, as long as that is little beside all
-gradients: it has no more digits. So a bias before a BatchNorm, whose gradient is zero but for rounding, does not forbid every other order
-of summation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
     """
     first, second = before.graphs[name], after.graphs[name]
     state = {key: before.state[key] for key in before.state}
-    nudged: dict[str, Tensor] = {}
+    beside: dict[str, Tensor] = {}
     worst = Difference(name, "", 0.0, tolerance_of(first))
     for seed, batch in enumerate(batches):
         expected = _replay(first, before, state, batch, seed, "the graph before the pass")
@@ -72,16 +66,15 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
         got = _replay(second, after, state, batch, seed, "the graph after the pass")
         if all(_same(value, got.get(key)) for key, value in expected.items()):
             continue
-        generator = torch.Generator().manual_seed(0)
-        nudged = nudged or {key: _nudged(value, generator) for key, value in state.items()}
-        moved = _replay(first, before, nudged, batch, seed, "the graph before the pass")
+        beside = beside or nudged(state)
+        moved = _replay(first, before, beside, batch, seed, "the graph before the pass")
         gradients = [v for k, v in expected.items() if k.startswith("gradient")]
         total = norm_of(gradients)
         for key, value in expected.items():
             other = moved[key]
             floor = 0.0
             if key.startswith("gradient") and value is not None and other is not None:
-                floor = max(noise_floor(gradients), min(_MARGIN * absolute_distance(value, other) / worst.tolerance, total))
+                floor = max(noise_floor(gradients), digits_floor(value, other, worst.tolerance, total))
             distance = relative_distance(value, got.get(key), floor)
             if distance > worst.distance:
                 worst = Difference(name, key, distance, worst.tolerance)
@@ -129,14 +122,6 @@ def _replay(
         raise CaptureError(f"{what} writes to a parameter", where=f"graph {capture.name}", got=", ".join(written[:4]))
     found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
     return found | {f"buffer {name}": value for name, value in buffers.items()}
-
-
-def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
-    """The tensor with each entry one bit up or down, where it is of floating point and that fine."""
-    if not value.is_floating_point():
-        return value
-    step = min(_LAST_BIT, torch.finfo(value.dtype).eps)
-    return value * (1 + step * (2 * torch.randint(0, 2, value.shape, generator=generator) - 1)).to(value.dtype)
 
 
 def _same(expected: Tensor | None, got: Tensor | None) -> bool:

@@ -7,12 +7,16 @@ them more time than the comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 _NOISE = 1e-6
+_MARGIN = 8.0
+"""A gradient may differ by so many times what it moves when the weights change in their last bit, as long as that is little beside all
+gradients: it has no more digits. So a bias before a BatchNorm or a softmax, whose gradient is zero but for rounding, does not forbid every
+other order of summation."""
 _BLOCK = 2**17
 """Entries of a block: a megabyte of float64, which stays in a core's cache."""
 
@@ -48,6 +52,40 @@ def absolute_distance(expected: Tensor, got: Tensor) -> float:
 def noise_floor(gradients: Iterable[Tensor | None]) -> float:
     """Gradients of a smaller norm than this are compared with this: a millionth of the norm of all gradients' finite entries."""
     return _NOISE * norm_of(gradients)
+
+
+def digits_floor(gradient: Tensor, moved: Tensor, tolerance: float, total: float) -> float:
+    """A gradient of a smaller norm than this is compared with this: it has no more digits than a tolerance of this leaves.
+
+    Args:
+        gradient: as it is.
+        moved: the same gradient where the state is `nudged`.
+        tolerance: up to which a relative distance counts as none.
+        total: the norm of all gradients, which the result never exceeds.
+    """
+    return min(_MARGIN * absolute_distance(gradient, moved) / tolerance, total)
+
+
+def tolerance_for(gradient: Tensor | None, tolerance: float) -> float:
+    """The tolerance of a gradient: half a unit of its last place if that is more, for each addition rounds a bfloat16 sum by so much."""
+    return tolerance if gradient is None else max(tolerance, torch.finfo(gradient.dtype).eps / 2)
+
+
+def nudged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with each entry one bit up or down, where they are of floating point; names of one tensor stay names of one."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[int, Tensor] = {}
+    for value in state.values():
+        if id(value) not in made:
+            made[id(value)] = _nudged(value.detach(), generator).requires_grad_(value.requires_grad)
+    return {name: made[id(value)] for name, value in state.items()}
+
+
+def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    step = torch.finfo(value.dtype).eps
+    return value * (1 + step * (2 * torch.randint(0, 2, value.shape, generator=generator) - 1)).to(value.dtype)
 
 
 def norm_of(gradients: Iterable[Tensor | None]) -> float:

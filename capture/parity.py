@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.blame import replay_error
-from trainload.capture.distance import noise_floor, relative_distance
+from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
 from trainload.capture.errors import CaptureError, RequestError
 from trainload.capture.higher_order import has_checkpoints
+from trainload.capture.leaked import refuse_leaked
 from trainload.capture.locate import part_company
+from trainload.capture.operators import nodes_in
 from trainload.capture.program import GraphCapture, OutputRole
 from trainload.capture.quiet import ignore_torchs_warnings
 from trainload.capture.replays import Replayed
+from trainload.capture.saved_tensors import given_back
 from trainload.capture.state import numbers_of
 
 FULL_PRECISION_TOLERANCE = 1e-5
@@ -86,9 +89,10 @@ def _compare(
     updated: dict[str, Tensor] = {}
     numbers = numbers_of(model)
     versions = {name: value._version for name, value in parameters.items()}
-    with replaying(training, seed):
+    with replaying(training, seed), given_back():
         try:
             expected = function(batch)
+            refuse_leaked(expected, function, batch)
             if has_checkpoints(captured.exported.graph_module):  # eager runs them again in backward, and updates their buffers twice
                 updated = {n: value.detach().clone() for n, value in model.named_buffers(remove_duplicate=False)}
             eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
@@ -139,13 +143,21 @@ def _compare(
                 captured.exported.graph_module, function, batch, again, lambda a, b: relative_distance(a.detach(), b.detach()), tolerance
             )
 
+    def moved() -> dict[str, Tensor | None]:
+        """The graph's gradients at weights that differ in their last bit."""
+        beside = nudged(own)
+        fresh = {name: value.clone() for name, value in before.items()}
+        with replaying(training, seed):
+            outputs = captured.exported.graph_module(*_arguments(captured, batch, {**beside, **fresh}, constants))
+            return _gradients(outputs, captured, beside)
+
     for spec, a, b in zip(captured.outputs, eager_outputs, got, strict=True):
         _check(f"{spec.role} {spec.name!r}", a, b.detach(), tolerance, captured, rows, where)
     for name, value in eager_buffers.items():
         if name not in replayed:
             raise CaptureError("forward registers a buffer", where=f"buffer {name}", cure="Register it in the constructor.")
         _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, partial("buffer {}".format, name))
-    _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where)
+    _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where, moved)
     if kept is not None and training and not drew and all(_same(value, replayed[name]) for name, value in before.items()):
         kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     return {name for name, gradient in eager_gradients.items() if gradient is None}, counted
@@ -239,14 +251,9 @@ def _gradients(outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: 
 
 def tolerance_of(captured: GraphCapture) -> float:
     """How far a graph's values may be from eager's, by the precisions that it computes in."""
-    low = (torch.float16, torch.bfloat16)
-    for module in captured.exported.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                value = node.meta.get("val")
-                if isinstance(value, Tensor) and value.dtype in low:
-                    return LOW_PRECISION_TOLERANCE
-    return FULL_PRECISION_TOLERANCE
+    values = (node.meta.get("val") for node in nodes_in(captured.exported.graph_module))
+    low = any(isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in values)
+    return LOW_PRECISION_TOLERANCE if low else FULL_PRECISION_TOLERANCE
 
 
 def _check(what: str, expected: Tensor, got: Tensor, tolerance: float, captured: GraphCapture, rows: int, where: Callable[[], str]) -> None:
@@ -270,10 +277,18 @@ def _check_gradients(
     rows: int,
     order: list[str],
     where: Callable[[], str],
+    moved: Callable[[], Mapping[str, Tensor | None]],
 ) -> None:
     floor = noise_floor(expected.values())
     distances = {name: relative_distance(gradient, got[name], floor) for name, gradient in expected.items()}
-    wrong = {name: distance for name, distance in distances.items() if not distance <= tolerance}
+    wrong = {name: distance for name, distance in distances.items() if not distance <= tolerance_for(expected[name], tolerance)}
+    if wrong:
+        total, beside = norm_of(expected.values()), moved()
+        for name in list(wrong):  # a sum in another order: no more digits than the weights' last bit leaves
+            first, other = got[name], beside[name]
+            if first is not None and other is not None:
+                wrong[name] = relative_distance(expected[name], first, digits_floor(first, other, tolerance, total))
+        wrong = {name: distance for name, distance in wrong.items() if not distance <= tolerance_for(expected[name], tolerance)}
     if wrong:
         last = max(wrong, key=order.index)
         module = last.rpartition(".")[0] or "the model itself"

@@ -35,7 +35,7 @@ from trainload.sharding.update import UpdateStep
 
 BUILD_VERSION = 5
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
-DERIVATION = 2
+DERIVATION = 3
 """Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
 LOCK_SECONDS = 3600.0
 _INDEX = "index.json"

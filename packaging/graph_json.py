@@ -46,6 +46,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from trainload.capture import ctc, higher_order  # noqa: F401 - their operators must be registered before a graph that is read names them
 from trainload.capture.errors import PackageError
+from trainload.capture.operators import calls_in, nodes_in
 from trainload.capture.quiet import quiet_torch
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.validate import MODULE_TYPE
@@ -303,12 +304,11 @@ def _plain(value: Any) -> Any:
 def _serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
     """Within it, higher-order calls have tuples as values (torch's writer takes no lists there), and never none at all."""
     before: list[tuple[torch.fx.Node, bool, Any]] = []
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            value = node.meta.get("val")
-            if node.op == "call_function" and isinstance(node.target, HigherOrderOperator) and (value is None or isinstance(value, list)):
-                before.append((node, "val" in node.meta, value))
-                node.meta["val"] = tuple(value or ())
+    for node in calls_in(module):
+        value = node.meta.get("val")
+        if isinstance(node.target, HigherOrderOperator) and (value is None or isinstance(value, list)):
+            before.append((node, "val" in node.meta, value))
+            node.meta["val"] = tuple(value or ())
     try:
         yield
     finally:
@@ -399,12 +399,9 @@ def _from_json(
             for name, span in document["range_constraints"].items()
         }
         result = GraphModuleDeserializer().deserialize(serialised, {}, {}, None, ranges)
-    for part in result.graph_module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            if node.op == "call_function" and "val" not in node.meta and node.target is not operator.getitem:
-                node.meta["val"] = ()  # a region that only writes to buffers returns nothing; torch's verifier wants a value
+    for node in calls_in(result.graph_module):
+        if "val" not in node.meta and node.target is not operator.getitem:
+            node.meta["val"] = ()  # a region that only writes to buffers returns nothing; torch's verifier wants a value
     _forget_hints_of_expressions(result.graph_module)
     return result.graph_module, result.signature, result.module_call_graph, result.names_to_symbols, ranges
 
@@ -424,5 +421,4 @@ def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
 
 def operator_namespaces(module: torch.fx.GraphModule) -> frozenset[str]:
     """The namespaces of the operators that a graph and its bodies call."""
-    parts = (part for part in module.modules() if isinstance(part, torch.fx.GraphModule))
-    return frozenset(node.target.namespace for part in parts for node in part.graph.nodes if isinstance(node.target, OpOverload))
+    return frozenset(node.target.namespace for node in nodes_in(module) if isinstance(node.target, OpOverload))

@@ -12,7 +12,7 @@ HIGHER_ORDER = frozenset(
     {"cond", "while_loop", "while_loop_stack_output", "map_impl", "scan", "associative_scan"}
     | {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
     | {"trainload_backward", "trainload_checkpoint", "trainload_func_grad", "trainload_vmap", "trainload_autograd_grad"}
-    | {"trainload_require_grad", "trainload_selective_checkpoint"}
+    | {"trainload_require_grad", "trainload_backward_by_use", "trainload_selective_checkpoint"}
 )
 """Operators that take graphs."""
 

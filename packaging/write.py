@@ -16,7 +16,7 @@ from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.errors import IntegrityError, PackageError, StorageError
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_file
-from trainload.packaging.debug import write_debug
+from trainload.packaging.debug import read_debug, write_debug
 from trainload.packaging.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
 from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes, write_copy
 from trainload.packaging.graph_json import graph_to_json, operator_namespaces, running_schema
@@ -41,6 +41,8 @@ from trainload.packaging.validate import GraphFacts, validate_graph
 from trainload.packaging.weights import MAX_SHARD, stored_tensors, write_weights
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
+_OF_THE_FREEZE = ("batch", "capture")
+"""Documents of debug/ that passes leave as they are."""
 
 
 def write_package(
@@ -156,7 +158,8 @@ def with_graphs(package: Package, path: Path, program: Program, passes: Sequence
             if file.split("/")[0] in ("weights", "assets") and written[file] != entry:
                 raise IntegrityError("a file is not the one that the manifest lists", where=file, cure="Fetch the package again.")
         graphs.check(root)
-        write_debug(root, graphs.debug(SourceMap(package.path).files))
+        told = {name: document for name in _OF_THE_FREEZE if (document := read_debug(package.path, name)) is not None}
+        write_debug(root, {**told, **graphs.debug(SourceMap(package.path).files)})
     return open_package(Path(path), namespaces=package.namespaces)
 
 

@@ -13,6 +13,7 @@ from trainload.abstract import freeze_abstract
 from trainload.capture.errors import ClusterError, DataError, JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
+from trainload.capture.program import Program
 from trainload.capture.replays import Check
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
@@ -41,6 +42,7 @@ def freeze(
     path: str | Path,
     *,
     check: Check | Literal["usual", "thorough"] = Check.USUAL,
+    strict: bool | None = None,
     apply_suggested_fixes: bool = False,
     on_fix: Callable[[AppliedFix], None] | None = None,
     abstract: bool = False,
@@ -56,6 +58,9 @@ def freeze(
         path: the package to write, a folder that does not exist.
         check: "usual" compares with eager on the example batch and on one of another number of rows; "thorough" on six further batches,
             of sizes drawn from those that the graph takes, under other seeds.
+        strict: torch.export's mode. None: the non-strict one, and for a graph that it cannot follow the strict one, if that loses nothing;
+            True: the strict one alone, which refuses whatever it would lose; False: the non-strict one alone. debug/capture.json has what
+            was taken for each graph, and why.
         apply_suggested_fixes: where torch refuses the sizes that `Job.dynamic` declares, declare what it suggests instead. What was
             changed is recorded in debug/batch.json.
         on_fix: told each change.
@@ -72,6 +77,8 @@ def freeze(
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+    if abstract and strict:
+        raise JobError("the strict mode needs a model that can be run, to see what it would lose", where="freeze", cure="Leave strict out.")
     if abstract or reduced is not None:
         if not abstract or apply_suggested_fixes:
             raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
@@ -80,12 +87,18 @@ def freeze(
     for fix in fixes:
         if on_fix is not None:
             on_fix(fix)
-    proven = prove(declared, check)
+    proven = prove(declared, check, strict)
     assets = {name: Path(source) for name, source in job.assets.items()}
-    debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value}}
+    debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value, "tracing": _tracing_record(proven.program)}}
     package = write_package(path, proven.program, proven.updates, proven.recipe, assets=assets, debug=debug)
     keep_steps(package, proven.training_steps())
     return package
+
+
+def _tracing_record(program: Program) -> dict[str, dict[str, str]]:
+    """By graph, what debug/capture.json says of how it was captured."""
+    graphs = program.graphs.items()
+    return {name: {"mode": graph.tracing.mode, "why": graph.tracing.why} for name, graph in graphs if graph.tracing is not None}
 
 
 def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:

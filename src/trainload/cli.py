@@ -48,6 +48,7 @@ def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libra
 @click.argument("spec")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
 @click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="Compare on more sizes and seeds.")
+@click.option("--strict/--no-strict", default=None, help="torch.export's mode: one of the two alone.")
 @click.option("--explain-shapes", is_flag=True, help="First print what each dim may be, and why.")
 @click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
 @click.option("--abstract", is_flag=True, help="The model has no weights: shapes, to plan with.")
@@ -57,6 +58,7 @@ def freeze(
     spec: str,
     output: Path,
     check: str,
+    strict: bool | None,
     explain_shapes: bool,
     apply_suggested_fixes: bool,
     abstract: bool,
@@ -98,6 +100,7 @@ def freeze(
             job,
             output,
             check=Check(check),
+            strict=strict,
             apply_suggested_fixes=apply_suggested_fixes,
             on_fix=fixes.append,
             abstract=abstract,

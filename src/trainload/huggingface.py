@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -74,6 +75,12 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, **options: 
                 got=type(value).__name__,
                 cure='Give the collator return_tensors="pt".',
             )
+    if _unheld(model):
+        warnings.warn(
+            "the experts are computed by transformers' batched_mm, since its grouped_mm in float32 is an operator of its own that no "
+            "package can hold. It copies the weights of each token's experts; a model in bfloat16 keeps torch's grouped_mm.",
+            stacklevel=2,
+        )
     weigh = _weight_of(model, entries)
     dtype = torch.bfloat16 if settings.get("bf16", False) else None
 
@@ -230,8 +237,32 @@ def _called(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | 
         arguments["use_cache"] = False
     device = next(iter(batch.values())).device.type
     context = torch.autocast(device, dtype=dtype) if dtype is not None else contextlib.nullcontext()
-    with context, _without_cache(getattr(model, "config", None)):
+    with context, _without_cache(getattr(model, "config", None)), _held_experts(model):
         return model(**arguments)
+
+
+def _unheld(model: nn.Module) -> dict[str, str]:
+    """Part of the configuration ("": its top) -> the experts' implementation that a package can hold, where the present one is none."""
+    known: Any = getattr(model, "get_experts_implementation", None)
+    matrices = [p for p in model.parameters() if p.ndim == 3]
+    if known is None or not matrices or all(p.dtype is torch.bfloat16 for p in matrices):
+        return {}
+    return {part: "batched_mm" for part, name in known().items() if name == "grouped_mm"}
+
+
+@contextlib.contextmanager
+def _held_experts(model: Any) -> Iterator[None]:
+    """Experts by torch's own operators."""
+    chosen = _unheld(model)
+    if not chosen:
+        yield
+        return
+    before = model.get_experts_implementation()
+    model.set_experts_implementation(before | chosen)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.aot import derive
-from trainload.autograd_trace.decompose import becomes, calls_in, is_core, is_device_specific, spelled
+from trainload.autograd_trace.decompose import becomes, is_core, is_device_specific, spelled
 from trainload.capture.errors import PassError
-from trainload.capture.operators import is_higher_order, is_overload
+from trainload.capture.operators import calls_in, is_higher_order, is_overload
 from trainload.capture.program import Program
 from trainload.launch.build import derived_key
 from trainload.packaging.derived import read_derived

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from trainload.autograd_trace import decompose as operator_set
 from trainload.autograd_trace.draws import is_random
 from trainload.capture.errors import JobError, PassError
-from trainload.capture.operators import is_higher_order, is_overload
+from trainload.capture.operators import calls_in, graphs_in, is_higher_order, is_overload
 from trainload.capture.program import Program
 from trainload.spec import load_module
 
@@ -49,7 +49,7 @@ class Pass(Protocol):
 
 def eliminate_dead_code(graph: GraphModule, program: Program) -> GraphModule:
     """Removes what no output and no buffer depends on. What draws random numbers stays, since what is drawn after it would change."""
-    for part in operator_set.graphs_in(graph):
+    for part in graphs_in(graph):
         part.graph.eliminate_dead_code(is_impure_node=_has_effect)
     return graph
 
@@ -59,7 +59,7 @@ def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> Gra
 
     Left alone: random operators, regions and control flow, and whatever reads or is a tensor that the graph writes to in place.
     """
-    for part in operator_set.graphs_in(graph):
+    for part in graphs_in(graph):
         written = _written(part)
         seen: dict[Any, Node] = {}
         for node in list(part.graph.nodes):
@@ -77,7 +77,7 @@ def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> Gra
 
 def gelu_tanh(graph: GraphModule, program: Program) -> GraphModule:
     """Computes GELU by its tanh approximation, as some published models do. It changes numbers, so it needs to be allowed."""
-    for node in operator_set.calls_in(graph):
+    for node in calls_in(graph):
         if node.target is aten.gelu.default:
             node.kwargs = {**node.kwargs, "approximate": "tanh"}
     return graph
@@ -137,7 +137,7 @@ def _has_effect(node: Node) -> bool:
     bodies = (
         [getattr(owner, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"] if is_higher_order(node.target) else []
     )
-    return any(_has_effect(call) for body in bodies if isinstance(body, GraphModule) for call in operator_set.calls_in(body))
+    return any(_has_effect(call) for body in bodies if isinstance(body, GraphModule) for call in calls_in(body))
 
 
 def _written(part: GraphModule) -> set[Node]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from trainload.autograd_trace.step_module import is_plain
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import StorageError
 from trainload.capture.job import Job
-from trainload.capture.program import Program
+from trainload.capture.program import Program, Tracing
 from trainload.capture.replays import Check, Replayed, replay_batches
+from trainload.capture.strict import tried_too
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
@@ -57,24 +59,46 @@ def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
         raise
 
 
-def prove(job: Job, check: Check) -> Proven:
+def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
     """Captures a job's graphs and updates, derives its step graphs, and compares graphs with eager, joint graphs with autograd.
+
+    Args:
+        job: what is captured.
+        check: how much is compared.
+        strict: torch.export's mode, as for `capture`.
 
     Raises:
         JobError: the job's description does not hold together.
         CaptureError: it cannot be captured soundly.
     """
     replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
-    program = capture(job, check, replayed if check is Check.USUAL else None)
+    program = capture(job, check, replayed if check is Check.USUAL else None, strict)
     targets = targets_of(job)
     examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets}
     program = with_guards(with_quantiles(program, examples), targets, examples)
     check_replays(job, program)
     recipe, updates = capture_optimizer(job, program)
     derived = [name for name, graph in program.graphs.items() if not is_plain(graph)]
-    proven = Proven(program, recipe, updates, {name: derive(program, name, _CPU) for name in derived})
+    steps: dict[str, StepGraph] = {}
+    for name in derived:
+        with _answered_by_its_page(program.graphs[name].tracing):
+            steps[name] = derive(program, name, _CPU)
+    proven = Proven(program, recipe, updates, steps)
     for name, step in proven.training_steps().items():
         example = examples[name]
         for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
-            check_step(program, name, step, batch, replayed.pop(name, ()))
+            with _answered_by_its_page(program.graphs[name].tracing):
+                check_step(program, name, step, batch, replayed.pop(name, ()))
     return proven
+
+
+@contextmanager
+def _answered_by_its_page(tracing: Tracing | None) -> Iterator[None]:
+    """Inside, what goes wrong with a graph for which the strict mode stepped in is the page that it was to spare the user."""
+    try:
+        yield
+    except Exception as error:
+        if tracing is None or tracing.refused is None:
+            raise
+        tried_too(tracing.refused, error)
+        raise tracing.refused from tracing.refused.__cause__

@@ -20,10 +20,9 @@ from torch.fx.node import map_arg
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.autograd_trace.decompose import graphs_in
 from trainload.capture.compare import Difference, compare
 from trainload.capture.errors import PackageError, PassError, StorageError, TrainloadError
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.synthesise import rows_of, synthesise
 from trainload.launch.dataset import Dataset

@@ -192,7 +192,8 @@ def _apply_set(work: Transformation, chosen: str, allow_change: bool) -> list[Ap
 
 def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
     """Goes through what can be decomposed, most used first, until nothing is left or the user has enough."""
-    from trainload.autograd_trace.decompose import becomes, calls_in, spelled
+    from trainload.autograd_trace.decompose import becomes, spelled
+    from trainload.capture.operators import calls_in
     from trainload.operators import counts_of
     from trainload.passes import decompose
 

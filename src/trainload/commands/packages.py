@@ -27,9 +27,13 @@ def inspect(package: Path, as_json: bool) -> None:
     opened = shared.open_package(package)
     manifest = opened.manifest
     if as_json:
-        print_json({"path": package, "digest": opened.digest, "manifest": manifest})
+        print_json({"path": package, "digest": opened.digest, "manifest": manifest, "captured": _captured(package)})
         return
-    out().print(view.table(_summary(package, opened.digest, manifest)))
+    rows = _summary(package, opened.digest, manifest)
+    known: dict[str, list[str]] = {}
+    for name, (mode, why) in _captured(package).items():
+        known.setdefault(f"{mode}: {why}", []).append(name)
+    out().print(view.table([*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]))
 
 
 @click.command(short_help="Check every byte of a package.")
@@ -56,6 +60,19 @@ def verify(package: Path, as_json: bool) -> None:
             err().print(f"{package / problem.file}: {problem.problem}", markup=False, highlight=False, soft_wrap=True)
     if report.problems:
         raise click.exceptions.Exit(FAILED)
+
+
+def _captured(path: Path) -> dict[str, tuple[str, str]]:
+    """By graph, torch.export's mode and why it was taken, as debug/ tells it: nothing where it tells something else."""
+    from trainload.packaging.debug import read_debug
+
+    document = read_debug(path, "capture")
+    told = document.get("tracing") if isinstance(document, dict) else None
+    return {
+        str(name): (str(how.get("mode", "")), str(how.get("why", "")))
+        for name, how in (told.items() if isinstance(told, dict) else ())
+        if isinstance(how, dict)
+    }
 
 
 def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any]]:
