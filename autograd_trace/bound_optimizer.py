@@ -36,8 +36,8 @@ def bound(
     for name in ("foreach", "fused", "differentiable"):
         if name in options:
             options[name] = False
-    if "capturable" in options and isinstance(lr, Tensor):
-        options["capturable"] = True
+    if "capturable" in options and isinstance(lr, Tensor) and type(optimizer).__module__.startswith("torch.optim"):
+        options["capturable"] = True  # others' classes may ask for a device with it; their numbers stay tensors as they are
         # That path divides by the learning rate: at 0 (the first step of a warmup) a gradient of 0 would give NaN.
         options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
     if not optimizer.state:

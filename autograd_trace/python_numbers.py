@@ -30,14 +30,19 @@ _MATH: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_TAKEN: Mapping[Any, str] = {Tensor.__int__: "int", Tensor.__float__: "float", Tensor.__index__: "index"}
+"""What makes a Python number of a tensor. Of a real one, such as an option of the group, it may."""
 _DATA: Any = Tensor.data
 """`p.data`, which torch.export does not follow: it is the tensor itself, without gradient."""
 
 
 @contextmanager
-def numbers_stay_tensors() -> Iterator[None]:
+def numbers_stay_tensors(decide: Callable[[Tensor], bool]) -> Iterator[None]:
     """Within it `.item()` of a number, `min`, `max`, functions of `math` and the number arguments of tensor operators take and give 0-dim
-    tensors. `int`, `float` and `bool` of a tensor stay what they are: a graph cannot depend on them.
+    tensors. `int` and `float` of a tensor stay what they are: a graph cannot depend on them.
+
+    Args:
+        decide: answers what a tensor is as a bool, where Python branches on it.
     """
     patches: list[Any] = [
         mock.patch.object(builtins, "min", _extreme(builtins.min, torch.minimum)),
@@ -45,7 +50,7 @@ def numbers_stay_tensors() -> Iterator[None]:
         mock.patch.object(math, "pow", _power),
         *(mock.patch.object(math, name, _of_tensors(getattr(math, name), function)) for name, function in _MATH.items()),
     ]
-    with _NumbersStayTensors():
+    with _NumbersStayTensors(decide):
         for patch in patches:
             patch.start()
         try:
@@ -61,12 +66,23 @@ def as_number(value: float) -> Tensor:
 
 
 class _NumbersStayTensors(TorchFunctionMode):
+    def __init__(self, decide: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._decide = decide
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        if func is Tensor.item and args[0].dtype is not torch.bool:
+        if func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype is torch.bool):
+            return self._decide(args[0])
+        if func is Tensor.item:
             return args[0].reshape(()).to(torch.float64)
+        if func in _TAKEN:
+            try:
+                return func(*args)
+            except Exception as error:
+                raise ValueError(f"{_TAKEN[func]}() takes a number out of a tensor, and the graph would keep that number") from error
         if func == _DATA.__get__:
             return args[0].detach()
         if func == _DATA.__set__:

@@ -12,13 +12,12 @@ import inspect
 import operator
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
 
 from trainload.autograd_trace.bound_optimizer import StateNames, bound, state_names
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, UpdateGraph
@@ -28,9 +27,10 @@ from trainload.autograd_trace.recipe import make_recipe
 from trainload.autograd_trace.schedule import learning_rates
 from trainload.autograd_trace.trainers import make_loop, trainers_of
 from trainload.autograd_trace.update_check import check_separate, check_update
+from trainload.autograd_trace.ways import Decide, Results, Ways
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
-from trainload.capture.operators import Overload, is_overload
+from trainload.capture.operators import Overload, calls_in, is_overload
 from trainload.capture.program import Program
 from trainload.capture.quiet import quiet_torch
 
@@ -39,6 +39,8 @@ _FLAT_SHAPES = ((_EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
 """Of parameters on which an update over flat tensors must be the optimizer's own."""
 _CHECKED_ELEMENTS = 2**18
 """An update of a larger parameter is compared with the optimizer's own on one of the same proportions and about this many elements."""
+_STEPS, _STEPS_OF_BRANCHES = 3, 12
+"""After which an update is compared: one that branches may do so on the number of the step."""
 _HOP = torch.ops.higher_order
 _ATEN = torch.ops.aten
 _COPIES: set[Any] = {
@@ -58,6 +60,9 @@ _COPIES: set[Any] = {
     _ATEN.zeros_like.default,
     _ATEN.ones_like.default,
     _ATEN.full_like.default,
+    _ATEN.fill_.Scalar,
+    _ATEN.zero_.default,
+    _ATEN.type_as.default,
     _ATEN.to.device,
     _ATEN.where.ScalarOther,
     _ATEN.where.ScalarSelf,
@@ -148,11 +153,11 @@ def _capture_group(
 ) -> list[UpdateGraph]:
     """One update over flat tensors, or one for each shape where it needs whole parameters."""
     try:
-        update = _capture(name, optimizer, group, dtype, None)
-        elementwise = _is_elementwise(update.first) and _is_elementwise(update.following)
+        update, steps = _capture(name, optimizer, group, dtype, None)
+        elementwise = _is_elementwise(update) and all(_is_elementwise(u) for u in _with_dims(name, optimizer, group, dtype))
         if elementwise:
             for shape in _FLAT_SHAPES:
-                check_update(update, optimizer, group, dtype, shape)
+                check_update(update, optimizer, group, dtype, shape, steps)
             check_separate(optimizer, group, dtype, (5, 13))
     except CaptureError:  # perhaps it can do with whole parameters; if not, that attempt says why
         elementwise = False
@@ -162,10 +167,10 @@ def _capture_group(
 def _capture_whole(
     name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> UpdateGraph:
-    update = _capture(f"{name}-{'x'.join(map(str, shape)) or 'scalar'}", optimizer, group, dtype, shape)
+    update, steps = _capture(f"{name}-{'x'.join(map(str, shape)) or 'scalar'}", optimizer, group, dtype, shape)
     smaller = _checked_shape(shape)
-    checked = update if smaller == shape else _capture(name, optimizer, group, dtype, smaller)
-    check_update(checked, optimizer, group, dtype, smaller)
+    checked = update if smaller == shape else _capture(name, optimizer, group, dtype, smaller)[0]
+    check_update(checked, optimizer, group, dtype, smaller, steps)
     check_separate(optimizer, group, dtype, smaller)
     return update
 
@@ -184,8 +189,12 @@ class _Update(nn.Module):
         self._parts = (optimizer, group)
         self._names = names
         self._first = first
+        self.ways = Ways()
 
-    def forward(self, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]) -> Results:
+        return self.ways.results(lambda decide: self._step(decide, param, grad, lr, state))
+
+    def _step(self, decide: Decide, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]) -> Results:
         param = param.clone()
         optimizer = bound(*self._parts, [param], lr)
         if not self._first:
@@ -194,7 +203,7 @@ class _Update(nn.Module):
             optimizer.state[param] = {**self._names.fixed, **dict(zip(self._names.changing, given[:count], strict=True))}
             optimizer.param_groups[0] |= {**self._names.fixed_options, **dict(zip(self._names.options, given[count:], strict=True))}
         param.grad = grad.clone()
-        with numbers_stay_tensors():
+        with numbers_stay_tensors(decide):
             optimizer.step()
         found = [optimizer.state[param][n] for n in self._names.changing]
         found += [optimizer.param_groups[0][n] for n in self._names.options]
@@ -203,8 +212,10 @@ class _Update(nn.Module):
 
 def _capture(
     name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...] | None
-) -> UpdateGraph:
-    """The update as graphs over flat tensors of any length (`shape` None), or over whole parameters of one shape."""
+) -> tuple[UpdateGraph, int]:
+    """The update as graphs over flat tensors of any length (`shape` None), or over whole parameters of one shape; and the number of steps
+    after which it is to be compared with the optimizer's own.
+    """
     names = state_names(optimizer, group, dtype, (_EXAMPLE,) if shape is None else _checked_shape(shape))
     param, grad = (torch.zeros((_EXAMPLE,) if shape is None else shape, dtype=dtype) for _ in range(2))
     rate = torch.tensor(float(group["lr"]))
@@ -225,10 +236,11 @@ def _capture(
         state.append(torch.zeros(param.shape if like_parameter else tuple(value.shape), dtype=value.dtype))
         others = () if like_parameter else tuple(value.shape)
         specs.append(StateSpec(entry, str(value.dtype).removeprefix("torch."), like_parameter, others))
-    following = _export(name, _Update(optimizer, group, names, first=False), (param, grad, rate, tuple(state)), flat=shape is None)
+    later = _Update(optimizer, group, names, first=False)
+    following = _export(name, later, (param, grad, rate, tuple(state)), flat=shape is None)
     for graph in (first, following):
         _check_constants(graph, optimizer, name)
-    return UpdateGraph(name, first, following, tuple(specs), shape)
+    return UpdateGraph(name, first, following, tuple(specs), shape), _STEPS if later.ways.count == 1 else _STEPS_OF_BRANCHES
 
 
 def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) -> ExportedProgram:
@@ -242,7 +254,7 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
         raise CaptureError(
             f"the update of {type(update._parts[0]).__name__} cannot be captured: {str(error).strip().splitlines()[0]}",
             where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
-            cure="Its step must be tensor operators on the parameter, the gradient and the state, without Python branches on their values.",
+            cure="Its step must be tensor operators on the parameter, the gradient and the state; .item() of them may be reckoned with.",
         ) from error
 
 
@@ -269,23 +281,30 @@ def _check_constants(exported: ExportedProgram, optimizer: torch.optim.Optimizer
             )
 
 
-def _is_elementwise(exported: ExportedProgram) -> bool:
-    """Whether every operator of the graph works element by element, as torch's tags say."""
-    for module in exported.graph_module.modules():
-        if not isinstance(module, GraphModule):
+def _with_dims(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Iterator[UpdateGraph]:
+    """The update of parameters with several dims, which a class out there may treat otherwise than a vector, and on some values only."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        yield from (_capture(name, optimizer, group, dtype, shape)[0] for shape in _FLAT_SHAPES if len(shape) > 1)
+
+
+def _is_elementwise(update: UpdateGraph) -> bool:
+    """Whether every operator of its graphs works element by element, as torch's tags say."""
+    return _works_by_element(update.first) and _works_by_element(update.following)
+
+
+def _works_by_element(exported: ExportedProgram) -> bool:
+    for node in calls_in(exported.graph_module):
+        if node.target in (_HOP.wrap_with_set_grad_enabled, operator.getitem):
             continue
-        for node in module.graph.nodes:
-            if node.op != "call_function" or node.target in (_HOP.wrap_with_set_grad_enabled, operator.getitem):
+        if not is_overload(node.target):
+            if not isinstance(node.meta.get("val"), Tensor):
                 continue
-            if not is_overload(node.target):
-                if not isinstance(node.meta.get("val"), Tensor):
-                    continue
-                return False
-            if node.target in _OF_0_DIM and node.all_input_nodes[0].meta["val"].ndim == 0:
-                continue
-            base = _functional_form(node.target)
-            if torch.Tag.pointwise not in node.target.tags and torch.Tag.pointwise not in base.tags and node.target not in _COPIES:
-                return False
+            return False
+        if node.target in _OF_0_DIM and node.all_input_nodes[0].meta["val"].ndim == 0:
+            continue
+        base = _functional_form(node.target)
+        if torch.Tag.pointwise not in node.target.tags and torch.Tag.pointwise not in base.tags and node.target not in _COPIES:
+            return False
     return True
 
 

@@ -168,14 +168,14 @@ class Slowing(Normalised):
             group["lr"] *= 0.9
 
 
-class Branching(Normalised):
-    """Looks at a value to decide what to do."""
+class Looping(Normalised):
+    """Takes as many steps as a value says."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad.norm() > 1:
+                for _ in range(int(p.grad.norm())):
                     p.sub_(p.grad * group["lr"])
 
 
@@ -327,7 +327,7 @@ def test_state_is_described(program: Program) -> None:
         (Joint, "depends on other parameters"),
         (Estimating, "depends on other parameters"),
         (Slowing, "changes the learning rate"),
-        (Branching, "cannot be captured"),
+        (Looping, r"cannot be captured: int\(\) takes a number"),
         (Listing, "state 'seen'.*neither a tensor"),
         (lambda p: optim.LBFGS(p), "closure.*Use AdamW"),
         (lambda p: optim.SparseAdam(p), "sparse gradients.*Use Adam"),
@@ -338,11 +338,11 @@ def test_an_update_that_no_graph_can_be_is_refused(program: Program, make: Make,
         captured(program, make)
 
 
-def test_a_branch_on_a_value_is_refused_at_its_line(program: Program) -> None:
-    lines, start = inspect.getsourcelines(Branching)
-    line = start + next(i for i, text in enumerate(lines) if "> 1" in text)
+def test_a_number_taken_out_of_a_tensor_is_refused_at_its_line(program: Program) -> None:
+    lines, start = inspect.getsourcelines(Looping)
+    line = start + next(i for i, text in enumerate(lines) if "int(" in text)
     with pytest.raises(CaptureError, match=rf"test_optimizer\.py:{line}: .*cannot be captured"):
-        captured(program, Branching)
+        captured(program, Looping)
 
 
 def test_groups_keep_their_own_options(program: Program) -> None:
