@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from trainload.autograd_trace.draws import is_random
 from trainload.capture.errors import CaptureError
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import graphs_in, is_overload
 
 _DEVICE = re.compile(r"(^|_)(cpu|cuda|cudnn|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient)(_|$)")
 _ROUNDS = 16
@@ -58,16 +58,6 @@ def is_device_specific(target: object) -> bool:
 def spelled(target: Any) -> str:
     """`aten.linear.default`, `higher_order.cond`, `getitem`."""
     return str(target) if is_overload(target) else str(getattr(target, "__name__", target))
-
-
-def graphs_in(module: GraphModule) -> Iterator[GraphModule]:
-    """The graph and the bodies of its higher-order operators, at any depth."""
-    return (part for part in module.modules() if isinstance(part, GraphModule))
-
-
-def calls_in(module: GraphModule) -> Iterator[Node]:
-    """Every call of an operator, bodies included."""
-    return (node for part in graphs_in(module) for node in part.graph.nodes if node.op == "call_function")
 
 
 def becomes(node: Node) -> tuple[str, ...]:

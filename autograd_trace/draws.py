@@ -271,6 +271,26 @@ def _multinomial(run: Run, weights: Tensor, num_samples: int, replacement: bool 
     return speed.argmax(-1) if replacement else speed.topk(num_samples, -1).indices
 
 
+_HALVINGS = 20
+"""Of an interval of at most a million counts: for rates up to 3e9."""
+
+
+def _poisson(run: Run, rate: Tensor, generator: None = None) -> Tensor:
+    """The smallest count whose cumulative probability exceeds a uniform number; sought within eight standard deviations of the rate.
+
+    P(count <= k) is the upper incomplete gamma function of k + 1 and the rate, regularised (Abramowitz and Stegun, 26.4.21).
+    """
+    below = run.key().uniform(run.site(), rate.shape, run.batch_dim(), torch.float32).double()
+    wide = rate.detach().double()
+    spread = 8 * wide.sqrt()
+    low, high = (wide - spread - 2).clamp(min=-1).floor(), (wide + spread + 30).floor()
+    for _ in range(_HALVINGS):
+        middle = ((low + high) / 2).floor()
+        enough = torch.special.gammaincc(middle + 1, wide) > below
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return high.to(rate.dtype)
+
+
 RANDOM: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _native_dropout,
@@ -302,6 +322,7 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.normal.Tensor_Tensor: _normal_of,
     aten.randperm.default: _randperm,
     aten.multinomial.default: _multinomial,
+    aten.poisson.default: _poisson,
     aten.rand.default: _rand,
     aten.randn.default: _randn,
     aten.rand_like.default: _rand_like,

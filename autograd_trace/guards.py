@@ -21,6 +21,10 @@ from trainload.capture.size_expressions import GrammarError, parse
 from trainload.capture.targets import Target
 
 _SIZE = re.compile(r"L\['batch'\]\['([\w.]+)'\]\.size\(\)\[(\d+)\]")
+_EXTREME = re.compile(r"torch\.sym_(max|min)\(")
+"""How torch writes the greater of two sizes from 2.14 on; before, as Python's own."""
+_FLAT = re.compile(r"L\['flat_args'\]\[(\d+)\]")
+"""How the strict mode writes `L['batch'][NAME]`."""
 _RANGE = re.compile(r"(?P<symbol>[A-Za-z_][\w.]*) (?P<sign><=|<|>=|>) (?P<limit>\d+)", re.ASCII)
 _SAME = re.compile(r"\(?(?P<left>[^<=>()]+)\)? [=<>]= \(?(?P<right>[^<=>()]+)\)?")
 
@@ -129,7 +133,8 @@ class _Reader:
         texts = {place: self._text(place) for place in self._sizes}
         self._pin_what_no_size_tells(texts)
         ranges = {name: self._range(symbol) for symbol, name in self._names.items()}
-        conditions = [found for code in size_conditions(self._exported) if (found := self._condition(code, texts, ranges)) is not None]
+        codes = [_FLAT.sub(lambda m: f"L['batch']['{self._captured.inputs[int(m[1])].name}']", c) for c in size_conditions(self._exported)]
+        conditions = [found for code in codes if (found := self._condition(code, texts, ranges)) is not None]
         values = self._values(texts)
         for name in self._pinned:
             ranges[name] = (values[name], values[name])
@@ -185,7 +190,7 @@ class _Reader:
             text = str(texts[match[1], int(match[2])])
             return text if re.fullmatch(r"[\w.]+", text) else f"({text})"
 
-        text = _SIZE.sub(size, code)
+        text = _EXTREME.sub(r"\1(", _SIZE.sub(size, code))
         try:
             parsed = parse(text)
         except GrammarError:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from trainload.autograd_trace.batch_dim import batch_dim_of
+from trainload.autograd_trace.batch_dim import Layout, Rows
+from trainload.autograd_trace.derivable import DERIVABLE
 from trainload.autograd_trace.draws import RANDOM, draws_nothing, is_random
 from trainload.autograd_trace.random import RandomKey
 from trainload.autograd_trace.remat import Region, Regions, marking
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import CHECKPOINT, SELECTIVE, Call, evaluate, is_ours
-from trainload.capture.operators import is_higher_order, is_overload, is_seeded
+from trainload.capture.operators import graphs_in, is_higher_order, is_overload, is_seeded
 from trainload.capture.place import place_of_node
 
 aten = torch.ops.aten
@@ -50,6 +51,7 @@ class GraphInterpreter(Interpreter):
         batch_symbol: the batch size as `node.meta["val"]` spells it: a SymInt, or an int where it is static.
         counts: shared by nested graphs; leave it out.
         regions: the checkpoints that the graph lies in; leave it out.
+        layout: of the outermost graph; leave it out.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class GraphInterpreter(Interpreter):
         batch_symbol: int | torch.SymInt,
         counts: _Counts | None = None,
         regions: Regions = (),
+        layout: Layout | None = None,
     ) -> None:
         super().__init__(module, garbage_collect_values=True)
         self._key = key
@@ -67,6 +70,7 @@ class GraphInterpreter(Interpreter):
         self._batch = batch_symbol
         self._counts = counts if counts is not None else _Counts()
         self._regions = regions
+        self._layout = layout if layout is not None else Layout(module, batch_symbol)
         self._node: Node | None = None
 
     def run_node(self, n: Node) -> Any:
@@ -95,9 +99,8 @@ class GraphInterpreter(Interpreter):
             return evaluate(target, args, self._nested)
         if target is aten._assert_tensor_metadata.default:
             return None
-        if target is aten.masked_select.default:  # its own derivative has the number of rows of the example in it
-            values, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]  # torch's own
-            return values[mask]
+        if target in DERIVABLE:
+            return DERIVABLE[target](*args, **kwargs)
         rule = RANDOM.get(target)
         if rule is not None:
             return rule(self, *args, **kwargs)
@@ -115,14 +118,16 @@ class GraphInterpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _nested(self, body: GraphModule, operands: Sequence[Any]) -> Any:
-        return type(self)(body, self._key, self._device, self._batch, self._counts, self._regions).run(*operands)
+        return self._of_body(body, self._regions).run(*operands)
+
+    def _of_body(self, body: GraphModule, regions: Regions) -> GraphInterpreter:
+        return type(self)(body, self._key, self._device, self._batch, self._counts, regions, self._layout)
 
     def _inside(self, checkpoint: Region) -> Call:
         """Runs a graph inside one more checkpoint."""
 
         def call(body: GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
-            regions = (*self._regions, checkpoint)
-            results: tuple[Any, ...] = type(self)(body, self._key, self._device, self._batch, self._counts, regions).run(*operands)
+            results: tuple[Any, ...] = self._of_body(body, (*self._regions, checkpoint)).run(*operands)
             return results
 
         return call
@@ -134,14 +139,12 @@ class GraphInterpreter(Interpreter):
         """Control-flow bodies run as they are: random operators in them are refused; where a device must be another one, a copy runs."""
         retargeted = copy.deepcopy(body)
         changed = False
-        for module in retargeted.modules():
-            if not isinstance(module, GraphModule):
-                continue
+        for module in graphs_in(retargeted):
             for node in module.graph.nodes:
                 if is_random(node):
                     raise CaptureError(
                         f"the random operator {node.target} stands inside a control-flow operator, where it has no stateless form yet",
-                        where=self.where(),
+                        where=place_of_node(node) if "File " in place_of_node(node) else self.where(),
                         cure="Draw the random tensor before the control-flow operator and pass it in as an operand.",
                     )
                 arguments = (tuple(self._retarget(a) for a in node.args), {k: self._retarget(v) for k, v in node.kwargs.items()})
@@ -164,11 +167,16 @@ class GraphInterpreter(Interpreter):
         return first
 
     def key(self) -> RandomKey:
-        """Where random numbers come from."""
+        """Where the present node's random numbers come from."""
         assert self._key is not None, "a graph that draws is given a key"
-        return self._key
+        rows = self._rows()
+        return self._key if rows is None else replace(self._key, stacks=rows.stacks)
 
     def batch_dim(self) -> int | None:
         """Which dim of the present node's value runs over the rows of the batch."""
+        rows = self._rows()
+        return None if rows is None else rows.dim
+
+    def _rows(self) -> Rows | None:
         assert self._node is not None
-        return batch_dim_of(self._node, self._batch, self.where())
+        return self._layout.rows(self._node, self.where())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,12 +39,13 @@ class RandomKey:
     """What the random numbers of one call depend on, beside the site and the element.
 
     key, row: 0-dim int64 tensors. `key` is made of the seed and the step; `row` is the number, within the global batch, of the call's
-    first row; `rows` is how many rows the call has.
+    first row; `rows` is how many rows the call has; `stacks` is how many times all rows follow one another in the value's batch dim.
     """
 
     key: Tensor
     row: Tensor
     rows: Size
+    stacks: int = 1
 
     @classmethod
     def of(cls, seed: Tensor, step: Tensor, row: Tensor, rows: Size) -> RandomKey:
@@ -63,8 +65,8 @@ class RandomKey:
             site: which random operator of the graph this is.
             shape: of the result.
             batch_dim: the dim that runs over the rows of the batch (each row may own several entries of it); None if the value does not
-                belong to single rows. An element's logical index has this dim outermost, offset by `row`, so that it does not
-                depend on how a global batch was split.
+                belong to single rows. An element's logical index has the row outermost, offset by `row`, then the stack that it is in,
+                so that it does not depend on how a global batch was split.
         """
         index: Tensor = torch.zeros((), dtype=torch.int64, device=self.key.device)
         stride: Size = 1
@@ -75,7 +77,12 @@ class RandomKey:
             size = shape[dim]
             coordinate: Tensor = torch.arange(size, dtype=torch.int64, device=self.key.device)  # type: ignore[arg-type]  # takes SymInts
             if dim == batch_dim:
-                coordinate = coordinate + self.row * (size // self.rows)
+                entries: Any = size // self.rows
+                if self.stacks > 1:
+                    beside = entries // self.stacks
+                    stack, within = coordinate // (self.rows * beside), coordinate % (self.rows * beside)
+                    coordinate = (within // beside * self.stacks + stack) * beside + within % beside
+                coordinate = coordinate + self.row * entries
             scaled: Tensor = coordinate * stride  # type: ignore[assignment]  # a SymInt's product with a tensor is a tensor
             index = index + scaled.view([-1] + [1] * (len(shape) - 1 - dim))
             stride = stride * size

@@ -14,7 +14,7 @@ from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.random import RandomKey
-from trainload.capture.operators import is_higher_order, is_overload
+from trainload.capture.operators import calls_in, is_higher_order, is_overload, nodes_in
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
 _HOP: Any = torch.ops.higher_order
@@ -137,8 +137,7 @@ def output_ports(capture: GraphCapture) -> tuple[Port, ...]:
 
 def draws(capture: GraphCapture) -> bool:
     """Whether a captured graph draws random numbers."""
-    parts = (part for part in capture.exported.graph_module.modules() if isinstance(part, GraphModule))
-    return any(is_random(node) for part in parts for node in part.graph.nodes)
+    return any(is_random(node) for node in nodes_in(capture.exported.graph_module))
 
 
 def _batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
@@ -165,10 +164,7 @@ def is_functional(module: GraphModule) -> bool:
     return all(
         node.target in (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
         or (not node.target._schema.is_mutable if is_overload(node.target) else not is_higher_order(node.target))
-        for part in module.modules()
-        if isinstance(part, GraphModule)
-        for node in part.graph.nodes
-        if node.op == "call_function"
+        for node in calls_in(module)
     )
 
 
