@@ -92,3 +92,15 @@ def test_a_missing_gradient_is_refused() -> None:
     step.module.recompile()
     with pytest.raises(CaptureError, match="no gradient"):
         check_step(program, "train", replace(step, outputs=step.outputs[:-1]), dict(given.batch), kept)
+
+
+def test_a_gradient_of_rounding_alone_may_be_other_rounding() -> None:
+    """What is added to all scores before a softmax has the gradient 0, of which nothing but rounding is left."""
+    program, kept = replayed(job(Model(lambda m, x: (x + m.added).softmax(-1), added=nn.Parameter(torch.tensor(0.1)))))
+    step = derive(program, "train", CPU)
+    for each in kept:
+        rounding = each.gradients["added"]
+        assert rounding is not None
+        assert 0 < float(rounding.abs()) < 1e-6
+        other = replace(each, gradients={**each.gradients, "added": rounding * -2})
+        check_step(program, "train", step, each.batch, [other])

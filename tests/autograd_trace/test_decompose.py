@@ -13,8 +13,8 @@ from tests.packaging.jobs import Job
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from trainload.autograd_trace.decompose import becomes, calls_in, decompose, is_core, is_device_specific, spelled
-from trainload.capture.operators import is_overload
+from trainload.autograd_trace.decompose import becomes, decompose, is_core, is_device_specific, spelled
+from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.trace import capture
 
 aten = torch.ops.aten

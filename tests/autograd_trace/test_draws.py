@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -112,3 +113,20 @@ def test_recurrent_dropout_stands_between_the_layers() -> None:
         torch.testing.assert_close(value, expected)
     torch.testing.assert_close(dropped[1][0], plain[1][0])  # the first layer's last state
     assert not torch.allclose(dropped[0], plain[0])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 4.0, 40.0, 3000.0])
+def test_poisson_draws_have_the_mean_and_the_variance_of_their_rate(rate: float) -> None:
+    out = drawn(aten.poisson.default, torch.full((4000, 8), rate))
+    error = 6 * (rate / out.numel()) ** 0.5
+    assert abs(float(out.mean()) - rate) <= error
+    assert abs(float(out.var()) - rate) <= rate * 0.06
+    assert torch.equal(out, out.floor())
+
+
+def test_poisson_draws_have_torchs_probabilities() -> None:
+    out = drawn(aten.poisson.default, torch.full((4000, 8), 2.5))
+    counts = torch.arange(8.0)
+    expected = (counts * math.log(2.5) - 2.5 - torch.lgamma(counts + 1)).exp()
+    found = torch.stack([(out == count).float().mean() for count in range(8)])
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=0)

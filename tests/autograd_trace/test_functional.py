@@ -66,8 +66,9 @@ def by_aot(program: Any, graph: str, monkeypatch: pytest.MonkeyPatch) -> StepGra
 
 
 def operators(step: StepGraph) -> Counter[str]:
-    """How often each operator of tensors is called."""
-    return Counter(str(node.target) for node in step.module.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+    """How often each operator of tensors is called; a detached view is an alias, and torch 2.15 traces it as either."""
+    names = (str(node.target) for node in step.module.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+    return Counter(name.replace("aten.detach.", "aten.alias.") for name in names)
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -105,6 +105,49 @@ def function_under_a_bound_name() -> nn.Module:
 
 
 @model
+def function_that_the_module_holds() -> nn.Module:
+    built = Model(lambda m, x: m.kept(x))
+    built.kept = Scaled.apply  # type: ignore[assignment]  # a plain attribute
+    return built
+
+
+class Holds(nn.Module):
+    """Holds an `apply` as an attribute of its class."""
+
+    kept = Scaled.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.kept(x)
+        return result
+
+
+@model
+def function_that_a_class_holds() -> nn.Module:
+    return Model(lambda m, x: m.part(x), part=Holds())
+
+
+class Powered(torch.autograd.Function):
+    """With a default, and a gradient that is not the power's own."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor**2, None
+
+
+@model
+def function_with_a_default() -> nn.Module:
+    return Model(lambda _, x: Powered.apply(x) + Powered.apply(x, 3.0))
+
+
+@model
 def function_with_several_outputs() -> nn.Module:
     def middle(_: Any, x: Tensor) -> Tensor:
         y, place, z = Several.apply(x, 2.0)

@@ -35,7 +35,7 @@ def error_of(case: Refused) -> CaptureError:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CaptureError) as raised:
-            capture(job(model))
+            capture(job(model), strict=False)  # the strict mode takes some of them
     return raised.value
 
 
@@ -138,7 +138,7 @@ def test_a_pasted_rewrite_mends_the_model_and_computes_the_same(name: str, tmp_p
     statements = PASTED[name]
     failing = function_of(statements, tmp_path / "failing.py")
     with pytest.raises(CaptureError) as raised:
-        capture(job(model_of(failing)))
+        capture(job(model_of(failing)), strict=False)
     place, rewrite = raised.value.findings[0].place, raised.value.findings[0].rewrite
     assert place is not None
     pasted = "".join(f"    {line}\n" for line in rewrite.splitlines() if not line.startswith("Job("))

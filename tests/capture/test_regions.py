@@ -116,23 +116,6 @@ def test_a_reentrant_checkpoint_of_the_batch_itself_passes_no_gradient() -> None
     assert {p.name for p in program.parameters if p.trainable} == {"last.weight", "last.bias"}
 
 
-class WritesToItsInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-def remembering(m: Any, x: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        result: Tensor = m.part(x)
-    return result
-
-
 def late(_: Any, x: Tensor) -> Tensor:
     y = x.tanh()
     if x.requires_grad:
@@ -149,8 +132,6 @@ def output_gradients() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        (lambda: Model(lambda _, x: WritesToItsInput.apply(x.clone())), "writes to its inputs"),
-        (lambda: Model(remembering, **linear()), "tensors that are saved for backward"),
         (lambda: Model(late), "computed after the tensor"),
         (output_gradients, "reads the gradients of the module's outputs"),
         (lambda: Model(lambda m, x: torch.func.linearize(m.part, x)[0], **linear()), "torch.func.linearize"),

@@ -15,7 +15,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+)
 from transformers.trainer_pt_utils import get_parameter_names
 
 import trainload
@@ -207,6 +216,35 @@ def test_the_configuration_is_left_as_it_was() -> None:
     assert job.loss is not None
     job.loss(model, batch())
     assert model.config.use_cache is True
+
+
+def mixtral(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, num_local_experts=2, max_position_embeddings=16)).to(dtype)
+
+
+def test_experts_are_computed_by_operators_that_a_package_can_hold(tmp_path: Path) -> None:
+    model = mixtral()
+    with pytest.warns(UserWarning, match=r"batched_mm.*copies the weights"):
+        job = job_of(model, batch(), settings())
+    package = trainload.freeze(job, tmp_path / "mixtral.tl")
+    targets = {str(node.target) for node in package.graph("train").graph.nodes if node.op == "call_function"}
+    assert not {target for target in targets if target.startswith("transformers")}
+    assert "aten.bmm.default" in targets
+    assert model.get_experts_implementation() == {"": "grouped_mm"}
+
+
+def test_experts_in_bfloat16_keep_torchs_grouped_products() -> None:
+    model = mixtral(torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job = job_of(model, batch(), settings())
+    seen: list[str] = []
+    assert job.loss is not None
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(model.config._experts_implementation))
+    job.loss(model, batch())
+    assert seen == ["grouped_mm"]
 
 
 def test_importing_the_helper_imports_no_transformers() -> None:

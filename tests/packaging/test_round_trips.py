@@ -18,8 +18,9 @@ from torch.export import Dim, ExportedProgram
 import trainload
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.autograd_trace.decompose import calls_in, spelled
+from trainload.autograd_trace.decompose import spelled
 from trainload.capture.job import Job
+from trainload.capture.operators import calls_in
 from trainload.capture.synthesise import synthesise
 from trainload.launch.build import derived_key
 from trainload.packaging.canonical import canonical_json

@@ -1,0 +1,144 @@
+"""`trainload freeze --strict` and `--no-strict`, and what a package says of torch.export's mode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.capture.jobs import Model, job
+from torch import Tensor
+
+import trainload
+from trainload import cli, passes
+from trainload.capture.errors import CaptureError, JobError
+from trainload.capture.job import Job
+from trainload.packaging.debug import read_debug
+
+JOB = """
+import torch
+import trainload
+import trainload.spec
+
+
+class Flat(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).reshape(len(x), -1)
+
+
+def made():
+    return trainload.Job(
+        model=Flat(),
+        batch={"x": torch.randn(4, 8)},
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+"""
+
+
+def flat() -> Job:
+    def middle(model: Model, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1) if model.training else x
+
+    return job(Model(middle))
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "flat_job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    return "flat_job.py:made"
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_package_says_which_mode_each_graph_was_captured_in(tmp_path: Path) -> None:
+    package = trainload.freeze(flat(), tmp_path / "a.tl")
+    tracing = read_debug(package.path, "capture")["tracing"]
+    assert {name: how["mode"] for name, how in tracing.items()} == {"train": "strict", "eval": "non-strict"}
+    assert "one size only in this model" in tracing["train"]["why"]
+
+
+def test_inspect_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainload.freeze(flat(), tmp_path / "a.tl")
+    assert cli.run(["inspect", str(tmp_path / "a.tl")]) == 0
+    text = told(capsys)
+    assert "train: strict: the non-strict mode does not follow the model" in text
+    assert "eval: non-strict: it follows the model" in text
+
+
+def test_inspect_gives_it_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainload.freeze(flat(), tmp_path / "a.tl")
+    assert cli.run(["inspect", str(tmp_path / "a.tl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["captured"]["train"][0] == "strict"
+
+
+def test_inspect_does_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = trainload.freeze(flat(), tmp_path / "a.tl")
+    (package.path / "debug" / "capture.json").write_text("{}")
+    assert cli.run(["inspect", str(package.path)]) == 0
+    assert "strict" not in told(capsys)
+
+
+def test_a_pass_keeps_it(tmp_path: Path) -> None:
+    package = trainload.freeze(flat(), tmp_path / "a.tl")
+    made = trainload.transform(package, [passes.eliminate_common_subexpressions], tmp_path / "b.tl")
+    assert read_debug(made.path, "capture") == read_debug(package.path, "capture")
+    assert read_debug(made.path, "capture")["tracing"]["train"]["mode"] == "strict"
+
+
+def test_what_was_asked_for_is_written_down(tmp_path: Path) -> None:
+    package = trainload.freeze(job(Model()), tmp_path / "a.tl", strict=True)
+    assert read_debug(package.path, "capture")["tracing"]["train"] == {"mode": "strict", "why": "it was asked for"}
+
+
+def test_both_modes_give_one_program_for_a_plain_model(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    graphs = []
+    for strict in (True, False):
+        program = trainload.freeze(job(model), tmp_path / f"{strict}.tl", strict=strict).program()
+        graphs.append([str(node.target) for node in program.graphs["train"].exported.graph.nodes if node.op == "call_function"])
+    assert graphs[0] == graphs[1]
+
+
+def test_a_strict_package_is_the_same_byte_for_byte(tmp_path: Path) -> None:
+    digests = []
+    for name in ("a.tl", "b.tl"):
+        torch.manual_seed(1)
+        digests.append(trainload.freeze(flat(), tmp_path / name).digest)
+    assert digests[0] == digests[1]
+
+
+def test_the_command_line_freezes_by_itself(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["freeze", spec, "-o", "a.tl"]) == 0
+    assert cli.run(["inspect", "a.tl"]) == 0
+    assert "eval, train: strict:" in told(capsys)
+
+
+def test_no_strict_refuses_on_the_command_line(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["freeze", spec, "-o", "a.tl", "--no-strict"]) == 2
+    assert "one size only in this model" in capsys.readouterr().err
+
+
+def test_strict_on_the_command_line_is_written_down(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["freeze", spec, "-o", "a.tl", "--strict"]) == 0
+    assert cli.run(["inspect", "a.tl"]) == 0
+    assert "eval, train: strict: it was asked for" in told(capsys)
+
+
+def test_strict_names_what_it_would_lose(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="strict mode would lose something: forward changes the grad mode"):
+        trainload.freeze(job(Model(lambda _, x: torch.no_grad()(torch.tanh)(x) + x)), tmp_path / "a.tl", strict=True)
+
+
+def test_an_abstract_package_has_no_strict_mode(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="a model that can be run"):
+        trainload.freeze(flat(), tmp_path / "a.tl", abstract=True, reduced=flat(), strict=True)
