@@ -235,10 +235,7 @@ def _() -> Any:
     return small(lambda model, x: x + model.first(Reversed.apply(x, 0.7)))
 
 
-@add(
-    "Function: a gradient that is None",
-    gap="a backward that asks whether an output was used is given zeros",
-)
+@add("Function: a gradient that is None")
 def _() -> Any:
     return small(lambda _, x: Unset.apply(x)[0])
 
@@ -533,10 +530,7 @@ def _() -> Any:
     return small(middle)
 
 
-@add(
-    "saved_tensors_hooks",
-    gap="what a hook makes of a saved tensor is not asked, so hooks of the model's own are refused; save_on_cpu is taken",
-)
+@add("saved_tensors_hooks")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):

@@ -14,6 +14,8 @@ from trainload.capture.job import Job
 ROWS = 4
 """Rows of an example batch. The stages run other numbers of rows."""
 WIDTH = 8
+TIME = 6
+HEADS = 2
 Batch = dict[str, Tensor]
 
 
@@ -29,6 +31,7 @@ class Case:
         gap: why it is not captured yet, though a sound capture exists. Such a case may be refused, and may pass one day.
         mixes_rows: a row's result depends on the other rows of its call (batch statistics, in-batch negatives), so that two workers of
             half the rows each compute the mean over the halves, as eager data parallel training does.
+        stacks: how many times the rows stand in a random value whose first dim is longer than the batch: views that are stacked.
         note: what a reader of the table should know.
     """
 
@@ -39,6 +42,7 @@ class Case:
     gap: str = ""
     mixes_rows: bool = False
     note: str = ""
+    stacks: int = 1
 
     def job(self) -> Job:
         """The job, the same at every call."""
@@ -68,13 +72,14 @@ class Family:
         self.cases: list[Case] = []
 
     def add(
-        self, name: str, *, refused: str = "", gap: str = "", mixes_rows: bool = False
+        self, name: str, *, refused: str = "", gap: str = "", mixes_rows: bool = False, stacks: int = 1
     ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         """Registers the decorated builder under `name`."""
 
         def register(build: Callable[[], Any]) -> Callable[[], Any]:
             note = (build.__doc__ or "").strip().splitlines()
-            self.cases.append(Case(name, self.name, lambda: _as_job(build()), refused, gap, mixes_rows, note[0] if note else ""))
+            text = note[0] if note else ""
+            self.cases.append(Case(name, self.name, lambda: _as_job(build()), refused, gap, mixes_rows, text, stacks))
             return build
 
         return register
@@ -115,3 +120,22 @@ def mean_square(model: nn.Module, batch: Batch) -> Tensor:
 def small(middle: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor) -> tuple[nn.Module, Batch, Any]:
     """(model, batch, loss) of `Small`."""
     return Small(middle, **parts), {"x": torch.randn(ROWS, WIDTH)}, mean_square
+
+
+def sequences(model: nn.Module) -> tuple[nn.Module, Batch, Any]:
+    """(model, batch, loss) over sequences (rows, TIME, WIDTH)."""
+    return model, {"x": torch.randn(ROWS, TIME, WIDTH)}, mean_square
+
+
+class Over(nn.Module):
+    """forward is a function of (model, x); parts are given by name."""
+
+    def __init__(self, function: Any, **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(self, x)
+        return out

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
-from tests.coverage import autograd, control_flow, exportdb, functional, inputs, state, timm_models, transformers_models
+from tests.coverage import (
+    autograd,
+    control_flow,
+    derivatives,
+    draws,
+    exportdb,
+    functional,
+    functions,
+    images,
+    inputs,
+    numerics,
+    recipes,
+    sequences,
+    state,
+    timm_models,
+    transformers_models,
+)
 from tests.coverage.case import Case
 
-FAMILIES = (control_flow, autograd, functional, state, inputs, exportdb, transformers_models, timm_models)
+FAMILIES = (
+    control_flow,
+    autograd,
+    functions,
+    derivatives,
+    sequences,
+    images,
+    draws,
+    functional,
+    numerics,
+    recipes,
+    state,
+    inputs,
+    exportdb,
+    transformers_models,
+    timm_models,
+)
 CASES: tuple[Case, ...] = tuple(case for module in FAMILIES for case in module.FAMILY.cases)
 
 

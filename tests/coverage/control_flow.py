@@ -304,7 +304,7 @@ def _() -> Any:
     return small(middle)
 
 
-@add("associative_scan", gap="torch unrolls it by vmap over slices, and takes the number of rows for a constant there")
+@add("associative_scan")
 def _() -> Any:
     return small(lambda _, x: associative_scan(lambda a, b: a + b, x.sigmoid(), 1, combine_mode="generic"))
 
@@ -509,7 +509,7 @@ def _() -> Any:
     return small(middle)
 
 
-@add("checkpoint inside cond", gap="torch compiles the branches of cond by itself, and follows no checkpoint there")
+@add("checkpoint inside cond")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         def deep(t: Tensor) -> Tensor:

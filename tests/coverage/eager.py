@@ -46,7 +46,7 @@ def eager_step(case: Case, rows: int) -> Step:
     step = _step(case, rows, None)
     if step.random:
         static = is_static(case.job())
-        step = _step(case, rows, StatelessDraws(SEED, STEP, ROW, rows, static=static))
+        step = _step(case, rows, StatelessDraws(SEED, STEP, ROW, rows, static=static, stacks=case.stacks))
     torch.random.set_rng_state(state)
     return step
 

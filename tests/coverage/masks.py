@@ -8,6 +8,7 @@ hash of `RandomKey` with the step graph, and nothing of the stateless forms in `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         seed, step, row: as in a step graph.
         rows: of the batch. Best a prime number: the dim that runs over the rows is found as the first whose size is a multiple of it.
         static: the number of rows is fixed in the graph, whose random values then belong to the call and not to rows.
+        stacks: a dim of several entries a row has all rows so many times, one after another.
     """
 
-    def __init__(self, seed: int, step: int, row: int, rows: int, *, static: bool = False) -> None:
+    def __init__(self, seed: int, step: int, row: int, rows: int, *, static: bool = False, stacks: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         key = RandomKey.of(torch.tensor(seed), torch.tensor(step), torch.tensor(row), rows)
         self._key = key.of_call() if static else key
+        self._stacked = replace(self._key, stacks=stacks)
         self._rows = None if static else rows
         self._sites: dict[bytes, int] = {}
         self._next = 0
@@ -60,18 +63,22 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _dim(self, shape: Shape) -> int | None:
         return None if self._rows is None else next((d for d, size in enumerate(shape) if size and size % self._rows == 0), None)
 
+    def _key_for(self, shape: Shape) -> RandomKey:
+        dim = self._dim(shape)
+        return self._key if dim is None or shape[dim] == self._rows else self._stacked
+
     def heads(self, shape: Shape, probability: float) -> Tensor:
         """True with that probability."""
-        return self._key.keep(self._site(), shape, self._dim(shape), 1 - probability)
+        return self._key_for(shape).keep(self._site(), shape, self._dim(shape), 1 - probability)
 
     def uniform(self, shape: Shape, dtype: torch.dtype | None) -> Tensor:
-        return self._key.uniform(self._site(), shape, self._dim(shape), dtype or torch.get_default_dtype())
+        return self._key_for(shape).uniform(self._site(), shape, self._dim(shape), dtype or torch.get_default_dtype())
 
     def normal(self, shape: Shape, dtype: torch.dtype | None) -> Tensor:
-        return self._key.normal(self._site(2), shape, self._dim(shape), dtype or torch.get_default_dtype())
+        return self._key_for(shape).normal(self._site(2), shape, self._dim(shape), dtype or torch.get_default_dtype())
 
     def integers(self, low: int, high: int, shape: Shape, dtype: torch.dtype | None) -> Tensor:
-        return (self._key.bits(self._site(), shape, self._dim(shape)) % (high - low) + low).to(dtype or torch.int64)
+        return (self._key_for(shape).bits(self._site(), shape, self._dim(shape)) % (high - low) + low).to(dtype or torch.int64)
 
 
 def _bernoulli(draws: StatelessDraws, x: Tensor, *, generator: None = None) -> Tensor:
@@ -110,6 +117,14 @@ def _multinomial(draws: StatelessDraws, weights: Tensor, count: int, replacement
     return (weights / clocks).topk(count, -1)[1]
 
 
+def _poisson(draws: StatelessDraws, rate: Tensor, generator: None = None) -> Tensor:
+    """How many counts have a cumulative probability that is no greater: for small rates."""
+    counts = torch.arange(200, dtype=torch.float64)
+    wide = rate.double().unsqueeze(-1).clamp(min=1e-300)
+    cumulative = (counts * wide.log() - wide - torch.lgamma(counts + 1)).exp().cumsum(-1)
+    return (draws.uniform(rate.shape, torch.float32).double().unsqueeze(-1) >= cumulative).sum(-1).to(rate.dtype)
+
+
 for _operator in (
     torch.ops.higher_order.scan,
     torch.ops.higher_order.cond,
@@ -128,6 +143,7 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     aten.exponential_.default: _exponential_,
     aten.rrelu_with_noise.default: _rrelu,
     aten.multinomial.default: _multinomial,
+    aten.poisson.default: _poisson,
     aten.randperm.default: lambda d, n, *, dtype=None, **_: d.integers(0, 1 << 32, [n], None).argsort().to(dtype or torch.int64),
     aten.normal.Tensor_float: lambda d, mean, std=1.0, **_: mean + std * d.normal(mean.shape, mean.dtype),
     aten.normal.float_Tensor: lambda d, mean, std, **_: mean + std * d.normal(std.shape, std.dtype),

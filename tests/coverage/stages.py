@@ -74,7 +74,7 @@ def outcome(stages: Mapping[str, Outcome], extra: Mapping[str, Any]) -> Outcome:
 
 def without_folders(text: str) -> str:
     """A message whose paths begin in the repository or in the folder of installed packages."""
-    return re.sub(r"/[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text)
+    return re.sub(r"[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text)
 
 
 def _shortened(found: re.Match[str]) -> str:

@@ -28,11 +28,7 @@ def _() -> Any:
     return images(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
 
 
-@add(
-    "BatchNorm1d with momentum=None",
-    gap="the factor is a plain number of torch's operator, and depends on a counter",
-    mixes_rows=True,
-)
+@add("BatchNorm1d with momentum=None", mixes_rows=True)
 def _() -> Any:
     """The running mean is over all steps: its factor is a number that depends on a counter."""
     return small(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(WIDTH, momentum=None))
