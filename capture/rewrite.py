@@ -428,10 +428,12 @@ def size(spot: Spot | None, text: str, name: str) -> str:
     if spot is not None and ".tolist()" in _text(spot.node):
         return number(None)
     match spot.node if spot is not None else None:
-        case ast.Call(func=ast.Name(id="len"), args=[value]) as call if spot is not None:
+        case ast.Call(func=ast.Name(id="len"), args=[value]) as call if spot is not None:  # of code that is in no module
             lines.append(_replaced(spot.statement, call, f"{_text(value)}.shape[0]"))
         case ast.Call(func=ast.Name(id="int"), args=[value]) as call if spot is not None:
             lines.append(_replaced(spot.statement, call, _text(value)))
+        case ast.Call(func=ast.Name(id="float"), args=[value]) as call if spot is not None:
+            lines.append(_replaced(spot.statement, call, f"torch.sym_float({_text(value)})"))
     if spot is not None and fixed is not None and isinstance(spot.node, ast.Call) and not hasattr(spot.statement, "body"):
         text_of_call = _text(spot.node)
         tensor = _text(spot.node.func.value) if isinstance(spot.node.func, ast.Attribute) else "x"

@@ -1,9 +1,9 @@
 """torch.export's strict mode, for models that its non-strict one cannot follow: taken only where it loses nothing.
 
 The non-strict mode runs the model's Python on fake tensors, under our watch (`watch.py`). The strict one reads its bytecode instead:
-it follows `len(x)` and numpy, which give plain values when they are run, but none of the watch's hands reach into it: it drops or changes
-what the watch is there for. So first the model runs once in eager mode, watched: whatever would leave a mark in the graph, and whatever
-lies outside of tensors, speaks against the strict mode.
+it follows `float(x.shape[0])` and numpy, which give plain values when they are run, but none of the watch's hands reach into it: it
+drops or changes what the watch is there for. So first the model runs once in eager mode, watched: whatever would leave a mark in the
+graph, and whatever lies outside of tensors, speaks against the strict mode.
 """
 
 from __future__ import annotations

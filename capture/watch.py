@@ -24,6 +24,7 @@ from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
 from trainload.capture.kernels import no_raw_kernels
+from trainload.capture.lengths import lengths
 from trainload.capture.module_hooks import Change, module_hooks
 from trainload.capture.patched import OPERATORS, renamed, replaced
 from trainload.capture.place import place_here
@@ -76,6 +77,7 @@ class Watch:
                 stack.enter_context(renamed(function, value))
             stack.enter_context(module_hooks(self, model))
             stack.enter_context(no_raw_kernels())
+            stack.enter_context(lengths())
             for name, found in parameters.items():
                 for hook in found:
                     self.hook(model.get_parameter(name), hook)

@@ -95,6 +95,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         2,
+        "len fixes the number of rows",
+        "capture/lengths.py",
+        "value.shape[0] if isinstance(value, Tensor) and value.ndim else builtins.len(value)",
+        "builtins.len(value)",
+        "../capture/test_lengths.py::test_len_of_a_batch_is_right_on_every_number_of_rows",
+    ),
+    Mutation(
+        2,
         "the gradient of the CTC loss does not ask for the gradient of its result",
         "capture/ctc.py",
         "return by_loss.unsqueeze(-1) * gradient,",

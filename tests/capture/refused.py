@@ -316,10 +316,10 @@ def a_fixed_size(_: Any, x: Tensor) -> Any:
     return x.view(4, 2, 4).flatten(1)
 
 
-@refused("specialised-dim", "return x * x.shape[0]")
-def a_length(_: Any, x: Tensor) -> Any:
-    # -> len(x)
-    return x * len(x)
+@refused("specialised-dim", "return x * torch.sym_float(len(x))")
+def a_length_as_a_float(_: Any, x: Tensor) -> Any:
+    # -> float(len(x))
+    return x * float(len(x))
 
 
 @refused("violated-constraint", "Dim('batch', max=4)")

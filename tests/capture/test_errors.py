@@ -127,6 +127,8 @@ PASTED = {
     "a deep copy": "    x = x * copy.deepcopy(m.gain)\n",
     ".data": "    m.seen.data.copy_(x.detach().mean(0))\n    x = x + m.seen\n",
     "a size": "    x = x.view(4, 2, 4).flatten(1)\n",
+    "an int of a size": "    x = x * int(x.shape[0])\n",
+    "a float of a size": "    x = x * float(x.shape[0])\n",
     "a length": "    x = x * len(x)\n",
 }
 

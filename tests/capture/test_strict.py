@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import random
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,8 @@ Middle = Callable[[Any, Tensor], Tensor]
 
 
 def flat(_: Any, x: Tensor) -> Tensor:
-    """`len` is a plain number to torch.export's non-strict mode, and a size to the strict one."""
-    return x.reshape(len(x), -1)
+    """A `len` that goes by another name than the model's own is a plain number to the non-strict mode, and a size to the strict one."""
+    return x.reshape(builtins.len(x), -1)
 
 
 def through_numpy(_: Any, x: Tensor) -> Tensor:
@@ -48,10 +49,10 @@ def notes(error: BaseException) -> str:
     [
         flat,
         through_numpy,
-        lambda _, x: x * float(len(x) // 2),
-        lambda _, x: x + torch.arange(len(x)).unsqueeze(1),
-        lambda _, x: x.sum(0, keepdim=True).expand(len(x), -1),
-        lambda model, x: nn.functional.dropout(x.reshape(len(x), -1), 0.25, model.training),
+        lambda _, x: x * float(builtins.len(x) // 2),
+        lambda _, x: x + torch.arange(builtins.len(x)).unsqueeze(1),
+        lambda _, x: x.sum(0, keepdim=True).expand(builtins.len(x), -1),
+        lambda model, x: nn.functional.dropout(x.reshape(builtins.len(x), -1), 0.25, model.training),
     ],
     ids=["len", "numpy", "half of len", "arange", "expand", "dropout"],
 )
@@ -202,7 +203,7 @@ def test_it_is_not_tried_for_values_of_the_batch(middle: Middle) -> None:
 
 def test_a_branch_on_the_number_of_rows_is_refused() -> None:
     with pytest.raises(CaptureError) as raised:
-        capture(job(Model(lambda _, x: x.relu() if len(x) > 2 else x)))
+        capture(job(Model(lambda _, x: x.relu() if builtins.len(x) > 2 else x)))
     assert "strict mode was tried too" in notes(raised.value)
 
 
@@ -225,7 +226,7 @@ def test_conditions_on_other_sizes_are_in_the_guard() -> None:
             self.gain = nn.Parameter(torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            y = x.view(len(x), -1)
+            y = x.view(builtins.len(x), -1)
             return (y * 2 if x.shape[1] % 2 == 0 and x.shape[1] <= 20 else y) * self.gain
 
     guard = prove(job(Even(), dynamic={"x": {1: Dim.AUTO}}), Check.USUAL).program.graphs["train"].guard
@@ -239,7 +240,7 @@ def test_inputs_share_the_batch_dim() -> None:
             self.gain = nn.Parameter(torch.ones(()))
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x.reshape(len(x), -1).sum(1) * self.gain + y.sum(1)
+            return x.reshape(builtins.len(x), -1).sum(1) * self.gain + y.sum(1)
 
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
     captured = capture(job(Pair(), batch=batch, loss=lambda m, b: m(**b).mean(), dynamic={"x": {1: Dim("left")}, "y": {1: Dim("right")}}))
@@ -254,7 +255,7 @@ def test_tied_parameters_keep_their_owner() -> None:
             self.other.weight = self.one.weight
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.other(self.one(x)).reshape(len(x), -1)
+            y: Tensor = self.other(self.one(x)).reshape(builtins.len(x), -1)
             return y
 
     program = prove(job(Tied()), Check.USUAL).program
@@ -295,7 +296,7 @@ def test_the_model_is_as_it_was() -> None:
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     capture(job(Model(flat)))
     with pytest.raises(CaptureError):
-        capture(job(Model(lambda _, x: x.relu() if len(x) > 2 else x)))
+        capture(job(Model(lambda _, x: x.relu() if builtins.len(x) > 2 else x)))
     assert capfd.readouterr() == ("", "")
 
 

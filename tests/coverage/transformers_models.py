@@ -313,8 +313,7 @@ def _pair_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-add("clip", "CLIPModel", {"projection_dim": 16}, _captioned, nested=_both("CLIP"), mixes_rows=True, loss=_pair_loss,
-    gap="its loss takes len of the logits; the strict mode, which follows that, is kept off by an eager branch on the mask")  # fmt: skip
+add("clip", "CLIPModel", {"projection_dim": 16}, _captioned, nested=_both("CLIP"), mixes_rows=True, loss=_pair_loss)
 add("siglip", "SiglipModel", {}, _captioned, nested=_both("Siglip"), mixes_rows=True, loss=_pair_loss)
 
 # Sound.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from trainload.capture.job import Job
 from trainload.packaging.debug import read_debug
 
 JOB = """
+import builtins
+
 import torch
 import trainload
 import trainload.spec
@@ -28,7 +31,7 @@ class Flat(torch.nn.Module):
         self.linear = torch.nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.linear(x).reshape(len(x), -1)
+        return self.linear(x).reshape(builtins.len(x), -1)
 
 
 def made():
@@ -43,7 +46,7 @@ def made():
 
 def flat() -> Job:
     def middle(model: Model, x: Tensor) -> Tensor:
-        return x.reshape(len(x), -1) if model.training else x
+        return x.reshape(builtins.len(x), -1) if model.training else x
 
     return job(Model(middle))
 

@@ -33,8 +33,10 @@ def checkpoint_bytes(run_dir: Path) -> list[bytes]:
 
 
 def how_to_go_on(ended: Interrupted) -> str:
-    """The command of the last line."""
-    return ended.err.splitlines()[-1].partition("Continue with: ")[2]
+    """The command that it ends with. Processes that end after it (Ray's, Python's resource tracker) may write to stderr once more."""
+    commands = [line.partition("Continue with: ")[2] for line in ended.err.splitlines() if "Continue with: " in line]
+    assert len(commands) == 1, ended.err
+    return commands[0]
 
 
 @pytest.fixture

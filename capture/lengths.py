@@ -1,0 +1,33 @@
+"""`len` of a tensor while a model is traced. Python makes a plain number of whatever `__len__` returns, which would fix the size."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from trainload.capture.patched import replaced
+
+_NOT_OF_MODELS = frozenset({"torch", "trainload", "sympy", "mpmath", "numpy", "networkx"}) | sys.stdlib_module_names
+"""Packages that are used below the tracer, or that take no tensor's length."""
+
+
+@contextlib.contextmanager
+def lengths() -> Iterator[None]:
+    """`len(x)` of a tensor is `x.shape[0]` inside, in all modules that a model may be written in and that have no `len` of their own.
+
+    Code that calls it by another name (`builtins.len`), or that is in no module (a string that was executed), gets a plain number.
+    """
+    with contextlib.ExitStack() as stack:
+        for path, module in list(sys.modules.items()):
+            if path.partition(".")[0] not in _NOT_OF_MODELS and "len" not in getattr(module, "__dict__", {"len": None}):
+                stack.enter_context(replaced(module, "len", _length))
+        yield
+
+
+def _length(value: Any, /) -> Any:
+    return value.shape[0] if isinstance(value, Tensor) and value.ndim else builtins.len(value)
