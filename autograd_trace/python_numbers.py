@@ -2,7 +2,8 @@
 
 Optimizers read numbers out of their state (`step.item()`), reckon with them in Python and hand them back (`alpha=-lr / correction`).
 A graph would freeze those numbers. Within `numbers_stay_tensors` they are 0-dim float64 tensors, which like Python's numbers have its
-precision and do not change the dtype of a tensor with dims.
+precision and do not change the dtype of a tensor with dims. And like those they never change: `rate *= 0.5` gives the name another number,
+where it would change a tensor for all who hold it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import builtins
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +34,20 @@ _MATH: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 _TAKEN: Mapping[Any, str] = {Tensor.__int__: "int", Tensor.__float__: "float", Tensor.__index__: "index"}
 """What makes a Python number of a tensor. Of a real one, such as an option of the group, it may."""
+_IN_PLACE: Mapping[Any, Callable[[Any, Any], Any]] = {
+    Tensor.add_: operator.add,
+    Tensor.sub_: operator.sub,
+    Tensor.mul_: operator.mul,
+    Tensor.div_: operator.truediv,
+    Tensor.floor_divide_: operator.floordiv,
+    Tensor.remainder_: operator.mod,
+    Tensor.pow_: operator.pow,
+}
+"""What `+=` and its like call."""
+_MARK = "trainload_number"
+"""An attribute of tensors that stand for a number of Python's."""
+_COMPARISONS = (torch.allclose, Tensor.allclose)
+"""What makes a bool of two tensors."""
 _DATA: Any = Tensor.data
 """`p.data`, which torch.export does not follow: it is the tensor itself, without gradient."""
 
@@ -62,7 +78,22 @@ def numbers_stay_tensors(decide: Callable[[Tensor], bool]) -> Iterator[None]:
 
 def as_number(value: float) -> Tensor:
     """A Python number as the tensor that stands for it."""
-    return torch.full((), float(value), dtype=torch.float64)
+    return standing_for_number(torch.full((), float(value), dtype=torch.float64))
+
+
+def standing_for_number(tensor: Tensor) -> Tensor:
+    """The same tensor, known as one that stands for a number of Python's and never changes."""
+    setattr(tensor, _MARK, True)
+    return tensor
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, _MARK)
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """The number that a tensor of one element holds."""
+    return standing_for_number(tensor.reshape(()).to(torch.float64))
 
 
 class _NumbersStayTensors(TorchFunctionMode):
@@ -73,11 +104,19 @@ class _NumbersStayTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        in_place = _IN_PLACE.get(func)
+        apart = in_place is not None and _is_number(args[0])
+        result = in_place(*args) if in_place is not None and apart else self._call(func, args, dict(kwargs or {}))
+        tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
+        if isinstance(result, Tensor) and result.ndim == 0 and tensors and all(_is_number(t) for t in tensors):
+            standing_for_number(result)
+        return result
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         if func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype is torch.bool):
             return self._decide(args[0])
         if func is Tensor.item:
-            return args[0].reshape(()).to(torch.float64)
+            return _read(args[0])
         if func in _TAKEN:
             try:
                 return func(*args)
@@ -92,9 +131,17 @@ class _NumbersStayTensors(TorchFunctionMode):
             # `x.add(y, alpha=a)` scales y, `x.addcdiv(y, z, value=a)` too, in the dtype that torch would reckon in.
             given = {name: value for name, value in given.items() if name not in ("alpha", "value")}
             args = (args[0], _widened(args[1], args[0]) * factor, *args[2:])
-        if func is torch.full_like and isinstance(args[1], Tensor):
-            return torch.ones_like(args[0], **given) * args[1]
+        if func is torch.full_like:
+            filled, rest = _filled(*args, **given)
+            return torch.ones_like(args[0], **rest) * filled if isinstance(filled, Tensor) else func(*args, **given)
+        if func in _COMPARISONS:
+            return self._decide(torch.isclose(*args, **given).all())
         return func(*args, **given)
+
+
+def _filled(like: Tensor, fill_value: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
+    """What `torch.full_like` is to fill with, and its other options."""
+    return fill_value, rest
 
 
 def _widened(value: Any, beside: Tensor) -> Any:
@@ -114,11 +161,12 @@ def _extreme(python: Callable[..., Any], function: Callable[[Tensor, Tensor], Te
 
 
 def _of_tensors(python: Callable[[Any], Any], function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    return lambda value: function(value) if isinstance(value, Tensor) else python(value)
+    return lambda value: function(_read(value)) if isinstance(value, Tensor) else python(value)
 
 
 _python_power = math.pow
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    return base**exponent if isinstance(base, Tensor) or isinstance(exponent, Tensor) else _python_power(base, exponent)
+    numbers = tuple(_read(value) if isinstance(value, Tensor) else value for value in (base, exponent))
+    return numbers[0] ** numbers[1] if any(isinstance(value, Tensor) for value in numbers) else _python_power(base, exponent)

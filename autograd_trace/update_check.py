@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainload.autograd_trace.bound_optimizer import bound
+from trainload.autograd_trace.bound_optimizer import bound, step
 from trainload.autograd_trace.graphs import UpdateGraph
+from trainload.autograd_trace.optimizer_state import kept
 from trainload.capture.errors import CaptureError
+from trainload.capture.operators import calls_in
 
 _RATES = (0.1, 0.05, 0.2)
 """Learning rates that differ, so that one that was frozen into a graph shows, and are large enough for an error to show."""
+
+_STEPS_TOGETHER = 12
+"""After which parameters that are trained together are compared with those trained alone: what they share may show late."""
 
 
 def check_update(
@@ -29,11 +34,12 @@ def check_update(
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(shape, generator=generator).to(dtype)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for _ in range(steps)]
-    real = _stepped(optimizer, group, [start], [[g] for g in gradients])[0]
+    (real,), after = _stepped(optimizer, group, [start], [[g] for g in gradients])
     flat = start if update.shape is not None else start.flatten()
     given = [g.view(flat.shape) for g in gradients]
-    captured = _run(update, flat, given)
+    captured, state = _run(update, flat, given)
     tolerance = _tolerance(dtype) * steps / len(_RATES)
+    tolerance = max(tolerance, _rounding_within(update, dtype) * float((real - start).abs().max()) if start.numel() else 0.0)
     if not torch.allclose(captured.view(shape), real, rtol=tolerance, atol=tolerance):
         raise CaptureError(
             f"the captured update differs from the optimizer's own on a parameter of shape {shape}",
@@ -42,9 +48,20 @@ def check_update(
             got=f"{float((captured.view(shape) - real).abs().max()):.2g} after {steps} steps",
             cure="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
         )
+    own = kept(after, real)
+    different = next(
+        (spec.name for spec, value in zip(update.state, state, strict=True) if not _alike(own[spec.name], value, tolerance)), None
+    )
+    if different is not None:
+        raise CaptureError(
+            f"the captured update leaves another {different!r} than the optimizer on a parameter of shape {shape}",
+            where=f"{type(optimizer).__name__}, {update.group}",
+            expected=f"at most {tolerance:g} of its size",
+            cure="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
+        )
     if update.elementwise and flat.numel() > 1:
         cut = flat.numel() // 3
-        parts = torch.cat([_run(update, flat[s], [g[s] for g in given]) for s in (slice(0, cut), slice(cut, None))])
+        parts = torch.cat([_run(update, flat[s], [g[s] for g in given])[0] for s in (slice(0, cut), slice(cut, None))])
         if not torch.allclose(parts, captured, rtol=tolerance, atol=tolerance):
             raise CaptureError(
                 "the update of a slice is not that part of the whole parameter's update",
@@ -61,42 +78,64 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
     """
     generator = torch.Generator().manual_seed(2)
     params = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
-    gradients = [[torch.randn(shape, generator=generator).to(dtype) * (1 + 9 * i) for i in range(2)] for _ in _RATES]
-    together = _stepped(optimizer, group, params, gradients)
-    alone = [_stepped(optimizer, group, [params[i]], [[g[i]] for g in gradients])[0] for i in range(2)]
-    tolerance = _tolerance(dtype)
-    if not all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(together, alone, strict=True)):
+    gradients = [[torch.randn(shape, generator=generator).to(dtype) * (1 + 9 * i) for i in range(2)] for _ in range(_STEPS_TOGETHER)]
+    together, both = _stepped(optimizer, group, params, gradients)
+    tolerance = _tolerance(dtype) * _STEPS_TOGETHER / len(_RATES)
+    for i in range(2):
+        (alone,), one = _stepped(optimizer, group, [params[i]], [[g[i]] for g in gradients])
+        own, others = kept(one, alone), kept(both, together[i])
+        differs = [name for name in own if not _alike(own[name], others.get(name), tolerance)]
+        if not differs and torch.allclose(together[i], alone, rtol=tolerance, atol=tolerance):
+            continue
         raise CaptureError(
             "the update of a parameter depends on other parameters of its group",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
+            got=f"another {differs[0]!r} beside another parameter" if differs else "another parameter beside another one",
             cure="Give each parameter an update of its own; the gradient's norm over all of them is clipped by Job.clip_norm.",
         )
 
 
+def _rounding_within(update: UpdateGraph, dtype: torch.dtype) -> float:
+    """The relative rounding of the lowest dtype that an update reckons in, where that is lower than the parameter's: Muon's bfloat16."""
+    values = (node.meta.get("val") for node in calls_in(update.following.graph_module))
+    kinds = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+    return max((torch.finfo(kind).eps for kind in kinds if kind.itemsize < dtype.itemsize), default=0.0)
+
+
+def _alike(first: Any, second: Any, tolerance: float) -> bool:
+    """Whether two values of an optimizer's state are the same but for rounding. What is small as a whole is compared on its own scale."""
+    if not isinstance(first, Tensor | int | float) or isinstance(first, bool):
+        return True  # no value that an update reckons with
+    if not isinstance(second, Tensor | int | float):
+        return False
+    one, other = (torch.as_tensor(value, dtype=torch.float64).flatten() for value in (first, second))
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max()) if one.numel() else 0.0)
+
+
 def _stepped(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """The parameters after the real optimizer's steps, at `_RATES`."""
+) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """The parameters after the real optimizer's steps, at `_RATES`, and that optimizer."""
     params = [p.clone() for p in params]
     stepped = bound(optimizer, group, params, _RATES[0])
     for given, rate in zip(gradients, itertools.cycle(_RATES)):
         stepped.param_groups[0]["lr"] = rate
         for param, gradient in zip(params, given, strict=True):
             param.grad = gradient.clone()
-        stepped.step()
-    return params
+        step(stepped, tuple(params[0].shape))
+    return params, stepped
 
 
 def _tolerance(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps if dtype.itemsize < 4 else 5e-6
 
 
-def _run(update: UpdateGraph, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+def _run(update: UpdateGraph, start: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The parameter and the state after the captured steps."""
     rates = [torch.tensor(_RATES[k % len(_RATES)]) for k in range(len(gradients))]
     param, *state = update.first.module()(start, gradients[0], rates[0], ())
     following = update.following.module()
     for gradient, rate in zip(gradients[1:], rates[1:], strict=True):
         param, *state = following(param, gradient, rate, tuple(state))
-    result: Tensor = param
-    return result
+    return param, state

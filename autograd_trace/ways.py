@@ -62,6 +62,11 @@ class Ways:
 
 
 def _chosen(condition: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Results:
-    if [(t.shape, t.dtype) for t in first] != [(t.shape, t.dtype) for t in second]:
+    if [_kind(t) for t in first] != [_kind(t) for t in second]:
         raise ValueError("the ways through its Python branches leave state of different shapes or dtypes")
     return tuple(a if a is b else torch.where(condition.reshape(()) != 0, a, b) for a, b in zip(first, second, strict=True))
+
+
+def _kind(result: Tensor) -> object:
+    """What must agree between ways. Numbers need not: one way may leave a number of Python's, another the tensor that it reckoned with."""
+    return (result.shape, result.dtype) if result.ndim else result.dtype.is_floating_point

@@ -180,13 +180,13 @@ class Looping(Normalised):
 
 
 class Listing(Normalised):
-    """Keeps a list."""
+    """Keeps a set."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p].setdefault("seen", []).append(p.grad.clone())
+                self.state[p].setdefault("seen", set()).add(p.grad.norm().item())
                 p.sub_(p.grad * group["lr"])
 
 

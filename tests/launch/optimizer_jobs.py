@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.autograd_trace.optimizers import Factors
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim import swa_utils
@@ -105,6 +106,11 @@ def muon(model: nn.Module) -> list[optim.Optimizer]:
     hidden = [model.get_parameter(f"{name}.weight") for name in ("second", "third")]
     rest = [p for p in model.parameters() if not any(p is h for h in hidden)]
     return [optim.Muon(hidden, lr=0.02), optim.AdamW(rest, lr=0.01)]
+
+
+def preconditioned(model: nn.Module) -> optim.Optimizer:
+    """State in lists, and branches on the number of the step."""
+    return Factors(model.parameters(), lr=0.02)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

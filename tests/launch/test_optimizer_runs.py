@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lion_pytorch import Lion
-from tests.launch.optimizer_jobs import STEPS, Damped, OwnBackward, eager, factored, make_job, muon, write_data
+from tests.launch.optimizer_jobs import STEPS, Damped, OwnBackward, eager, factored, make_job, muon, preconditioned, write_data
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
@@ -58,6 +58,8 @@ def pair(package: Package, muon_package: Package, rows: Path, tmp_path_factory: 
     plans = {"zero1": trainload.plan(package, TWO, "zero1", bucket_bytes=400), "zero3": trainload.plan(package, TWO, "zero3")}
     runs = [Run(folder / name, package, plan, rows, {"steps": HALF}) for name, plan in plans.items()]
     runs += [Run(folder / "muon", muon_package, trainload.plan(muon_package, TWO, "zero3"), rows, {"steps": HALF})]
+    nested = trainload.freeze(make_job(preconditioned), folder / "nested.tl")
+    runs += [Run(folder / "nested", nested, trainload.plan(nested, TWO, "zero3"), rows, {"steps": HALF})]
     train(2, runs, folder)
     return folder
 
@@ -78,6 +80,10 @@ def test_two_workers_have_the_losses_of_a_plain_loop(pair: Path, reference: list
 def test_muon_on_two_workers_has_the_losses_of_a_plain_loop(pair: Path) -> None:
     losses = eager(make_job(muon)).losses
     assert difference(losses[:HALF], curve(pair / "muon")) <= 1e-3  # it multiplies matrices in bfloat16
+
+
+def test_state_in_lists_on_two_workers_has_the_losses_of_a_plain_loop(pair: Path) -> None:
+    assert difference(eager(make_job(preconditioned)).losses[:HALF], curve(pair / "nested")) <= TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
