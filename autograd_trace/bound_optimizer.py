@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,12 +44,14 @@ def bound(
     if not optimizer.state:
         return _copied(optimizer, {id(optimizer.param_groups): [options]})
     try:
-        made = type(optimizer)([options], **optimizer.defaults)  # its state is made in __init__
+        taken = inspect.signature(type(optimizer)).parameters
+        defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        made = type(optimizer)([options], **defaults)  # its state is made in __init__
     except TypeError as error:
         raise CaptureError(
             f"the optimizer makes state in __init__, and cannot be made again for other tensors: {error}",
             where=f"Job.optimizer: {type(optimizer).__name__}",
-            expected="a constructor that takes (params, **defaults)",
+            expected="a constructor that takes (params, **options)",
             cure="Make the state in the first step.",
         ) from error
     if not made.state:

@@ -9,7 +9,6 @@ import contextlib
 import dis
 import io
 import itertools
-import os
 import random
 import sys
 import warnings
@@ -153,8 +152,6 @@ class _Calls:
         code = frame.f_code
         if event == "call" and is_users(code.co_filename):
             self.codes[code] = frame.f_globals
-        elif event == "call" and code.co_name == "__getitem__" and isinstance(frame.f_locals.get("self"), type(os.environ)):
-            self._watched.add(Deed(GLOBAL, place_of_frame(frame), "os.environ"))
         elif event == "call" and code is torch.manual_seed.__code__ and _by_user(frame):
             self._watched.add(Deed(GLOBAL, place_of_frame(frame), "torch.manual_seed"))
         elif event == "c_call":

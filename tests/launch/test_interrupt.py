@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 from tests.launch.commands import TORCHRUN, Interrupted, interrupt, json_of
+from tests.launch.undisturbed import STEPS
 
-import trainload
 from trainload.launch.checkpoint_index import published
 from trainload.launch.journal import losses, read_events
+from trainload.launch.result import RunResult
 from trainload.packaging.read import Package
-
-STEPS = 200
 
 
 def stepped(run_dir: Path, steps: int) -> Callable[[], bool]:
@@ -45,12 +44,9 @@ def options(gpt: Package, gpt_data: Path) -> list[str | Path]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
-    options: list[str | Path], gpt: Package, gpt_data: Path, tmp_path: Path
+    options: list[str | Path], undisturbed: RunResult, tmp_path: Path
 ) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), "zero3")
-    trainload.launch(gpt, plan, gpt_data, run_dir=tmp_path / "whole", steps=STEPS, compile=False)
     ended = interrupt([*options, "--run-dir", "a run", "--no-compile"], tmp_path, stepped(tmp_path / "a run", 5), {})
     assert ended.status == 1, ended.err
     assert how_to_go_on(ended) == f"trainload resume '{tmp_path / 'a run'}'"
@@ -59,8 +55,8 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
     assert 5 <= at < STEPS
     resumed = json_of("resume", "a run", cwd=tmp_path)
     assert (resumed["steps"], resumed["restarts"]) == (STEPS, 1)
-    assert losses(read_events(tmp_path / "a run")) == losses(read_events(tmp_path / "whole"))
-    assert checkpoint_bytes(tmp_path / "a run") == checkpoint_bytes(tmp_path / "whole")
+    assert losses(read_events(tmp_path / "a run")) == losses(read_events(undisturbed.run_dir))
+    assert checkpoint_bytes(tmp_path / "a run") == checkpoint_bytes(undisturbed.run_dir)
 
 
 @pytest.mark.timeout(400)

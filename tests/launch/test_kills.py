@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.killer import Kill, Killer
+from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 
 import trainload
 from trainload.launch.checkpoint_index import CHECKPOINTS, DRAFT
@@ -14,8 +15,6 @@ from trainload.launch.journal import read_events
 from trainload.launch.result import RunResult
 from trainload.packaging.read import Package
 
-STEPS = 200
-EVERY = 5
 MOMENTS = ("write", "publish")
 
 
@@ -29,25 +28,23 @@ def done_steps(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(data["step"], data["loss"], data["gradient_norm"]) for data in events]
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(400)
 def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_left_alone(
-    gpt: Package, gpt_data: Path, cache_dir: Path, tmp_path: Path
+    gpt: Package, gpt_data: Path, undisturbed: RunResult, cache_dir: Path, tmp_path: Path
 ) -> None:
     plan = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), "zero3")
-    whole = trainload.launch(gpt, plan, gpt_data, run_dir=tmp_path / "whole", steps=STEPS, checkpoint_every=EVERY, compile=False)
     seed = time.time_ns() % 10**6
     print(f"seeds {seed} and following")
     run_dir = tmp_path / "killed"
     killer = Killer([Kill(number, moment, seed + number) for number, moment in enumerate(MOMENTS)], run_dir, cache_dir)
     killer.start()
     try:
-        result = trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, checkpoint_every=EVERY, compile=False)
+        result = trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, checkpoint_every=CHECKPOINT_EVERY, compile=False)
     finally:
         killer.stop()
     assert killer.error is None
     assert tuple(killed.hit for killed in killer.killed) == MOMENTS
     assert result.restarts == len(MOMENTS)
-    assert set(done_steps(run_dir)) == set(done_steps(tmp_path / "whole"))
-    assert shards(result) == shards(whole)
+    assert set(done_steps(run_dir)) == set(done_steps(undisturbed.run_dir))
+    assert shards(result) == shards(undisturbed)
     assert [path.name for path in (run_dir / CHECKPOINTS).iterdir() if path.name.startswith(DRAFT)] == []
