@@ -20,8 +20,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev,transformers]"
 	touch $@
 
+# Tests of runs have the machine to themselves: they start clusters, and end workers by their names. The others run two at a time.
+RUNS := tests/launch tests/laws
+
 test: env
-	$(BIN)/python -m pytest
+	@status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(RUNS)) || status=1; \
+	$(BIN)/python -m pytest $(RUNS) || status=1; \
+	exit $$status
 
 check: env
 	$(BIN)/ruff check .
