@@ -27,7 +27,7 @@ from trainload.capture.job import Job
 from trainload.capture.program import Program
 
 _FLAT_SHAPES = ((EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
-"""Of parameters on which an update over flat tensors must be the optimizer's own, beside those of the group."""
+"""Of parameters on which an update over flat tensors must be the optimizer's own; for a class that is not torch's, the group's beside."""
 
 
 def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
@@ -126,7 +126,8 @@ def _capture_group(
         update, steps = capture_update(name, optimizer, group, dtype, None)
         elementwise = is_elementwise(update) and all(is_elementwise(u) for u in _with_dims(name, optimizer, group, dtype))
         if elementwise:
-            for shape in (*_FLAT_SHAPES, *sorted({checked_shape(shape) for shape in shapes.values()})):
+            own = () if _is_torchs(optimizer) else sorted({checked_shape(shape) for shape in shapes.values()})
+            for shape in (*_FLAT_SHAPES, *own):
                 check_update(update, optimizer, group, dtype, shape, steps)
             check_separate(optimizer, group, dtype, (5, 13))
     except CaptureError:  # perhaps it can do with whole parameters; if not, that attempt says why
@@ -151,5 +152,9 @@ def _capture_whole(
 
 def _with_dims(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Iterator[UpdateGraph]:
     """The update of parameters with several dims, which a class out there may treat otherwise than a vector, and on some values only."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not _is_torchs(optimizer):
         yield from (capture_update(name, optimizer, group, dtype, shape)[0] for shape in _FLAT_SHAPES if len(shape) > 1)
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
