@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,8 @@ def lengths() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for path, module in list(sys.modules.items()):
-            if path.partition(".")[0] not in _NOT_OF_MODELS and "len" not in getattr(module, "__dict__", {"len": None}):
+            written = isinstance(module, ModuleType) and path.partition(".")[0] not in _NOT_OF_MODELS
+            if written and "len" not in vars(module):
                 stack.enter_context(replaced(module, "len", _length))
         yield
 

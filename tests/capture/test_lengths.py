@@ -20,6 +20,15 @@ from trainload.capture.trace import capture
 from trainload.proving import prove
 
 
+def in_branches(_: Any, x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda y: y.reshape(len(y), -1) * len([y, y]), lambda y: y / len(y), (x,))
+
+
+def in_a_loop(_: Any, x: Tensor) -> Any:
+    loop: Any = torch.while_loop
+    return loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.5 + len(y)), (torch.tensor(0), x.detach()))[1] + x
+
+
 @pytest.mark.parametrize(
     "middle",
     [
@@ -29,8 +38,11 @@ from trainload.proving import prove
         lambda _, x: x.sum(0, keepdim=True).expand(len(x), -1),
         lambda _, x: x * (2 * len(x) + 1) / len(x),
         lambda _, x: torch.no_grad()(torch.tanh)(x).reshape(len(x), -1) + x,
+        lambda _, x: torch.func.vmap(lambda row: row * len(row))(x),
+        in_branches,
+        in_a_loop,
     ],
-    ids=["reshape", "product", "arange", "expand", "arithmetic", "beside no_grad"],
+    ids=["reshape", "product", "arange", "expand", "arithmetic", "beside no_grad", "vmap", "cond", "while_loop"],
 )
 def test_len_of_a_batch_is_right_on_every_number_of_rows(middle: Any) -> None:
     program = prove(job(Model(middle)), Check.THOROUGH).program
