@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from trainload.autograd_trace.random import RandomKey
+from trainload.capture.gamma import gamma_at
 from trainload.capture.operators import is_overload, is_seeded
 
 aten = torch.ops.aten
@@ -291,6 +292,32 @@ def _poisson(run: Run, rate: Tensor, generator: None = None) -> Tensor:
     return high.to(rate.dtype)
 
 
+_FINEST = 44
+"""Halvings of the logarithms that a double has: to a relative 1e-10."""
+
+
+def _gamma_quantile(run: Run, concentration: Tensor) -> Tensor:
+    """Standard gamma variates in float64: where the regularised lower incomplete gamma function reaches a uniform number."""
+    below = run.key().uniform(run.site(), concentration.shape, run.batch_dim(), torch.float32).double() + 2.0**-25
+    wide = concentration.detach().double()
+    low, high = torch.full_like(wide, -700.0), (wide + 40 * wide.sqrt() + 40).log()
+    for _ in range(_FINEST):
+        middle = (low + high) / 2
+        enough = torch.special.gammainc(wide, middle.exp()) > below
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return high.exp()
+
+
+def _gamma(run: Run, concentration: Tensor, generator: None = None) -> Tensor:
+    drawn: Tensor = gamma_at(concentration, _gamma_quantile(run, concentration).to(concentration.dtype))
+    return drawn
+
+
+def _dirichlet(run: Run, concentration: Tensor) -> Tensor:
+    drawn = _gamma_quantile(run, concentration)
+    return (drawn / drawn.sum(-1, keepdim=True)).to(concentration.dtype)
+
+
 RANDOM: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _native_dropout,
@@ -323,6 +350,8 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.randperm.default: _randperm,
     aten.multinomial.default: _multinomial,
     aten.poisson.default: _poisson,
+    aten._standard_gamma.default: _gamma,
+    torch.ops.trainload.dirichlet.default: _dirichlet,
     aten.rand.default: _rand,
     aten.randn.default: _randn,
     aten.rand_like.default: _rand_like,

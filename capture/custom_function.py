@@ -49,6 +49,8 @@ class Context:
         self.materialize = value
 
 
+_NO_FORMULA = "no autograd formula was registered"
+"""What torch says where an operator of torch.library is differentiated that has no derivative."""
 _MOST_OUTPUTS = 4
 """Outputs of a function whose backward asks which of them were used: it is traced once for each set of them."""
 
@@ -107,7 +109,12 @@ def _connected(watch: Watch, cls: Any, context: Context, args: tuple[Any, ...], 
     if not places:
         return result
     if context.materialize:
-        number, gradients = _traced_backward(watch, cls, context, len(args), values, places)
+        try:
+            number, gradients = _traced_backward(watch, cls, context, len(args), values, places)
+        except RuntimeError as error:
+            if _NO_FORMULA not in str(error):
+                raise
+            return result  # an operator of torch.library, which raises where its derivative is asked for: here nobody may do so
         pairs = [(a, g) for a, g, needed in zip(args, gradients, needs, strict=False) if needed and g is not None]
         connected = marks.CONNECT([values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number)
     else:

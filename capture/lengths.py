@@ -24,7 +24,7 @@ def lengths() -> Iterator[None]:
     Code that calls it by another name (`builtins.len`), or that is in no module (a string that was executed), gets a plain number.
     """
     with contextlib.ExitStack() as stack:
-        for path, module in list(sys.modules.items()):
+        for path, module in list[tuple[str, Any]](sys.modules.items()):  # where anything may stand
             written = isinstance(module, ModuleType) and path.partition(".")[0] not in _NOT_OF_MODELS
             if written and "len" not in vars(module):
                 stack.enter_context(replaced(module, "len", _length))

@@ -23,6 +23,7 @@ from trainload.capture.blame import own_backward
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
+from trainload.capture.gamma import dirichlet_rsample
 from trainload.capture.kernels import no_raw_kernels
 from trainload.capture.lengths import lengths
 from trainload.capture.module_hooks import Change, module_hooks
@@ -69,6 +70,7 @@ class Watch:
             stack.enter_context(replaced(nn.TransformerEncoder, "forward", encoder_forward(nn.TransformerEncoder.forward)))
             stack.enter_context(replaced(nn.TransformerDecoder, "forward", decoder_forward(nn.TransformerDecoder.forward)))
             stack.enter_context(replaced(nn.Module, "to", module_to(nn.Module.to)))
+            stack.enter_context(replaced(torch.distributions.Dirichlet, "rsample", dirichlet_rsample))
             stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))  # by values, for eager mode alone
             stack.enter_context(replaced(torch, "compile", _outside(mode, torch.compile)))
             stack.enter_context(replaced(torch.inference_mode, "__enter__", _inference_enter))

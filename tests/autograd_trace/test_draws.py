@@ -130,3 +130,18 @@ def test_poisson_draws_have_torchs_probabilities() -> None:
     expected = (counts * math.log(2.5) - 2.5 - torch.lgamma(counts + 1)).exp()
     found = torch.stack([(out == count).float().mean() for count in range(8)])
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("concentration", [0.05, 0.4, 1.0, 7.0, 300.0])
+def test_gamma_draws_are_spread_as_their_distribution_says(concentration: float) -> None:
+    given = torch.full((4000, 8), concentration, dtype=torch.float64)
+    below = torch.special.gammainc(given, drawn(aten._standard_gamma.default, given))
+    assert abs(float(below.mean()) - 0.5) < 0.01
+    assert abs(float(below.var()) - 1 / 12) < 0.003
+
+
+def test_dirichlet_draws_have_their_means_and_sum_to_one() -> None:
+    given = torch.tensor([0.2, 1.0, 2.8]).expand(8000, 3)
+    out = drawn(torch.ops.trainload.dirichlet.default, given)
+    torch.testing.assert_close(out.sum(-1), torch.ones(8000))
+    torch.testing.assert_close(out.mean(0), given[0] / 4, atol=0.02, rtol=0)

@@ -11,7 +11,9 @@ from tests.capture.jobs import Model, job
 from torch import Tensor
 
 from trainload.capture.errors import CaptureError
+from trainload.capture.replays import Check
 from trainload.capture.trace import capture
+from trainload.proving import prove
 
 
 @torch.library.custom_op("kernels_test::elsewhere", mutates_args=(), device_types="cuda")
@@ -32,6 +34,30 @@ def backward_elsewhere(x: Tensor) -> Tensor:
     return x * 2
 
 
+@torch.library.custom_op("kernels_test::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    """Its backward is an operator too, which has none."""
+    return x**3
+
+
+@torch.library.custom_op("kernels_test::cube_backward", mutates_args=())
+def cube_backward(x: Tensor, gradient: Tensor) -> Tensor:
+    return 3 * x**2 * gradient
+
+
+@torch.library.custom_op("kernels_test::size_of", mutates_args=())
+def size_of(x: Tensor) -> Tensor:
+    """Without a derivative."""
+    return x.abs().mean(1, keepdim=True)
+
+
+cube.register_fake(torch.empty_like)
+cube_backward.register_fake(lambda x, gradient: torch.empty_like(x))
+size_of.register_fake(lambda x: x.new_empty(x.shape[0], 1))
+cube.register_autograd(
+    lambda ctx, gradient: cube_backward(ctx.saved_tensors[0], gradient),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 everywhere.register_kernel("cpu")(lambda x: x * 2)
 for _operator in (elsewhere, everywhere, backward_elsewhere):
     _operator.register_fake(torch.empty_like)
@@ -95,3 +121,32 @@ def test_the_rewrite_can_be_pasted() -> None:
 
 def _pasted(x: Tensor) -> Tensor:
     return x * 2
+
+
+def test_an_operator_whose_backward_is_another_operator_is_captured_and_derived() -> None:
+    proven = prove(job(Model(lambda _, x: cube(x))), Check.USUAL)
+    (step,) = proven.steps.values()
+    called = [str(node.target) for node in step.module.graph.nodes if node.op == "call_function"]
+    assert "kernels_test.cube.default" in called
+    assert "kernels_test.cube_backward.default" in called
+
+
+def test_an_operator_without_a_derivative_is_captured_where_nobody_asks_for_it() -> None:
+    prove(job(Model(lambda _, x: x / (1 + size_of(x).detach()))), Check.USUAL)
+
+
+def test_an_operator_without_a_derivative_is_refused_where_the_loss_needs_it() -> None:
+    with pytest.raises(CaptureError) as raised:
+        prove(job(Model(lambda _, x: x * size_of(x))), Check.USUAL)
+    assert raised.value.findings[0].cause == "no-autograd"
+    assert "kernels_test::size_of" in raised.value.findings[0].rewrite
+
+
+def test_a_gradient_of_a_gradient_that_an_operator_lacks_is_refused() -> None:
+    def loss(model: Model, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    with pytest.raises(CaptureError):
+        prove(job(Model(lambda _, x: cube(x)), loss=loss), Check.USUAL)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from scipy.special import gammaincinv
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,6 +126,17 @@ def _poisson(draws: StatelessDraws, rate: Tensor, generator: None = None) -> Ten
     return (draws.uniform(rate.shape, torch.float32).double().unsqueeze(-1) >= cumulative).sum(-1).to(rate.dtype)
 
 
+def _gamma(draws: StatelessDraws, concentration: Tensor, generator: None = None) -> Tensor:
+    """By scipy's quantiles."""
+    below = draws.uniform(concentration.shape, torch.float32).double() + 2.0**-25
+    return torch.from_numpy(gammaincinv(concentration.double().numpy(), below.numpy()))
+
+
+def _dirichlet(draws: StatelessDraws, concentration: Tensor, generator: None = None) -> Tensor:
+    drawn = _gamma(draws, concentration)
+    return (drawn / drawn.sum(-1, keepdim=True)).to(concentration.dtype)
+
+
 for _operator in (
     torch.ops.higher_order.scan,
     torch.ops.higher_order.cond,
@@ -144,6 +156,8 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     aten.rrelu_with_noise.default: _rrelu,
     aten.multinomial.default: _multinomial,
     aten.poisson.default: _poisson,
+    aten._standard_gamma.default: lambda d, concentration, *_: _gamma(d, concentration).to(concentration.dtype),
+    aten._sample_dirichlet.default: _dirichlet,
     aten.randperm.default: lambda d, n, *, dtype=None, **_: d.integers(0, 1 << 32, [n], None).argsort().to(dtype or torch.int64),
     aten.normal.Tensor_float: lambda d, mean, std=1.0, **_: mean + std * d.normal(mean.shape, mean.dtype),
     aten.normal.float_Tensor: lambda d, mean, std, **_: mean + std * d.normal(std.shape, std.dtype),

@@ -394,11 +394,7 @@ def _() -> Any:
 # Draws.
 
 
-@add(
-    "mixup by a Beta distribution",
-    gap="Dirichlet and gamma variates are drawn by rejection, which has no stateless form yet",
-    mixes_rows=True,
-)
+@add("mixup by a Beta distribution", mixes_rows=True)
 def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x = batch["x"]

@@ -12,7 +12,6 @@ from tests.launch.optimizer_jobs import ROWS, STEPS, Eager, Half, adam, data, ea
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
-from trainload import cli
 from trainload.launch.journal import read_events
 from trainload.launch.result import RunResult
 from trainload.launch.spec import RUN_FILE, read_spec, replace_file
@@ -102,26 +101,6 @@ def test_the_last_weights_are_evaluated_and_written_where_they_are_asked_for(
     for name, parameter in plain["averaged"].model.named_parameters():
         torch.testing.assert_close(weights.tensor(name), parameter.detach(), rtol=1e-4, atol=1e-5)
     assert result.evaluations[-1]["loss"] == pytest.approx(loss_of(plain["averaged"].model), rel=1e-5)
-
-
-def test_the_command_line_asks_for_the_last_weights(
-    packages: dict[str, Package], plain: dict[str, Eager], rows: Path, tmp_path: Path
-) -> None:
-    options = [
-        "--run-dir",
-        tmp_path / "run",
-        "--output",
-        tmp_path / "trained.tl",
-        "--backend",
-        "local",
-        "--no-compile",
-        "--weights",
-        "last",
-    ]
-    assert cli.run([str(part) for part in ("launch", packages["averaged"].path, "--data", rows, *options)]) == 0
-    weights = trainload.open(tmp_path / "trained.tl").weights
-    for name, parameter in plain["averaged"].model.named_parameters():
-        torch.testing.assert_close(weights.tensor(name), parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_scale_of_the_loss_moves_as_gradscalers_does(

@@ -21,7 +21,6 @@ from trainload.commands.shared import err, json_option, out, package_argument, p
 
 if TYPE_CHECKING:
     from trainload.api import Backend
-    from trainload.launch.spec import Weights
     from trainload.packaging.read import Package
     from trainload.sharding.plan import Plan, Strategy
 
@@ -107,12 +106,6 @@ def plan(
 @click.option("--eval-batches", type=positive, metavar="N", help="Batches of one evaluation.")
 @click.option("--checkpoint-every", type=positive, metavar="N", help="Updates between two checkpoints.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Where to write the trained package.")
-@click.option(
-    "--weights",
-    type=click.Choice(["mean", "last"]),
-    default="mean",
-    help="Evaluated and written, where the job keeps a running mean of them.",
-)
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
@@ -133,7 +126,6 @@ def launch(
     eval_batches: int | None,
     checkpoint_every: int | None,
     output: Path | None,
-    weights: Weights,
     backend: Backend,
     address: str | None,
     no_compile: bool,
@@ -159,7 +151,6 @@ def launch(
         "eval_batches": eval_batches,
         "checkpoint_every": checkpoint_every,
         "output": output.absolute() if output is not None else None,
-        "weights": weights,
         "backend": backend,
         "address": address,
         "compile": not no_compile,
