@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 
 import ray
 import ray.train
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -28,6 +30,7 @@ _PREPARE_SECONDS = 3600.0
 _STOP_SECONDS = 120.0
 _ANSWER_SECONDS = 3.0
 _LISTEN_SECONDS = 5.0
+_END_SECONDS = 15.0
 _LOCAL_WORLD = "TRAINLOAD_LOCAL_WORLD"
 
 
@@ -201,6 +204,7 @@ def run_on_ray(spec: RunSpec, on_event: Callable[[Event], None]) -> None:
         for event in follower.new():
             on_event(event)
     finally:
+        fit.end()
         (run_dir / STOP_FILE).unlink(missing_ok=True)
     _raise_what_went_wrong(spec, fit, stop_asked)
 
@@ -274,3 +278,21 @@ class _Fit(threading.Thread):
             self.error = error
         finally:
             self.ended.set()
+
+    def end(self) -> None:
+        """Ends the run if it is not over: kills the controller that the thread waits for, and waits until the thread has heard of it.
+
+        A thread that asks a cluster which is being left takes the process with it ("The core worker has already been shutdown"), before
+        anybody has said how to go on. Ray Train hands out no controller; it is what the thread's frames hold.
+        """
+        until = time.monotonic() + _END_SECONDS
+        killed: set[ActorHandle[Any]] = set()
+        while not self.ended.is_set() and time.monotonic() < until:
+            frame = sys._current_frames().get(self.ident or 0)
+            while frame is not None:
+                held = {value for value in list(frame.f_locals.values()) if isinstance(value, ActorHandle)}
+                for actor in held - killed:
+                    ray.kill(actor)
+                killed |= held
+                frame = frame.f_back
+            self.ended.wait(POLL_SECONDS)
