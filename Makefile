@@ -20,13 +20,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev,transformers]"
 	touch $@
 
-# Tests of runs have the machine to themselves: they start clusters, and end workers by their names. The others run two at a time.
-RUNS := tests/launch tests/laws
+# Tests on a Ray cluster have the machine to themselves: they end workers by their names. The others run two at a time.
+CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_interrupt.py tests/launch/test_json.py \
+	tests/launch/test_kills.py tests/launch/test_several_graphs.py tests/launch/test_variants.py
 
 test: env
 	@status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(RUNS)) || status=1; \
-	$(BIN)/python -m pytest $(RUNS) || status=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER)) || status=1; \
+	$(BIN)/python -m pytest $(CLUSTER) || status=1; \
 	exit $$status
 
 check: env

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -110,3 +111,12 @@ def test_a_private_name_of_torch_is_seen(line: str) -> None:
 )
 def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
     assert private_torch_names(line) == []
+
+
+def test_tests_on_the_ray_cluster_have_the_machine_to_themselves() -> None:
+    """They end workers by their names: `make test` runs the files that it lists alone, and all others two at a time."""
+    listed = re.search(r"^CLUSTER := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed is not None
+    files = {path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)}
+    on_it = {path for path in files if re.search(r"\b(ray_cluster|ray_workers|undisturbed: RunResult)\b", path.read_text())}
+    assert {str(path.relative_to(ROOT)) for path in on_it} == set(listed[1].replace("\\", "").split())
