@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainload.autograd_trace.state_leaves import rebuilt
+from trainload.autograd_trace.state_leaves import copied, rebuilt
 from trainload.capture.errors import CaptureError, JobError
 
 _LEAST_RATE = 1e-30
@@ -31,13 +31,13 @@ def bound(
     Raises:
         JobError: the optimizer has done steps already.
     """
-    options = {k: v.clone() if isinstance(v, Tensor) else rebuilt(v, {}) for k, v in group.items() if k != "params"}
+    options = {k: copied(v) for k, v in group.items() if k != "params"}
     options |= {"params": list(params), "lr": lr}
     options.pop("param_names", None)
     for name in ("foreach", "fused", "differentiable"):
         if name in options:
             options[name] = False
-    if "capturable" in options and isinstance(lr, Tensor) and type(optimizer).__module__.startswith("torch.optim"):
+    if "capturable" in options and isinstance(lr, Tensor) and is_torchs(optimizer):
         options["capturable"] = True  # others' classes may ask for a device with it; their numbers stay tensors as they are
         # That path divides by the learning rate: at 0 (the first step of a warmup) a gradient of 0 would give NaN.
         options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
@@ -62,6 +62,11 @@ def bound(
             cure="Make it in the function.",
         )
     return made
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is one of torch's own."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

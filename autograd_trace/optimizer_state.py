@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.bound_optimizer import bound, step, wrapped
-from trainload.autograd_trace.state_leaves import leaves, rebuilt
+from trainload.autograd_trace.state_leaves import copied, leaves, rebuilt
 from trainload.capture.errors import CaptureError
 
 _RATES = (1.0, 0.5, 2.0)
@@ -125,7 +125,7 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found = {f"group-{k}": v for k, v in group.items() if k not in ("params", "lr")}
     state: dict[Any, Any] = optimizer.state
     found |= {f"optimizer-{k}": v for k, v in state.items() if isinstance(k, str)}
-    return {name: value.clone() if isinstance(value, Tensor) else rebuilt(value, {}) for name, value in found.items()}
+    return {name: copied(value) for name, value in found.items()}
 
 
 def _same(first: Any, second: Any) -> bool:

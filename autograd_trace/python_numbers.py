@@ -104,9 +104,8 @@ class _NumbersStayTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        in_place = _IN_PLACE.get(func)
-        apart = in_place is not None and _is_number(args[0])
-        result = in_place(*args) if in_place is not None and apart else self._call(func, args, dict(kwargs or {}))
+        apart = _IN_PLACE.get(func) if args and _is_number(args[0]) else None
+        result = self._call(func, args, dict(kwargs or {})) if apart is None else apart(*args)
         tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
         if isinstance(result, Tensor) and result.ndim == 0 and tensors and all(_is_number(t) for t in tensors):
             standing_for_number(result)

@@ -32,6 +32,11 @@ def rebuilt(value: Any, given: Mapping[str, Any], name: str = "") -> Any:
     return result
 
 
+def copied(value: Any) -> Any:
+    """The same value, as it is now: a tensor's copy, or the same nest, new all through, with the same leaves."""
+    return value.clone() if isinstance(value, Tensor) else rebuilt(value, {})
+
+
 def _is_nested(value: Any) -> bool:
     """Whether it has leaves: a plain container, or an object of a class that is written in Python and holds tensors or numbers."""
     if type(value) in (dict, list, tuple):

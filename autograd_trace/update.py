@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainload.autograd_trace.bound_optimizer import is_torchs
 from trainload.autograd_trace.elementwise import is_elementwise
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, UpdateGraph
 from trainload.autograd_trace.optimizer_groups import check_trained, group_parameters
@@ -126,7 +127,7 @@ def _capture_group(
         update, steps = capture_update(name, optimizer, group, dtype, None)
         elementwise = is_elementwise(update) and all(is_elementwise(u) for u in _with_dims(name, optimizer, group, dtype))
         if elementwise:
-            own = () if _is_torchs(optimizer) else sorted({checked_shape(shape) for shape in shapes.values()})
+            own = () if is_torchs(optimizer) else sorted({checked_shape(shape) for shape in shapes.values()})
             for shape in (*_FLAT_SHAPES, *own):
                 check_update(update, optimizer, group, dtype, shape, steps)
             check_separate(optimizer, group, dtype, (5, 13))
@@ -152,9 +153,5 @@ def _capture_whole(
 
 def _with_dims(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Iterator[UpdateGraph]:
     """The update of parameters with several dims, which a class out there may treat otherwise than a vector, and on some values only."""
-    if not _is_torchs(optimizer):
+    if not is_torchs(optimizer):
         yield from (capture_update(name, optimizer, group, dtype, shape)[0] for shape in _FLAT_SHAPES if len(shape) > 1)
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainload.autograd_trace.bound_optimizer import bound, step
 from trainload.autograd_trace.graphs import UpdateGraph
@@ -37,7 +37,8 @@ def check_update(
     (real,), after = _stepped(optimizer, group, [start], [[g] for g in gradients])
     flat = start if update.shape is not None else start.flatten()
     given = [g.view(flat.shape) for g in gradients]
-    captured, state = _run(update, flat, given)
+    graphs = update.first.module(), update.following.module()
+    captured, state = _run(graphs, flat, given)
     tolerance = _tolerance(dtype) * steps / len(_RATES)
     tolerance = max(tolerance, _rounding_within(update, dtype) * float((real - start).abs().max()) if start.numel() else 0.0)
     if not torch.allclose(captured.view(shape), real, rtol=tolerance, atol=tolerance):
@@ -61,7 +62,7 @@ def check_update(
         )
     if update.elementwise and flat.numel() > 1:
         cut = flat.numel() // 3
-        parts = torch.cat([_run(update, flat[s], [g[s] for g in given])[0] for s in (slice(0, cut), slice(cut, None))])
+        parts = torch.cat([_run(graphs, flat[s], [g[s] for g in given])[0] for s in (slice(0, cut), slice(cut, None))])
         if not torch.allclose(parts, captured, rtol=tolerance, atol=tolerance):
             raise CaptureError(
                 "the update of a slice is not that part of the whole parameter's update",
@@ -131,11 +132,11 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps if dtype.itemsize < 4 else 5e-6
 
 
-def _run(update: UpdateGraph, start: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The parameter and the state after the captured steps."""
+def _run(graphs: tuple[nn.Module, nn.Module], start: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The parameter and the state after the captured steps. `graphs`: of the first step, and of those that follow."""
+    first, following = graphs
     rates = [torch.tensor(_RATES[k % len(_RATES)]) for k in range(len(gradients))]
-    param, *state = update.first.module()(start, gradients[0], rates[0], ())
-    following = update.following.module()
+    param, *state = first(start, gradients[0], rates[0], ())
     for gradient, rate in zip(gradients[1:], rates[1:], strict=True):
         param, *state = following(param, gradient, rate, tuple(state))
     return param, state

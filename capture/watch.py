@@ -57,24 +57,9 @@ class Watch:
         """
         with contextlib.ExitStack() as stack:
             mode = stack.enter_context(_Functions(self, model))
-            stack.enter_context(replaced(torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__)))
-            stack.enter_context(replaced(torch.autocast, "__exit__", self._autocast_exit(torch.autocast.__exit__)))
-            hooks = torch.autograd.graph.saved_tensors_hooks
-            stack.enter_context(replaced(hooks, "__enter__", self._saved_enter(hooks.__enter__)))
-            stack.enter_context(replaced(hooks, "__exit__", self._saved_exit(hooks.__exit__)))
-            stack.enter_context(replaced(SELECTIVE, "__enter__", self._selective_enter(SELECTIVE.__enter__)))
             stack.enter_context(applied(model, self._apply))
-            for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
-                stack.enter_context(replaced(kind, "__exit__", self._mode_exit(kind.__exit__)))
-            stack.enter_context(replaced(BATCH_NORM, "forward", counted_average(BATCH_NORM.forward)))
-            stack.enter_context(replaced(nn.TransformerEncoder, "forward", encoder_forward(nn.TransformerEncoder.forward)))
-            stack.enter_context(replaced(nn.TransformerDecoder, "forward", decoder_forward(nn.TransformerDecoder.forward)))
-            stack.enter_context(replaced(nn.Module, "to", module_to(nn.Module.to)))
-            stack.enter_context(replaced(torch.distributions.Dirichlet, "rsample", dirichlet_rsample))
-            stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))  # by values, for eager mode alone
-            stack.enter_context(replaced(torch, "compile", _outside(mode, torch.compile)))
-            stack.enter_context(replaced(torch.inference_mode, "__enter__", _inference_enter))
-            stack.enter_context(replaced(torch.inference_mode, "__exit__", _inference_exit))
+            for owner, name, value in self._replacements(mode):
+                stack.enter_context(replaced(owner, name, value))
             for function, value in transforms(self).items():
                 stack.enter_context(renamed(function, value))
             stack.enter_context(module_hooks(self, model))
@@ -85,6 +70,27 @@ class Watch:
                     self.hook(model.get_parameter(name), hook)
             with _buffers_written(model):
                 yield
+
+    def _replacements(self, mode: TorchFunctionMode) -> list[tuple[Any, str, object]]:
+        """Attributes of torch that are others while a model is watched. `mode`: that of the watch."""
+        saved, distributions = torch.autograd.graph.saved_tensors_hooks, torch.distributions
+        return [
+            (torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__)),
+            (torch.autocast, "__exit__", self._autocast_exit(torch.autocast.__exit__)),
+            (saved, "__enter__", self._saved_enter(saved.__enter__)),
+            (saved, "__exit__", self._saved_exit(saved.__exit__)),
+            (SELECTIVE, "__enter__", self._selective_enter(SELECTIVE.__enter__)),
+            *((k, "__exit__", self._mode_exit(k.__exit__)) for k in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)),
+            (torch.inference_mode, "__enter__", _inference_enter),
+            (torch.inference_mode, "__exit__", _inference_exit),
+            (BATCH_NORM, "forward", counted_average(BATCH_NORM.forward)),
+            (nn.TransformerEncoder, "forward", encoder_forward(nn.TransformerEncoder.forward)),
+            (nn.TransformerDecoder, "forward", decoder_forward(nn.TransformerDecoder.forward)),
+            (nn.Module, "to", module_to(nn.Module.to)),
+            (distributions.Dirichlet, "rsample", dirichlet_rsample),
+            (distributions.Distribution, "_validate_args", False),  # by values, for eager mode alone
+            (torch, "compile", _outside(mode, torch.compile)),
+        ]
 
     def number(self) -> int:
         """A number for a region."""

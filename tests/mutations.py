@@ -105,8 +105,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         2,
         "a number of an optimizer's is changed in place",
         "autograd_trace/python_numbers.py",
-        "apart = in_place is not None and _is_number(args[0])",
-        "apart = False",
+        "apart = _IN_PLACE.get(func) if args and _is_number(args[0]) else None",
+        "apart = None",
         "../autograd_trace/test_optimizer_state.py::test_state_of_any_form_runs_on_slices[numbers that never change]",
     ),
     Mutation(

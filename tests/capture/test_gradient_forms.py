@@ -13,6 +13,7 @@ import torch
 from tests.capture.jobs import Model, job
 from tests.capture.regions import Scaled, linear
 from tests.capture.test_regions import targets
+from tests.coverage.functions import InPlace, Recomputed
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -23,22 +24,6 @@ from trainload.capture.errors import CaptureError
 from trainload.capture.trace import capture
 
 Middle = Callable[[Any, Tensor], Any]
-
-
-class Doubled(torch.autograd.Function):
-    """Writes to its input; saves what it wrote."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        result: Tensor = gradient * y.cos() * 3
-        return result
 
 
 class Lost(torch.autograd.Function):
@@ -99,30 +84,14 @@ class Mapped(torch.autograd.Function):
         return result
 
 
-class Again(torch.autograd.Function):
-    """Computes its block again in backward, and differentiates it there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return torch.tanh(x @ w)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        with torch.enable_grad():
-            y = torch.tanh(x @ w)
-        return torch.autograd.grad(y, (x, w), gradient)
-
-
 def written(_: Any, x: Tensor) -> Any:
     y = x.clone()
-    Doubled.apply(y)
+    InPlace.apply(y)
     return y + x
 
 
 def written_in_a_checkpoint(m: Any, x: Tensor) -> Any:
-    return checkpoint(lambda t: Doubled.apply(m.part(t)), x, use_reentrant=False)
+    return checkpoint(lambda t: InPlace.apply(m.part(t)), x, use_reentrant=False)
 
 
 def asked(*used: int) -> Middle:
@@ -177,7 +146,7 @@ FORMS: dict[str, Callable[[], nn.Module]] = {
     "all outputs used": lambda: Model(asked(0, 1, 2), **linear()),
     "mapped": lambda: Model(lambda _, x: torch.func.vmap(Mapped.apply)(x)),
     "differentiated in forward": lambda: Model(gradient_in_evaluation),
-    "computed again": lambda: Model(lambda m, x: Again.apply(x, m.part.weight) + m.part.bias, **linear()),
+    "computed again": lambda: Model(lambda m, x: Recomputed.apply(x, m.part.weight) + m.part.bias, **linear()),
     "hooked twice": lambda: Model(hooked_twice),
     "hook removed": lambda: Model(hook_removed),
     "hook that converts": lambda: Model(hook_that_converts),
