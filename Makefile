@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo demo-gan mutate bench freeze kills gpu parity remat coverage-suite clean
+.PHONY: env test check format demo demo-gan hostile mutate bench freeze kills gpu parity remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -46,6 +46,9 @@ demo: env
 
 demo-gan: env
 	$(BIN)/python examples/gan/demo.py
+
+hostile: env
+	$(BIN)/python -m tests.hostile.table
 
 mutate: env
 	$(BIN)/python -m tests.mutate

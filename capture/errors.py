@@ -51,8 +51,9 @@ class TrainloadError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
-        if self.expected or self.got:
-            text += f" (expected {self.expected or 'otherwise'}, got {self.got or 'nothing'})"
+        told = [f"{word} {value}" for word, value in (("expected", self.expected), ("got", self.got)) if value]
+        if told:
+            text += f" ({', '.join(told)})"
         return f"{text}. {self.cure}" if self.cure else text
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -105,7 +106,10 @@ class CaptureError(RequestError):
 
 
 class PackageError(RequestError):
-    """A package cannot be used."""
+    """A package cannot be used. The message is one line: names in a package may be hostile, so what cannot be printed is escaped."""
+
+    def __str__(self) -> str:
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
 
 
 class IntegrityError(PackageError):

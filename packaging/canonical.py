@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +22,8 @@ MAX_DEPTH = 128
 """Objects and arrays inside one another."""
 
 _READ = 2**20
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_BLOCK = 2**24
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
@@ -53,9 +52,7 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
     """
     if len(data) > max_bytes:
         raise UnsafePackageError("JSON file is too large", where=where, expected=f"at most {max_bytes} bytes", got=str(len(data)))
-    brackets = _STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
-    steps = _STEPS[np.frombuffer(brackets, dtype=np.uint8)]
-    depth = int(np.cumsum(steps, dtype=np.int64).max(initial=0))
+    depth = _depth(data)
     if depth > max_depth:
         raise UnsafePackageError("JSON is nested too deeply", where=where, expected=f"at most {max_depth} levels", got=str(depth))
 
@@ -74,6 +71,21 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
         json.loads(text, object_pairs_hook=lambda items: _refuse_twice(items, where))
         raise IntegrityError("JSON is not in canonical form", where=where, cure="Fetch the package again.")
     return value
+
+
+def _depth(data: bytes) -> int:
+    """How deep objects and arrays are nested, in a fraction of the time that parsing takes.
+
+    Where the text is no JSON, it is right up to the character at which a parser stops.
+    """
+    structure = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
+    within, depth, deepest = 0, 0, 0  # in a string; of the last bracket; so far
+    for start in range(0, len(structure), _BLOCK):
+        marks = np.frombuffer(structure, dtype=np.uint8, count=min(_BLOCK, len(structure) - start), offset=start)
+        strings = np.bitwise_xor.accumulate((marks == ord('"')).view(np.uint8)) ^ within
+        depths = np.cumsum(_STEPS[marks] * (strings == 0), dtype=np.int32) + depth
+        within, depth, deepest = int(strings[-1]), int(depths[-1]), max(deepest, int(depths.max()))
+    return deepest
 
 
 class _NotFiniteError(Exception):

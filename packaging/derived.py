@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import errno
 import hmac
-import os
 import re
-import secrets
 import shutil
-import stat
 import tempfile
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,12 @@ from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
 from trainload.packaging.files import open_inside, walk, write_bytes
-from trainload.packaging.graph_json import flat_from_json, flat_to_json
+from trainload.packaging.graph_json import flat_from_json, flat_to_json, running_schema
 from trainload.packaging.read import Package
-from trainload.packaging.validate import validate_graph
+from trainload.packaging.user_key import user_key
+from trainload.packaging.validate import GraphFacts, parse_graph, validate_graph
 
-STATE_DIR = "TRAINLOAD_STATE_DIR"
-"""Environment variable: the folder of the user's key. By default ~/.local/state/trainload."""
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
-_KEY_BYTES = 32
 _TAGS = ("partitioner_tag",)
 """Node metadata that a step graph keeps, beside what begins with "trainload": strings, numbers and booleans."""
 
@@ -79,9 +75,9 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
         "tags": _tags(step.module),
     }
     data = canonical_json(document)
-    validate_graph(parse_canonical(data, key)["graph"], f"derived/{key}/step.json", package.namespaces)
+    _check_document(parse_graph(data, key), f"derived/{key}/step.json", package.namespaces)
     seal = Seal(key=key, program=package.manifest.program_digest, sha256=sha256_bytes(data), size=len(data), mac="")
-    seal = seal.model_copy(update={"mac": hmac.digest(_user_key(create=True), seal.message(), "sha256").hex()})
+    seal = seal.model_copy(update={"mac": hmac.digest(user_key(create=True), seal.message(), "sha256").hex()})
     folder = package.path / "derived"
     try:
         folder.mkdir(exist_ok=True)
@@ -107,7 +103,7 @@ def read_derived(package: Package, key: str) -> StepGraph | None:
     folder = package.path / "derived" / key
     if not (folder / "seal.json").is_file():
         return None
-    secret = _user_key(create=False)
+    secret = user_key(create=False)
     if not secret:
         return None
     try:
@@ -116,14 +112,19 @@ def read_derived(package: Package, key: str) -> StepGraph | None:
     except PackageError:
         return None  # damaged: derive again
     expected = hmac.digest(secret, seal.message(), "sha256").hex()
-    if not hmac.compare_digest(expected, seal.mac) or seal.program != package.manifest.program_digest or seal.key != key:
+    if not hmac.compare_digest(expected, seal.mac) or seal.program != package.manifest.program_digest:
         return None
     where = f"derived/{key}/step.json"
-    return _load(parse_canonical(data, where), where, package.namespaces)
+    return _load(parse_graph(data, where), where, package.namespaces)
 
 
-def derived_problems(root: Path) -> list[tuple[str, str]]:
-    """(file, what is wrong with it) for every damaged or unknown file of derived/. It does not ask who made them."""
+def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
+    """(file, what is wrong with it) for every damaged, unsafe or unknown file of derived/. It does not ask who made them.
+
+    Args:
+        root: the package's folder.
+        namespaces: of other libraries' operators that graphs may name.
+    """
     if not (root / "derived").is_dir():
         return []
     problems: list[tuple[str, str]] = []
@@ -134,9 +135,10 @@ def derived_problems(root: Path) -> list[tuple[str, str]]:
     for key in keys:
         try:
             _check_key(key)
-            _read_step(root, key, _read_seal(root, key))
+            where = f"derived/{key}/step.json"
+            _check_document(parse_graph(_read_step(root, key, _read_seal(root, key)), where), where, namespaces)
         except PackageError as error:
-            problems.append((error.where, str(error)))
+            problems.append((error.where.split(",")[0], str(error)))
     return problems
 
 
@@ -165,24 +167,38 @@ def _read_seal(root: Path, key: str) -> Seal:
     if checksum is None or checksum != sha256_bytes(canonical_json(raw)):
         raise IntegrityError("the seal is damaged: its checksum is another one", where=where)
     try:
-        return Seal.model_validate(raw)
+        seal = Seal.model_validate(raw)
     except ValidationError as error:
         raise IntegrityError("the seal is malformed", where=where) from error
+    if seal.key != key:
+        raise IntegrityError("the seal is of another graph", where=where, expected=key, got=repr(seal.key[:80]))
+    return seal
 
 
 def _read_step(root: Path, key: str, seal: Seal) -> bytes:
     where = f"derived/{key}/step.json"
     with open_inside(root, where) as file:
-        data = file.read(MAX_BYTES + 1)
+        data = file.read(min(seal.size, MAX_BYTES) + 1)
     if len(data) != seal.size or sha256_bytes(data) != seal.sha256:
         raise IntegrityError("a derived graph is not the one that its seal names", where=where, cure="Remove its folder.")
     return data
 
 
-def _load(document: Any, where: str, namespaces: frozenset[str]) -> StepGraph:
+def _check_document(document: Any, where: str, namespaces: Set[str]) -> GraphFacts:
+    """Demand that a parsed step.json is safe. Returns what its graph calls."""
     if not isinstance(document, dict) or set(document) != {"graph", "inputs", "outputs", "tags"}:
         raise UnsafePackageError("a derived graph has graph, inputs, outputs and tags", where=where)
-    validate_graph(document["graph"], where, namespaces)
+    facts = validate_graph(document["graph"], where, namespaces)
+    _check_tags(document["tags"], where)
+    for side in ("inputs", "outputs"):
+        _ports(document[side], where)
+    return facts
+
+
+def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
+    unknown = sorted(name for name in _check_document(document, where, namespaces).operators if running_schema(name) is None)
+    if unknown:
+        raise PackageError("a derived graph calls an operator that the running torch has not", where=where, got=", ".join(unknown[:5]))
     inputs, outputs = _ports(document["inputs"], where), _ports(document["outputs"], where)
     module = flat_from_json(document["graph"], where)
     nodes = {node.name: node for node in module.graph.nodes}
@@ -190,21 +206,20 @@ def _load(document: Any, where: str, namespaces: frozenset[str]) -> StepGraph:
     taken = [node for node in nodes.values() if node.op == "placeholder"]
     if len(taken) != len(inputs) or not isinstance(returned, tuple) or len(returned) != len(outputs):
         raise PackageError("a derived graph has other inputs or outputs than its ports", where=where)
-    for name, tags in _checked_tags(document["tags"], where).items():
+    for name, tags in document["tags"].items():
         if name not in nodes:
             raise PackageError("a derived graph tags a node that it does not have", where=where, got=name)
         nodes[name].meta.update(tags)
     return StepGraph(module, inputs, outputs)
 
 
-def _checked_tags(found: Any, where: str) -> dict[str, dict[str, Any]]:
+def _check_tags(found: Any, where: str) -> None:
     if not isinstance(found, dict) or not all(isinstance(tags, dict) for tags in found.values()):
         raise UnsafePackageError("a derived graph's tags are objects by node", where=where)
     for name, tags in found.items():
         for tag, value in tags.items():
             if not (tag in _TAGS or tag.startswith("trainload")) or not isinstance(value, str | int | float):
                 raise UnsafePackageError("a derived graph has a tag that is not allowed", where=where, got=f"{name}: {tag}")
-    return found
 
 
 def _ports(pairs: Any, where: str) -> tuple[Port, ...]:
@@ -225,34 +240,3 @@ def _tags(module: torch.fx.GraphModule) -> dict[str, dict[str, str | int | float
         if tags:
             found[node.name] = tags
     return found
-
-
-def _user_key(*, create: bool) -> bytes:
-    """The user's secret; b"" where there is none and `create` is false."""
-    folder = Path(os.environ.get(STATE_DIR) or Path.home() / ".local" / "state" / "trainload")
-    path = folder / "derived.key"
-    if create and not path.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".key", delete=False) as file:  # made with mode 0600
-                file.write(secrets.token_bytes(_KEY_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(file.name, path)  # a process that came first keeps its key
-            except FileExistsError:
-                pass
-            finally:
-                os.unlink(file.name)
-        except OSError as error:
-            raise StorageError(f"no key can be made: {error.strerror}", where=str(folder), cure=f"Set {STATE_DIR}.") from error
-    try:
-        status = path.stat()
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise StorageError("the key can be read by others", where=str(path), expected="mode 0600", cure="Remove it; another is made.")
-        secret = path.read_bytes()
-    except FileNotFoundError:
-        return b""
-    if len(secret) != _KEY_BYTES:
-        raise StorageError("the key is damaged", where=str(path), cure="Remove it; another is made.")
-    return secret

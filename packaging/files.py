@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,18 +22,27 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def open_inside(root: Path, path: str) -> BinaryIO:
     """Open a package's file for reading.
 
+    No folder between `root` and the file is followed through a link either, though one were put there since the package was opened.
+
     Raises:
         UnsafePackageError: it is a link or no plain file.
         IntegrityError: it is missing.
     """
-    try:
-        descriptor = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise IntegrityError("a file of the package is missing", where=path, cure="Fetch the package again.") from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise UnsafePackageError("a file of the package is a link", where=path) from error
-        raise StorageError(f"a file of the package cannot be read: {error.strerror}", where=path) from error
+    *folders, name = path.split("/")
+    with ExitStack() as stack:
+        try:
+            inner = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, inner)
+            for folder in folders:
+                inner = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inner)
+                stack.callback(os.close, inner)
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=inner)
+        except FileNotFoundError as error:
+            raise IntegrityError("a file of the package is missing", where=path, cure="Fetch the package again.") from error
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # the last one: a socket
+                raise UnsafePackageError("a link, or something else that is no plain file, is in the way", where=path) from error
+            raise StorageError(f"a file of the package cannot be read: {error.strerror}", where=path) from error
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()

@@ -41,6 +41,8 @@ FEATURES: Mapping[str, str] = {
 """What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""
 
 MANIFEST = "manifest.json"
+MAX_MANIFEST = 64 * 2**20
+"""Bytes of manifest.json."""
 CONSTANTS = "constants.safetensors"
 INDEX = "weights/model.safetensors.index.json"
 NON_PERSISTENT = "weights/non-persistent.safetensors"
@@ -60,7 +62,7 @@ _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 def _safe_path(path: str) -> str:
     parts = path.split("/")
     if len(path) > 512 or not _PATH.fullmatch(path) or any(part.endswith(".") or _RESERVED.fullmatch(part) for part in parts):
-        raise ValueError(f"{path!r} is not a safe relative path (letters, digits and _ . + - between slashes)")
+        raise ValueError(f"{path[:80]!r} is not a safe relative path (letters, digits and _ . + - between slashes)")
     return path
 
 
@@ -72,7 +74,7 @@ def _of_64_bits(value: int | float) -> int | float:
 
 def _fqn(name: str) -> str:
     if len(name) > 512 or not _FQN.fullmatch(name):
-        raise ValueError(f"{name!r} is not a dotted name")
+        raise ValueError(f"{name[:80]!r} is not a dotted name")
     return name
 
 
@@ -265,8 +267,9 @@ class Manifest(Record):
             manifest = cls.model_validate_json(canonical_json(raw))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise PackageError(f"the manifest's field {place} is wrong: {first['msg']}", where=where) from error
+            place = ".".join(str(part)[:80] for part in first["loc"] if part != "[key]")
+            told = first["msg"].removeprefix("Value error, ")
+            raise PackageError(f"the manifest's field {place} is wrong: {told}", where=where) from error
         manifest.check(where)
         return manifest
 
@@ -333,7 +336,7 @@ class Manifest(Record):
                 raise PackageError("a graph lacks one of the variants", where=where, got=f"{name}, {lacking[0]}")
         for parameter in self.parameters:
             owner = parameters.get(parameter.alias_of) if parameter.alias_of is not None else parameter
-            if owner is None or (owner is not parameter and owner.alias_of is not None):
+            if owner is None or (parameter.alias_of is not None and owner.alias_of is not None):
                 raise PackageError(f"parameter {parameter.name} is an alias of nothing", where=where, got=repr(parameter.alias_of))
             if (owner.shape, owner.dtype, owner.trainable) != (parameter.shape, parameter.dtype, parameter.trainable):
                 raise PackageError(f"alias {parameter.name} differs from {owner.name}", where=where)
@@ -361,7 +364,8 @@ class Manifest(Record):
                 raise PackageError("a graph has a name that no job gives", where=where, got=name)
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
         _check_abstract(self, where)
-        for path in (*self.graph_files(), *(() if self.abstract is not None else (INDEX, CHUNKS))):
+        needed = [*self.graph_files(), *([] if self.abstract is not None else [INDEX, CHUNKS]), *([CONSTANTS] if self.constants else [])]
+        for path in needed:
             if path not in self.files:
                 raise PackageError("a file that the manifest needs is not in its list of files", where=where, got=path)
         folded: dict[str, str] = {}

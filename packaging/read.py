@@ -15,14 +15,14 @@ from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
-from trainload.packaging.canonical import MAX_BYTES, parse_canonical, sha256_bytes
+from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
-from trainload.packaging.manifest import CONSTANTS, MANIFEST, OUTSIDE, BufferEntry, Manifest, ParameterEntry
+from trainload.packaging.manifest import CONSTANTS, MANIFEST, MAX_MANIFEST, OUTSIDE, BufferEntry, Manifest, ParameterEntry
 from trainload.packaging.signature import check_signature
-from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors
-from trainload.packaging.validate import validate_graph
+from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors, tensor_places
+from trainload.packaging.validate import parse_graph, validate_graph
 from trainload.packaging.weights import LazyState, WeightReader
 
 
@@ -192,7 +192,7 @@ class Package:
         return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard)
 
     def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
-        document = parse_canonical(read_checked(self.path, file, self.manifest.files[file]), file)
+        document = read_graph(self.path, self.manifest, file)
         check_graph(self.manifest, document, file, self.namespaces)
         own = {name.removeprefix(f"{prefix}/"): tensor for name, tensor in constants.items() if name.startswith(f"{prefix}/")}
         return graph_from_json(document, state, own, file)
@@ -212,12 +212,29 @@ class Package:
                 state[entry.name] = state[entry.alias_of]
         return state
 
+    def check_contents(self) -> None:
+        """Demand that all graphs are safe and the manifest's, and that files of tensors hold what it says. Nothing is given to torch.
+
+        Nothing that a graph file or a header says is believed before it was checked in this way; so this is for knowing at once what
+        would be refused later, by a worker or at a tensor's first use. The bytes of tensors are not read.
+
+        Raises:
+            IntegrityError: a file is damaged, or is not what the manifest says.
+            UnsafePackageError: a graph holds something that is not allowed.
+        """
+        for file in self.manifest.graph_files():
+            check_graph(self.manifest, read_graph(self.path, self.manifest, file), file, self.namespaces)
+        if self.manifest.constants:
+            tensor_places(*self._constants_file())
+        if self.manifest.abstract is None:
+            self.weights.check_headers()
+
     def _constants(self) -> dict[str, torch.Tensor]:
-        entries = self.manifest.constants
-        if not entries:
-            return {}
-        data = read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS])
-        return read_tensors(data, CONSTANTS, tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in entries))
+        return read_tensors(*self._constants_file()) if self.manifest.constants else {}
+
+    def _constants_file(self) -> tuple[bytes, str, tuple[TensorSpec, ...]]:
+        specs = tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in self.manifest.constants)
+        return read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS]), CONSTANTS, specs
 
 
 def demand_weights(package: Package) -> None:
@@ -261,10 +278,23 @@ def read_manifest(path: Path) -> bytes:
     """The bytes of manifest.json.
 
     Raises:
-        UnsafePackageError: it is a link.
+        UnsafePackageError: it is a link, or too large.
     """
     with open_inside(path, MANIFEST) as file:
-        return file.read(MAX_BYTES + 1)
+        data = file.read(MAX_MANIFEST + 1)
+    if len(data) > MAX_MANIFEST:
+        raise UnsafePackageError("the manifest is too large", where=MANIFEST, expected=f"at most {MAX_MANIFEST} bytes")
+    return data
+
+
+def read_graph(path: Path, manifest: Manifest, file: str) -> Any:
+    """The JSON value of a graph file, to be given to `check_graph`.
+
+    Raises:
+        IntegrityError: it is not the file that the manifest lists, or no canonical JSON.
+        UnsafePackageError: it is too large or too deep, or has too many nodes.
+    """
+    return parse_graph(read_checked(path, file, manifest.files[file]), file)
 
 
 def check_tree(path: Path, manifest: Manifest) -> None:

@@ -218,13 +218,22 @@ def tensor_of(data: bytes | bytearray | memoryview, dtype: str, shape: tuple[int
     return tensor
 
 
-def read_tensors(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The tensors of a whole file, each in memory of its own.
+def tensor_places(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, Place]:
+    """Where the tensors of a whole file lie.
 
     Raises:
         IntegrityError: it is malformed or holds other tensors than `specs`.
     """
     length = header_length(data[:8], len(data), where)
-    places = parse_header(data[: 8 + length], len(data), where, specs)
+    return parse_header(data[: 8 + length], len(data), where, specs)
+
+
+def read_tensors(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
+    """The tensors of a whole file, each in memory of its own.
+
+    Raises:
+        IntegrityError: as `tensor_places`.
+    """
+    places = tensor_places(data, where, specs)
     view = memoryview(data)
     return {name: tensor_of(view[place.start : place.stop], place.dtype, place.shape) for name, place in places.items()}

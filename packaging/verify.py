@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainload.capture.errors import PackageError, StorageError
-from trainload.packaging.canonical import parse_canonical, sha256_bytes, sha256_file
+from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.debug import debug_problems
 from trainload.packaging.derived import derived_problems
-from trainload.packaging.files import read_checked, walk
+from trainload.packaging.files import walk
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
-from trainload.packaging.read import check_graph, read_manifest
+from trainload.packaging.read import check_graph, read_graph, read_manifest
 from trainload.packaging.weights import WeightReader
 
 
@@ -67,7 +67,7 @@ def verify_package(path: Path) -> VerifyReport:
         return VerifyReport(digest, 1, len(data), tuple(problems))
     problems += _listed_files(path, manifest, sizes)
     problems += [Problem(file, text) for file, text in debug_problems(path)]
-    problems += [Problem(file, text) for file, text in derived_problems(path)]
+    problems += [Problem(file, text) for file, text in derived_problems(path, frozenset(manifest.op_libraries))]
     problems += [Problem(file, "nothing here can check a signature") for file in sizes if file.startswith("signatures/")]
     damaged = {problem.file for problem in problems}
     if not damaged & set(manifest.files):
@@ -96,9 +96,7 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
     problems: list[Problem] = []
     for file in manifest.graph_files():
         try:
-            check_graph(
-                manifest, parse_canonical(read_checked(path, file, manifest.files[file]), file), file, frozenset(manifest.op_libraries)
-            )
+            check_graph(manifest, read_graph(path, manifest, file), file, frozenset(manifest.op_libraries))
         except PackageError as error:
             problems.append(Problem(file, str(error)))
     if manifest.abstract is not None:

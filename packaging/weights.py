@@ -158,6 +158,15 @@ class WeightReader:
         data = self._bytes(path, place.start + start * item, place.start + stop * item)
         return tensor_of(data, spec.dtype, (stop - start,))
 
+    def check_headers(self) -> None:
+        """Demand that every file of weights holds the tensors that the manifest says, by what its header says. No tensor is made.
+
+        Raises:
+            IntegrityError: one does not, or its header is damaged.
+        """
+        for name, (path, _) in self._specs.items():
+            self._place(path, name)
+
     def check(self, name: str) -> None:
         """Read a tensor's bytes and compare their digests, without keeping them.
 

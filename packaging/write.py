@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.errors import IntegrityError, PackageError, StorageError
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
-from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_file
+from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.debug import read_debug, write_debug
 from trainload.packaging.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
 from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes, write_copy
@@ -37,7 +37,7 @@ from trainload.packaging.read import Package, check_graphs, open_package
 from trainload.packaging.source_map import NAME as SOURCE_MAP
 from trainload.packaging.source_map import SourceMap, make_source_map, restore_traces
 from trainload.packaging.tensors import write_tensors
-from trainload.packaging.validate import GraphFacts, validate_graph
+from trainload.packaging.validate import GraphFacts, parse_graph, validate_graph
 from trainload.packaging.weights import MAX_SHARD, stored_tensors, write_weights
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -104,7 +104,7 @@ class _Graphs:
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
         self._bytes = {name: canonical_json(graph.document) for name, graph in self._written.items()}
         # Read back from its bytes: what is validated here is what will be read.
-        self._documents = {name: parse_canonical(data, name) for name, data in self._bytes.items()}
+        self._documents = {name: parse_graph(data, name) for name, data in self._bytes.items()}
         used = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values()))
         self.namespaces = used - BUILT_IN_NAMESPACES
         self.facts = [validate_graph(document, f"graphs/{name}.json", self.namespaces) for name, document in self._documents.items()]

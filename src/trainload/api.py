@@ -304,6 +304,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
 def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
     demand_weights(package)
+    package.check_contents()
     check_plan(spec.plan, package)
     count = spec.plan.rows_per_call
     rows = check_run_data(spec.data, package, count)

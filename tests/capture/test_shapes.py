@@ -103,7 +103,7 @@ def test_every_graph_has_the_declared_sizes() -> None:
         ({"x": (None, Dim.AUTO)}, "Job.dynamic['x']", r"number of dims .* \(expected 3 entries, got 2\)"),
         ({"x": {3: Dim.AUTO}}, "Job.dynamic['x']", r"no such dim \(expected 0 to 2, got 3\)"),
         ({"x": {"1": Dim.AUTO}}, "Job.dynamic['x']", r"no such dim \(expected 0 to 2, got '1'\)"),
-        ({"x": {1: Dim.AUTO, -2: Dim.AUTO}}, "Job.dynamic['x'][-2]", r"twice \(expected otherwise, got 1 and -2\)"),
+        ({"x": {1: Dim.AUTO, -2: Dim.AUTO}}, "Job.dynamic['x'][-2]", r"twice \(got 1 and -2\)"),
         ({"x": {1: 7}}, "Job.dynamic['x'][1]", r"another size .* \(expected 6, got 7\)"),
         ({"x": {1: "seq"}}, "Job.dynamic['x'][1]", r"declares no dim .* got 'seq'\)\. Write Dim\('seq'\)"),
         ({"x": {1: True}}, "Job.dynamic['x'][1]", r"declares no dim .* got True"),

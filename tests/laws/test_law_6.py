@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hostile.graphs import call, first_symbol, nodes
 from tests.packaging.tampering import edit_graph, edit_manifest, reseal
-from tests.packaging.test_safety import call, first_symbol, nodes
 
 import trainload
 from trainload.capture.errors import PackageError, UnsafePackageError

@@ -24,13 +24,13 @@ def write_manifest(package: Path, manifest: dict[str, Any]) -> None:
     (package / "manifest.json").write_bytes(canonical_json({**manifest, "checksum": sha256_bytes(canonical_json(manifest))}))
 
 
-def edit_manifest(package: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit_manifest(package: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = json.loads((package / "manifest.json").read_bytes())
     change(manifest)
     write_manifest(package, manifest)
 
 
-def edit_graph(package: Path, change: Callable[[dict[str, Any]], None], file: str = "graphs/train.json") -> None:
+def edit_graph(package: Path, change: Callable[[dict[str, Any]], object], file: str = "graphs/train.json") -> None:
     document = json.loads((package / file).read_bytes())
     change(document)
     (package / file).write_bytes(canonical_json(document))
@@ -42,3 +42,14 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))
+
+
+def rechunk(package: Path) -> None:
+    """Make the list of chunks that of the files of weights."""
+    path = package / "weights/chunks.json"
+    chunks = json.loads(path.read_bytes())
+    size = chunks["chunk_size"]
+    for file in chunks["files"]:
+        data = (package / file).read_bytes()
+        chunks["files"][file] = [sha256_bytes(data[at : at + size]) for at in range(0, len(data), size)]
+    path.write_bytes(canonical_json(chunks))

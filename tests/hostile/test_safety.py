@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.hostile.graphs import ATTACKS, CODE, Change, Document, first_symbol, nodes
 from tests.packaging.tampering import edit_graph, edit_manifest, write_manifest
 
 from trainload.capture.errors import PackageError, UnsafePackageError
@@ -18,127 +18,11 @@ from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.graph_json import graph_from_json
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package, open_package
-from trainload.packaging.validate import MAX_BODIES, validate_graph
-
-Document = dict[str, Any]
-
-
-def nodes(graph: Document) -> list[Document]:
-    return graph["graph_module"]["graph"]["nodes"]  # type: ignore[no-any-return]
-
-
-def call(graph: Document) -> Document:
-    return graph["graph_module"]["module_call_graph"][0]["signature"]  # type: ignore[no-any-return]
-
-
-def first_symbol(graph: Document) -> Document:
-    for meta in graph["graph_module"]["graph"]["tensor_values"].values():
-        for size in meta["sizes"]:
-            if "as_expr" in size:
-                return size["as_expr"]  # type: ignore[no-any-return]
-    raise AssertionError("the graph has no dynamic size")
-
-
-def target(name: str) -> Callable[[Document], None]:
-    return lambda graph: nodes(graph)[0].update(target=name)
-
-
-def treespec(spec: object) -> Callable[[Document], None]:
-    return lambda graph: call(graph).update(in_spec=json.dumps([1, spec], separators=(",", ":"), sort_keys=True))
-
-
-def argument(value: object) -> Callable[[Document], None]:
-    return lambda graph: nodes(graph)[0]["inputs"][0].update(arg=value)
-
-
-def rename_first(name: str) -> Callable[[Document], None]:
-    return lambda graph: nodes(graph)[0].update(name=name)
-
-
-def _nested(graph: Document) -> None:
-    body = copy.deepcopy(graph["graph_module"]["graph"])
-    for _ in range(MAX_BODIES + 1):
-        body = {**copy.deepcopy(graph["graph_module"]["graph"]), "nodes": [_holding(body)]}
-    graph["graph_module"]["graph"] = body
-
-
-def _holding(body: Document) -> Document:
-    held = {"name": "", "kind": 1, "arg": {"as_graph": {"name": "g", "graph": body}}}
-    return {
-        "target": "torch.ops.higher_order.cond",
-        "inputs": [held],
-        "outputs": [],
-        "metadata": {},
-        "is_hop_single_tensor_return": None,
-        "name": "n",
-    }
-
-
-ENUM = {"__enum__": True, "fqn": "os:system", "name": "x"}
-CODE = "__import__('pathlib').Path('{}').write_text('x')"
-
-ATTACKS: dict[str, Callable[[Document], None]] = {
-    "code as a symbolic size": lambda graph: first_symbol(graph).update(expr_str=CODE),
-    "attribute of a symbol": lambda graph: first_symbol(graph).update(expr_str="Symbol('s0').__class__.__mro__"),
-    "huge power as a size": lambda graph: first_symbol(graph).update(expr_str="Pow(Integer(10), Pow(Integer(10), Integer(10)))"),
-    "guards": lambda graph: graph.update(guards_code=[CODE]),
-    "guards within the module": lambda graph: graph["graph_module"].update(guards_code=[CODE]),
-    "enum in a treespec": treespec({"type": "builtins.dict", "context": json.dumps(ENUM, separators=(",", ":")), "children_spec": []}),
-    "enum as a key": treespec({"type": "builtins.dict", "context": json.dumps([ENUM], separators=(",", ":")), "children_spec": [1]}),
-    "dataclass in a treespec": treespec({"type": "collections.namedtuple", "context": '"os.system"', "children_spec": []}),
-    "deep treespec": lambda graph: call(graph).update(in_spec="[" * 5000 + "]" * 5000),
-    "function of Python": target("os.system"),
-    "function of builtins": target("builtins.eval"),
-    "function of torch": target("torch.load"),
-    "function of operator": target("_operator.attrgetter"),
-    "loading a library": target("torch.ops.load_library"),
-    "loading a library as an operator": target("torch.ops.aten.load_library.default"),
-    "extension operator": target("#custom:op"),
-    "reading a file": target("torch.ops.aten.from_file.default"),
-    "printing": target("torch.ops.aten._print.default"),
-    "changing storage": target("torch.ops.aten.set_.source_Tensor"),
-    "operator that trusts its input": target("torch.ops.aten._sparse_coo_tensor_unsafe.default"),
-    "operator of another library": target("torch.ops.evil.run.default"),
-    "inductor's operators": target("torch.ops.inductor._alloc_from_pool.default"),
-    "private attribute of an operator": target("torch.ops.aten.__class__.default"),
-    "private attribute of a namespace": target("torch.ops.__init__.__globals__.x"),
-    "higher-order operator that runs kernels": target("torch.ops.higher_order.triton_kernel_wrapper_functional"),
-    "higher-order operator that loads": target("torch.ops.higher_order.aoti_call_delegate"),
-    "operator as an argument": argument({"as_operator": "torch.hub.load"}),
-    "object as an argument": argument({"as_custom_obj": {"name": "x", "class_fqn": "os.system"}}),
-    "two kinds of argument at once": argument({"as_int": 1, "as_string": "x"}),
-    "unknown kind of argument": argument({"as_pickle": "gASVIQ=="}),
-    "long string": argument({"as_string": "x" * 5000}),
-    "code as a node's name": rename_first("x; import os"),
-    "newline in a node's name": rename_first("x\nimport os"),
-    "keyword as a node's name": rename_first("import"),
-    "dunder as a node's name": rename_first("__builtins__"),
-    "code as an argument's name": lambda graph: nodes(graph)[0]["inputs"][0].update(name="x=1,y"),
-    "code as a parameter's name": lambda graph: graph["graph_module"]["signature"]["input_specs"][0]["parameter"].update(
-        parameter_name='a"); import os; ("'
-    ),
-    "object as an input": lambda graph: graph["graph_module"]["signature"]["input_specs"].append(
-        {"custom_obj": {"arg": {"name": "x", "class_fqn": "os.system"}, "custom_obj_name": "x"}}
-    ),
-    "token as an input": lambda graph: graph["graph_module"]["signature"]["input_specs"].append({"token": {"arg": {"name": "x"}}}),
-    "object values": lambda graph: graph["graph_module"]["graph"].update(custom_obj_values={"x": {"name": "x", "class_fqn": "y"}}),
-    "metadata": lambda graph: nodes(graph)[0]["metadata"].update(from_node="[]"),
-    "class in a module stack": lambda graph: nodes(graph)[0]["metadata"].update(nn_module_stack="a,a,os.system"),
-    "metadata of the graph": lambda graph: graph["graph_module"].update(metadata={"custom": "{}"}),
-    "named tuples": lambda graph: graph["graph_module"].update(treespec_namedtuple_fields={"x": {"field_names": ["a"]}}),
-    "call signature of a submodule": lambda graph: graph["graph_module"]["module_call_graph"][0].update(fqn="a"),
-    "code as an argument of forward": lambda graph: call(graph).update(forward_arg_names=["a=print(1)"]),
-    "unknown device": lambda graph: nodes(graph)[0]["inputs"][0].update(arg={"as_device": {"type": "privateuseone", "index": None}}),
-    "million symbols": lambda graph: graph["range_constraints"].update({"u999999999": {"min_val": 0, "max_val": 1}}),
-    "integer of 65 bits": argument({"as_int": 2**64}),
-    "control flow in control flow in ...": _nested,
-}
+from trainload.packaging.validate import validate_graph
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_a_hostile_graph_is_refused_by_file_before_torch_reads_it(
-    copied: Path, attack: Callable[[Document], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_graph_is_refused_by_file_before_torch_reads_it(copied: Path, attack: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainload.packaging.read.graph_from_json", _never)
     edit_graph(copied, attack)
     with pytest.raises(UnsafePackageError, match=r"graphs/train\.json"):

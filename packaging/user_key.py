@@ -1,0 +1,46 @@
+"""The user's secret, by which what was made here is known again."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from trainload.capture.errors import StorageError
+
+STATE_DIR = "TRAINLOAD_STATE_DIR"
+"""Environment variable: the folder of the user's key. By default ~/.local/state/trainload."""
+_KEY_BYTES = 32
+
+
+def user_key(*, create: bool) -> bytes:
+    """The user's secret; b"" where there is none and `create` is false."""
+    folder = Path(os.environ.get(STATE_DIR) or Path.home() / ".local" / "state" / "trainload")
+    path = folder / "derived.key"
+    if create and not path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".key", delete=False) as file:  # made with mode 0600
+                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(file.name, path)  # a process that came first keeps its key
+            except FileExistsError:
+                pass
+            finally:
+                os.unlink(file.name)
+        except OSError as error:
+            raise StorageError(f"no key can be made: {error.strerror}", where=str(folder), cure=f"Set {STATE_DIR}.") from error
+    try:
+        status = path.stat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise StorageError("the key can be read by others", where=str(path), expected="mode 0600", cure="Remove it; another is made.")
+        secret = path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    if len(secret) != _KEY_BYTES:
+        raise StorageError("the key is damaged", where=str(path), cure="Remove it; another is made.")
+    return secret

@@ -1,0 +1,78 @@
+"""Writes docs/hostile.md: what each hostile package is told, and how long that takes.
+
+make hostile
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from tests.hostile.guarded import Noted, refusal, watched
+from tests.hostile.packages import CASES
+from tests.hostile.prepared import prepare
+from tests.packaging.jobs import make_job
+
+from trainload.packaging.write import write_package
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "hostile.md"
+HEAD = """# What hostile packages are told
+
+Each row is a sound package that was changed as an attacker would, with every digest and checksum made right again; a derived graph is
+even sealed with the user's own key. A launch reads packages in this way before it starts anything. `make hostile` writes this page;
+`tests/hostile/test_hostile.py` demands of each row: refused, in one line that names the file, before any tensor is made, and without an
+act that reading has no use for (starting processes, opening files to write, unpickling, sockets, as Python's audit events tell).
+
+"""
+
+
+def run(folder: Path) -> list[tuple[str, str, str, float, Noted]]:
+    """(what, file, line, seconds, what was noted) for each case."""
+    os.environ["TRAINLOAD_STATE_DIR"] = str(folder / "state")
+    (folder / "LICENSE").write_text("do as you like\n")
+    job = make_job()
+    sound = write_package(folder / "sound.tl", job.program, job.updates, job.recipe, assets={"LICENSE": folder / "LICENSE"}, max_shard=600)
+    prepare(sound.path)
+    rows = []
+    for number, case in enumerate(CASES):
+        target = folder / f"{number}.tl"
+        shutil.copytree(sound.path, target)
+        case.attack(target)
+        began = time.perf_counter()
+        with watched() as noted:
+            line = refusal(target, case.file)
+        rows.append((case.what, case.file, line.replace(str(target), "job.tl"), time.perf_counter() - began, noted))
+        shutil.rmtree(target)
+    return rows
+
+
+def page(rows: list[tuple[str, str, str, float, Noted]]) -> str:
+    seconds = sorted(row[3] for row in rows)
+    taken = [row for row in rows if not row[2]]
+    made, acts = sum(row[4].made for row in rows), sum(len(row[4].acts) for row in rows)
+    told = f"{len(rows)} cases, {len(rows) - len(taken)} refused, {len(taken)} taken; {made} bytes of tensors made, {acts} acts noted; "
+    told += f"median {1000 * statistics.median(seconds):.0f} ms, longest {seconds[-1]:.2f} s."
+    lines = [f"| {_cell(what)} | {_cell(line) or '**taken**'} |" for what, _, line, _, _ in rows]
+    return HEAD + "\n".join([told, "", "| what it tries | the line that it gets |", "|---|---|", *lines, ""])
+
+
+def _cell(text: str) -> str:
+    shown = text if len(text) <= 300 else text[:297] + "..."
+    return shown.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run(Path(folder))
+    PAGE.write_text(page(rows), encoding="utf-8")
+    print(page(rows).split("\n\n")[2])
+    for what, file, _, seconds, _ in sorted(rows, key=lambda row: -row[3])[:5]:
+        print(f"{seconds:.2f} s  {file}: {what}")
+
+
+if __name__ == "__main__":
+    main()
