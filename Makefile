@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env test check format demo demo-gan hostile mutate bench freeze kills gpu parity remat coverage-suite clean
+.PHONY: env test check format demo demo-gan fuzz hostile mutate bench freeze kills gpu parity remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -46,6 +46,10 @@ demo: env
 
 demo-gan: env
 	$(BIN)/python examples/gan/demo.py
+
+fuzz: env
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[fuzz]"
+	$(BIN)/python -m tests.fuzz.run
 
 hostile: env
 	$(BIN)/python -m tests.hostile.table

@@ -7,10 +7,8 @@ document that `validate.validate_graph` has not passed.
 
 from __future__ import annotations
 
-import json
 import math
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -48,8 +46,7 @@ from trainload.capture import ctc, gamma, higher_order  # noqa: F401 - their ope
 from trainload.capture.errors import PackageError
 from trainload.capture.operators import calls_in, nodes_in
 from trainload.capture.quiet import quiet_torch
-from trainload.packaging.canonical import canonical_json
-from trainload.packaging.validate import MODULE_TYPE
+from trainload.packaging.graph_fields import plain_treespec, strip_graph
 
 _DIALECT = "TRAINING"
 _REFUSALS = (
@@ -271,11 +268,11 @@ def _to_json(
         document = _plain({"graph_module": serialised, "range_constraints": serialize_range_constraints(dict(ranges))})
     graph_module = document["graph_module"]
     notes: dict[str, Any] = {}
-    _strip_graph(graph_module["graph"], "", notes, where)
+    strip_graph(graph_module["graph"], "", notes, where)
     for entry in graph_module["module_call_graph"]:
         call = entry["signature"]
         call["inputs"], call["outputs"] = [], []
-        call["in_spec"], call["out_spec"] = _plain_treespec(call["in_spec"]), _plain_treespec(call["out_spec"])
+        call["in_spec"], call["out_spec"] = plain_treespec(call["in_spec"]), plain_treespec(call["out_spec"])
     kept = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
     debug = {"nodes": notes, "guards": guards, "torch": torch.__version__, "schema": list(serde.SCHEMA_VERSION)}
     return GraphJson({"graph_module": kept, "range_constraints": document["range_constraints"]}, debug)
@@ -319,76 +316,6 @@ def _serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
                 del node.meta["val"]
 
 
-_CALL = re.compile(r"@\d{1,6}$")
-_NODE_FIELDS = ("target", "inputs", "outputs", "metadata", "is_hop_single_tensor_return", "name")
-_GRAPH_FIELDS = (
-    "inputs",
-    "outputs",
-    "nodes",
-    "tensor_values",
-    "sym_int_values",
-    "sym_bool_values",
-    "sym_float_values",
-    "is_single_tensor_return",
-    "custom_obj_values",
-)
-
-
-def _strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: str) -> None:
-    """Keep the format's own fields, and of the metadata only the paths and calls of modules; the rest goes to `notes`."""
-    _keep(graph, _GRAPH_FIELDS, where)
-    for meta in graph["tensor_values"].values():
-        meta["storage_offset"] = {"as_int": 0}  # torch's reader knows no other, and a graph read back is to be written as it was
-    for node in graph["nodes"]:
-        _keep(node, _NODE_FIELDS, where)
-        metadata = node["metadata"]
-        told = {key: metadata[key] for key in ("stack_trace", "nn_module_stack", "torch_fn") if key in metadata}
-        if told:
-            notes[path + str(node["name"])] = told
-        stack = _module_paths(metadata.get("nn_module_stack", ""))
-        node["metadata"] = {"nn_module_stack": stack} if stack else {}
-        for argument in node["inputs"]:
-            argument["kind"] = argument["kind"] or 1
-            body = argument["arg"].get("as_graph") if isinstance(argument["arg"], dict) else None
-            if body is not None:
-                _strip_graph(body["graph"], f"{path}{node['name']}/{body['name']}/", notes, where)
-
-
-def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
-    for key in [key for key in record if key not in fields]:
-        if record.pop(key):
-            raise PackageError(f"this torch writes the field {key}, which the format does not have", where=where, cure="Use torch 2.13.")
-
-
-def _module_paths(stack: str) -> str:
-    """From "key,path,class;..." to "path@1,path,torch.nn.Module;...": classes, and the keys of strict mode, name the source.
-
-    Of a key its number stays, which tells a module's second call from its first: unflattening needs it.
-    """
-    entries: list[str] = []
-    for item in stack.split(";") if stack else ():
-        parts = item.split(",")
-        path = parts[1] if len(parts) >= 3 else ""
-        call = _CALL.search(parts[0])
-        entry = f"{path}{call[0] if call else ''},{path},{MODULE_TYPE}"
-        if all((letter.isalnum() and letter.isascii()) or letter in "_.@-" for letter in path) and entry not in entries:
-            entries.append(entry)
-    return ";".join(entries)
-
-
-def _plain_treespec(text: str) -> str:
-    """The treespec as canonical JSON, its contexts too."""
-
-    def plain(spec: dict[str, Any]) -> dict[str, Any]:
-        context = spec["context"]
-        if isinstance(context, str):
-            context = canonical_json(json.loads(context)).decode("utf-8")
-        return {"type": spec["type"], "context": context, "children_spec": [plain(child) for child in spec["children_spec"]]}
-
-    protocol, spec = json.loads(text)
-    return canonical_json([protocol, plain(spec)]).decode("utf-8")
-
-
 def _from_json(
     document: Mapping[str, Any], where: str
 ) -> tuple[torch.fx.GraphModule, ExportGraphSignature, list[Any], dict[str, Any], dict[str, ValueRanges[Any]]]:
@@ -399,11 +326,39 @@ def _from_json(
             for name, span in document["range_constraints"].items()
         }
         result = GraphModuleDeserializer().deserialize(serialised, {}, {}, None, ranges)
+    _demand_whole(result.graph_module, document["graph_module"]["graph"], where)
     for node in calls_in(result.graph_module):
         if "val" not in node.meta and node.target is not operator.getitem:
             node.meta["val"] = ()  # a region that only writes to buffers returns nothing; torch's verifier wants a value
     _forget_hints_of_expressions(result.graph_module)
     return result.graph_module, result.signature, result.module_call_graph, result.names_to_symbols, ranges
+
+
+def _demand_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
+    """Demand that torch has read every argument of every node, each under its name: its reader passes over names that an operator has not.
+
+    Raises:
+        PackageError: it has not.
+    """
+    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if len(calls) != len(told["nodes"]):
+        raise PackageError("torch reads another number of nodes", where=where, expected=str(len(told["nodes"])), got=str(len(calls)))
+    for node, entry in zip(calls, told["nodes"], strict=True):
+        names = [argument["name"] for argument in entry["inputs"]]
+        known = [argument.name for argument in node.target._schema.arguments] if isinstance(node.target, OpOverload) else names
+        if len(node.args) + len(node.kwargs) != len(names) or [name for name in known if name in names] != names:
+            raise PackageError(
+                "a node's arguments are not those of its operator, in their order",
+                where=f"{where}, node {entry['name']}",
+                expected=f"some of {', '.join(known)}" if known is not names else "each once",
+                got=", ".join(names),
+            )
+        if entry["outputs"] and "as_none" not in entry["outputs"][0] and node.name != entry["name"]:
+            raise PackageError("two nodes have one name", where=where, got=entry["name"])
+        bodies = [argument["arg"]["as_graph"] for argument in entry["inputs"] if "as_graph" in argument["arg"]]
+        held = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node) and value.op == "get_attr"]
+        for value, body in zip(held, bodies, strict=True):
+            _demand_whole(getattr(module, str(value.target)), body["graph"], where)
 
 
 def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:

@@ -34,6 +34,7 @@ _MODULE = re.compile(r"[A-Za-z0-9_.@-]{0,512}")
 _CALL = re.compile(r"@\d{1,6}")
 _DEVICES = frozenset({"cpu", "cuda", "meta"})
 _SCALAR_TYPES = frozenset([*range(1, 14), *range(28, 36)])
+_SINGLE = frozenset({"as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"})
 _INFINITE = frozenset({"Infinity", "-Infinity", "NaN"})
 _NODE = b'"is_hop_single_tensor_return":'
 """A key that each node has, and nothing else that is not refused. A quote within a string has a backslash before it."""
@@ -110,7 +111,7 @@ class _Validator:
                 "requires_grad": self.boolean,
                 "device": self.device,
                 "strides": dims,
-                "storage_offset": self.sym_int,
+                "storage_offset": self.zero,
                 "layout": self.choice(frozenset({7})),
             }
         )
@@ -162,7 +163,7 @@ class _Validator:
                 "name": self.identifier,
             }
         )
-        self.graph = self.record(
+        self.graph_fields = self.record(
             {
                 "inputs": self.many(self.input),
                 "outputs": self.many(self.output),
@@ -289,6 +290,10 @@ class _Validator:
         if not isinstance(value, bool):
             self.refuse("true or false belongs here", value)
 
+    def zero(self, value: Any) -> None:
+        if not isinstance(value, dict) or set(value) != {"as_int"} or isinstance(value["as_int"], bool) or value["as_int"] != 0:
+            self.refuse("a storage offset is 0", value)
+
     def integer(self, value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**64:
             self.refuse("an integer of 64 bits belongs here", value)
@@ -384,6 +389,15 @@ class _Validator:
             self.refuse("a keyword argument's name is not a keyword of Python", value["name"])
         self.argument(value["arg"])
 
+    def graph(self, value: Any) -> None:
+        self.graph_fields(value)
+        defined = {name for result in value["inputs"] for name in _names(result)}
+        defined |= {name for node in value["nodes"] for result in node["outputs"] for name in _names(result)}
+        for table in ("tensor_values", "sym_int_values", "sym_bool_values", "sym_float_values"):
+            strangers = sorted(value[table].keys() - defined)
+            if strangers:
+                self.refuse(f"{table} describes what no node computes", strangers[0])
+
     def node(self, value: Any) -> None:
         self.nodes += 1
         if self.nodes > MAX_NODES:
@@ -391,6 +405,10 @@ class _Validator:
         before = self.at
         self.at = f"node {str(value.get('name'))[:80] if isinstance(value, dict) else '?'}"
         self.node_fields(value)
+        results = [name for result in value["outputs"] for name in _names(result)]
+        single = value["is_hop_single_tensor_return"] or not value["target"].startswith("torch.ops.higher_order.")
+        if single and len(value["outputs"]) == 1 and set(value["outputs"][0]) <= _SINGLE and results and results != [value["name"]]:
+            self.refuse("a node that computes one value has its name", results[0])
         self.at = before
 
     def target(self, value: Any) -> None:
@@ -413,3 +431,10 @@ class _Validator:
             self.refuse(f"control flow is nested at most {MAX_BODIES} deep", self.bodies)
         self.graph(value)
         self.bodies -= 1
+
+
+def _names(result: Mapping[str, Any]) -> list[str]:
+    """The values that an entry of a node's outputs, or of a graph's inputs, makes."""
+    ((_, entry),) = result.items()
+    entries = entry if isinstance(entry, list) else [entry]
+    return [name for each in entries if isinstance(each, dict) for name in (each.get("name"), each.get("as_name")) if isinstance(name, str)]

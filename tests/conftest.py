@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.hostile.prepared import make_base
 from tests.laws.gpt import gpt_job, write_rows
 from tests.laws.isolated import build_wheel
 from tests.packaging.jobs import Job, make_job
@@ -74,6 +75,12 @@ def packaged(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
     folder = tmp_path_factory.mktemp("packages")
     (folder / "LICENSE").write_text("do as you like\n")
     return write_package(folder / "job.tl", job.program, job.updates, job.recipe, assets={"LICENSE": folder / "LICENSE"}, max_shard=600)
+
+
+@pytest.fixture(scope="session")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same job's package with a derived graph, for what lies about packages. No test changes it."""
+    return make_base(tmp_path_factory.mktemp("attacked"))
 
 
 @pytest.fixture

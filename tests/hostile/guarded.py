@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,15 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def watched() -> Iterator[Noted]:
-    """Notes what happens within it. Python's audit hooks cannot be taken away; this one sleeps otherwise."""
+def watched(*, count: bool = True) -> Iterator[Noted]:
+    """Notes what happens within it; the bytes of tensors only if `count`. An audit hook of Python's stays; this one sleeps otherwise."""
     if not _hooked:
         sys.addaudithook(_hook)
         _hooked.append(True)
     noted = Noted()
     _watching.append(noted)
     try:
-        with _Counting(noted):
+        with _Counting(noted) if count else nullcontext():
             yield noted
     finally:
         _watching.pop()

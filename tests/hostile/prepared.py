@@ -1,4 +1,4 @@
-"""The package that is attacked: with a derived graph, made here."""
+"""The package that is attacked and mutated: with every kind of file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from pathlib import Path
 
 import torch
 from tests.hostile.packages import KEY
+from tests.packaging.jobs import make_job
 
 from trainload.autograd_trace.aot import derive
 from trainload.packaging.derived import write_derived
-from trainload.packaging.read import open_package
+from trainload.packaging.write import write_package
 
 
-def prepare(folder: Path) -> None:
-    """Put the joint graph of the package in `folder` beside it."""
-    package = open_package(folder)
+def make_base(folder: Path) -> Path:
+    """Write the package of tests/packaging/jobs.py into `folder`, with its joint graph, which the user's key of the environment seals."""
+    (folder / "LICENSE").write_text("do as you like\n")
+    job = make_job()
+    assets = {"LICENSE": folder / "LICENSE"}
+    package = write_package(folder / "base.tl", job.program, job.updates, job.recipe, assets=assets, max_shard=600)
     write_derived(package, KEY, derive(package.program(), "train", torch.device("cpu")))
+    return package.path

@@ -14,10 +14,7 @@ from pathlib import Path
 
 from tests.hostile.guarded import Noted, refusal, watched
 from tests.hostile.packages import CASES
-from tests.hostile.prepared import prepare
-from tests.packaging.jobs import make_job
-
-from trainload.packaging.write import write_package
+from tests.hostile.prepared import make_base
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hostile.md"
 HEAD = """# What hostile packages are told
@@ -33,14 +30,11 @@ act that reading has no use for (starting processes, opening files to write, unp
 def run(folder: Path) -> list[tuple[str, str, str, float, Noted]]:
     """(what, file, line, seconds, what was noted) for each case."""
     os.environ["TRAINLOAD_STATE_DIR"] = str(folder / "state")
-    (folder / "LICENSE").write_text("do as you like\n")
-    job = make_job()
-    sound = write_package(folder / "sound.tl", job.program, job.updates, job.recipe, assets={"LICENSE": folder / "LICENSE"}, max_shard=600)
-    prepare(sound.path)
+    sound = make_base(folder)
     rows = []
     for number, case in enumerate(CASES):
         target = folder / f"{number}.tl"
-        shutil.copytree(sound.path, target)
+        shutil.copytree(sound, target)
         case.attack(target)
         began = time.perf_counter()
         with watched() as noted:
