@@ -41,6 +41,13 @@ class Golden:
         mixture = self.folder / "mixture.json"
         return mixture if mixture.exists() else self.folder / "data.npz"
 
+    @property
+    def opening(self) -> dict[str, Any]:
+        """What `trainload.open` and `trainload.launch` must be told of its operators."""
+        if (self.package / "extensions").exists():
+            return {"trust_extensions": True}
+        return {"libraries": LIBRARIES} if self.name == "operators" else {}
+
     def __str__(self) -> str:
         return f"v{self.version}-{self.name}"
 

@@ -242,6 +242,6 @@ CASES = {
     "plain": Case(plain, (tokens,)),
     "turns": Case(turns, (noise,)),
     "variants": Case(variants, (without_hint, with_hint)),
-    "operators": Case(operators, (without_hint,)),
+    "operators": Case(operators, (without_hint,), freeze={"bundle_ops": True}),
     "shapes": Case(shapes, reduced=few_shapes),
 }

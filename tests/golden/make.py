@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.golden.goldens import HERE, train
+from tests.golden.goldens import HERE, Golden, train
 from tests.golden.jobs import CASES, Case
 
 import trainload
@@ -43,7 +43,7 @@ def make(name: str, case: Case, folder: Path) -> None:
         (folder / "mixture.json").write_text(json.dumps({"parts": [{"data": file} for file in files]}) + "\n")
     data = folder / ("mixture.json" if len(files) > 1 else "data.npz")
     with tempfile.TemporaryDirectory() as run_dir:
-        found = train(package, data, Path(run_dir) / "run")
+        found = train(package, data, Path(run_dir) / "run", **Golden(folder).opening)
     for kind, values in found.items():
         assert all(abs(a - b) > APART * abs(a) for a, b in itertools.pairwise(values)), (name, kind, values)
     (folder / "losses.json").write_text(json.dumps({"torch": torch.__version__.partition("+")[0], **found}, indent=1) + "\n")
