@@ -78,7 +78,8 @@ def plain() -> trainload.Job:
     def optimizer(model: nn.Module) -> optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
         matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
-        return optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=0.05, weight_decay=0.0)
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        return optim.AdamW(groups, lr=0.05, weight_decay=0.0)
 
     def predict(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits: Tensor = model(batch["x"])

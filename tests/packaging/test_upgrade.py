@@ -89,7 +89,7 @@ def test_of_an_old_operator_library_the_distribution_alone_is_known() -> None:
 
 
 def test_what_version_1_cannot_say_is_not_said_in_it() -> None:
-    library = {"distribution": "my-ops", "version": "1.2", "digest": None, "modules": [], "kernels": [], "wheels": []}
+    library: dict[str, Any] = {"distribution": "my-ops", "version": "1.2", "digest": None, "modules": [], "kernels": [], "wheels": []}
     new = {"format_version": 2, "op_libraries": {"my_ops": library}}
     assert oldest_form(new) == new
 
