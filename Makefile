@@ -21,7 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Tests on a Ray cluster have the machine to themselves: they end workers by their names. The others run two at a time.
-CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_interrupt.py tests/launch/test_json.py \
+CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_extensions.py tests/launch/test_interrupt.py \
+	tests/launch/test_json.py \
 	tests/launch/test_kills.py tests/launch/test_several_graphs.py tests/launch/test_variants.py
 
 test: env

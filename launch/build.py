@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import shutil
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from trainload.autograd_trace.aot import compile_graph, derive, has_cpp_compiler
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
 from trainload.capture.program import Mode
+from trainload.launch.cache import LOCK_SECONDS, private_folder
 from trainload.launch.determinism import deterministic
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.derived import read_derived
@@ -37,7 +37,6 @@ BUILD_VERSION = 5
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 DERIVATION = 3
 """Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
-LOCK_SECONDS = 3600.0
 _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -134,7 +133,7 @@ def compile_build(package: Package, plan: Plan, device: torch.device, cache_dir:
     Returns:
         The build's folder, complete.
     """
-    root = _private_folder(cache_dir / "compiled")
+    root = private_folder(cache_dir / "compiled")
     final = root / build_key(package, plan, device)
     with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
         if _is_whole(final):
@@ -256,30 +255,11 @@ def _is_whole(folder: Path) -> bool:
     return all((folder / name).is_file() and sha256_file(folder / name) == digest for name, digest in digests.items())
 
 
-def _private_folder(path: Path) -> Path:
-    """A folder that only this user can write: what is in it is loaded as native code.
-
-    Raises:
-        StorageError: somebody else owns it or may write to it.
-    """
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise StorageError(
-            "the cache of compiled graphs could be written by others, and what is in it is run",
-            where=str(path),
-            expected="a folder of your own, mode 0700",
-            got=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
-            cure="Set TRAINLOAD_CACHE_DIR to a folder of your own.",
-        )
-    return path
-
-
 def _use_inductor_cache(cache_dir: Path) -> None:
     """Points Inductor at the node's cache of kernels. It is content-addressed too, and shared by all builds: plans of one package have
     most kernels in common.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_folder(cache_dir / "inductor"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(cache_dir / "inductor"))
 
 
 @contextmanager
@@ -289,7 +269,7 @@ def _own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
     Inductor has the C++ compiler write libraries in place, and one that exists counts as whole. So a process that is killed would leave a
     torso that fails every later run, and a compiler that outlives it would write under the next one's feet.
     """
-    shared, own = _private_folder(cache_dir / "inductor"), draft / "inductor"
+    shared, own = private_folder(cache_dir / "inductor"), draft / "inductor"
     _link_files(shared, own)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
     try:

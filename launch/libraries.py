@@ -1,30 +1,63 @@
-"""Operators of other libraries: imported because the package's owner says so, never because the package does."""
+"""Operators of other libraries: imported because the package's user says so, never because the package does."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from trainload.capture.errors import PackageError
-from trainload.packaging.read import Package, open_package
+from trainload.launch.extensions import load_extensions, may_load_extensions
+from trainload.packaging.manifest import EXTENSIONS, MANIFEST, Manifest
+from trainload.packaging.op_libraries import Libraries, differences
+from trainload.packaging.read import Package, open_package, read_manifest
 
-Libraries = Mapping[str, str | None]
-"""Namespace of operators -> what registers them: a module, or the path of a Python file; None: they are registered already."""
 
-
-def open_with(path: Path, libraries: Libraries) -> Package:
+def open_with(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> Package:
     """Opens a package that may call the operators of these libraries, which are imported first.
 
+    Args:
+        path: its folder.
+        libraries: what the user names.
+        trust_extensions: whether the user lets the package bring the others.
+
     Raises:
-        PackageError: a library cannot be imported; otherwise as `open_package`.
+        PackageError: a library cannot be imported, or a wheel not loaded; otherwise as `open_package`.
+    """
+    return open_package(path, namespaces=import_for(path, libraries, trust_extensions=trust_extensions))
+
+
+def import_for(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> frozenset[str]:
+    """Imports what `open_with` imports before it opens a package. Returns: the namespaces that its graphs may call.
+
+    Raises:
+        PackageError: a library cannot be imported, or a wheel not loaded.
+    """
+    import_libraries(libraries)
+    brought = frozenset[str]()
+    if (path / EXTENSIONS).is_dir():
+        manifest = Manifest.from_bytes(read_manifest(path), MANIFEST)
+        if may_load_extensions(path, manifest, trusted=trust_extensions) is not None:
+            # A namespace that is only allowed is registered already, or else by the package's wheel.
+            brought = load_extensions(path, manifest, {name for name, location in libraries.items() if location is not None})
+    return frozenset(libraries) | brought
+
+
+def import_libraries(libraries: Libraries) -> None:
+    """Imports what the user names.
+
+    Raises:
+        PackageError: it cannot be imported.
     """
     for namespace, location in libraries.items():
         if location is not None:
             _import(namespace, location)
-    return open_package(path, namespaces=frozenset(libraries))
+
+
+def library_warnings(package: Package, libraries: Libraries) -> list[str]:
+    """How the operator libraries in this process differ from those that the package was made with: `op_libraries.differences`."""
+    return differences(package.manifest, {name: libraries.get(name) for name in package.namespaces})
 
 
 def absolute(libraries: Libraries) -> dict[str, str | None]:

@@ -41,6 +41,8 @@ class RunSpec(BaseModel):
     max_failures: int = Field(default=3, ge=0)
     libraries: dict[str, str | None] = Field(default_factory=dict)
     """Namespaces of other libraries' operators that the package may call, and what every worker imports for them."""
+    trust_extensions: bool = False
+    """Whether every worker loads the operator libraries that the package brings."""
 
 
 def default_cache_dir() -> Path:

@@ -1,7 +1,8 @@
 """Graphs to JSON and back: the one module of packaging/ that touches torch's private names.
 
 Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own schema, major version 8), `torch._ops`,
-`torch._C.parse_schema` and the constructor of ExportedProgram. Nothing here reads pickles, and nothing here may be given a
+`torch._C.parse_schema`, `torch._C._dispatch_dump`, what `torch._library` knows of who registered an operator, and the constructor of
+ExportedProgram. Nothing here reads pickles, and nothing here may be given a
 document that `validate.validate_graph` has not passed.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -27,6 +30,8 @@ from torch._export.serde.serialize import (
 )
 from torch._export.serde.union import _Union
 from torch._export.verifier import SpecViolationError, load_verifier
+from torch._library import custom_ops, simple_registry
+from torch._library.triton import get_triton_kernels_for_op
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -197,6 +202,11 @@ def running_schema(name: str) -> str | None:
     return None if overload is None else str(overload._schema)
 
 
+def has_higher_order(name: str) -> bool:
+    """Whether the running torch, with trainload's own operators, has an operator that takes graphs of this name ("cond")."""
+    return isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator)
+
+
 def schema_still_fits(name: str, recorded: str) -> bool:
     """Whether the running torch's operator takes every call that the recorded schema allowed."""
     overload = _overload(name)
@@ -211,6 +221,49 @@ def schema_still_fits(name: str, recorded: str) -> bool:
         return False
 
 
+def registered_by(name: str) -> tuple[str, ...]:
+    """Who registered an operator, as far as torch knows, the surest first: names of modules, and paths of Python files.
+
+    In this order: the function given to `torch.library.custom_op` or `triton_op`; the file that made the `torch.library.Library` which
+    defined it; the file that registered its fake kernel, which is what a library of C++ operators does in Python.
+
+    Args:
+        name: "torch.ops.my_library.double.default".
+    """
+    overload = _overload(name)
+    if overload is None:
+        return ()
+    qualified = name_of(overload).partition(".")[0]
+    found: list[str] = []
+    definition = custom_ops.OPDEFS.get(qualified)
+    if definition is not None:
+        found.append(str(definition._init_fn.__module__))
+    places = re.findall(r"^debug: registered at (.+):\d+$", torch._C._dispatch_dump(name_of(overload)), re.MULTILINE)
+    entry: Any = simple_registry.singleton.get(qualified)
+    kernel = getattr(getattr(entry, "fake_impl", None), "kernel", None)
+    places += [str(kernel.source).rpartition(":")[0]] if kernel is not None else []
+    own = os.path.dirname(torch.__file__) + os.sep
+    return (*found, *(place for place in places if place.endswith(".py") and not place.startswith(own)))
+
+
+def triton_kernels(name: str) -> tuple[Any, ...]:
+    """The functions of the Triton kernels that an operator launches, as torch found them in its source; () for what is no `triton_op`."""
+    overload = _overload(name)
+    found = [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
+    functions = []
+    for kernel in found:
+        while hasattr(kernel, "fn"):  # of an autotuner, of what was compiled by Triton
+            kernel = kernel.fn
+        functions.append(kernel)
+    return tuple(functions)
+
+
+def name_of(overload: OpOverload) -> str:
+    """The name that torch has for an operator: "aten::add.Tensor"."""
+    name: str = overload.name()  # type: ignore[no-untyped-call]
+    return name
+
+
 def _overload(name: str) -> OpOverload | None:
     found: Any = torch.ops
     for part in name.removeprefix("torch.ops.").split("."):
@@ -219,8 +272,7 @@ def _overload(name: str) -> OpOverload | None:
             return None
     if not isinstance(found, OpOverload):
         return None
-    name_of: str = found.name()  # type: ignore[no-untyped-call]
-    return found if torch._C._dispatch_has_kernel(name_of) else None
+    return found if torch._C._dispatch_has_kernel(name_of(found)) else None
 
 
 @contextmanager

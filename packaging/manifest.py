@@ -23,12 +23,21 @@ from trainload.capture.program import (
 from trainload.capture.synthesise import QUANTILES
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 from trainload.packaging.guards import GuardEntry, InputName, Record, Size, check_guard
+from trainload.packaging.upgrade import oldest_form, upgraded
 
-FORMAT_VERSION = 1
-"""History: 1 (2026-11-21) the first."""
+FORMAT_VERSION = 2
+"""History:
+
+    1 (2026-11-21)  the first.
+    2 (2026-11-22)  `op_libraries` says of each namespace what registers it: distribution, version, digest, modules, Triton kernels, and
+                    the wheels in extensions/ that bring it; the feature `extensions`.
+
+A reader upgrades older manifests: packaging/upgrade.py. A package of each version stays in tests/golden.
+"""
 FEATURES: Mapping[str, str] = {
     "abstract": "the package has shapes and no weights, and cannot be trained: `abstract` says what was proven",
-    "custom-ops": "graphs call operators of other libraries, named in `op_libraries`; a reader must be told that it may run them",
+    "custom-ops": "graphs call operators of other libraries, described in `op_libraries`; a reader must be told that it may run them",
+    "extensions": "extensions/ holds wheels of operator libraries, which run code; a reader loads them if it is told to",
     "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
     "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
     "several-graphs": "several graphs are trained in turns: `loop`, `graphs`, `feeds` and `main` in the recipe, `clock` in its groups",
@@ -49,12 +58,15 @@ NON_PERSISTENT = "weights/non-persistent.safetensors"
 CHUNKS = "weights/chunks.json"
 OUTSIDE = ("debug", "derived", "signatures")
 """Folders whose files are no part of the package's identity."""
-MEDIA_TYPES = {".json": "application/json", ".safetensors": "application/vnd.safetensors"}
+EXTENSIONS = "extensions"
+"""The folder of wheels."""
+MEDIA_TYPES = {".json": "application/json", ".safetensors": "application/vnd.safetensors", ".whl": "application/zip"}
 BUILT_IN_NAMESPACES = frozenset({"aten", "prims", "trainload"})
 """Namespaces of operators that every reader has."""
 
-_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
-_PATH = re.compile(rf"{_PART}(/{_PART})*")
+SAFE_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
+"""What stands between the slashes of a path."""
+_PATH = re.compile(rf"{SAFE_PART}(/{SAFE_PART})*")
 _FQN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 
@@ -84,6 +96,9 @@ Fqn = Annotated[str, AfterValidator(_fqn)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$", max_length=512)]
+DistributionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=256)]
+DistributionVersion = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.!+-]+$", max_length=256)]
 Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
 Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
 """What a pass may be given."""
@@ -197,6 +212,40 @@ class PassEntry(Record):
     preserving: bool
 
 
+class KernelEntry(Record):
+    """A Triton kernel that an operator launches.
+
+    Attributes:
+        name: MODULE:FUNCTION.
+        distribution: what provides the module, where known, and its `version`.
+        source: the sha256 of the module's source file, where it has one.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+:[A-Za-z0-9_]+$", max_length=512)]
+    distribution: DistributionName | None
+    version: DistributionVersion | None
+    source: Sha256 | None
+
+
+class OpLibraryEntry(Record):
+    """What registers the operators of a namespace that is not built in, as it was where the package was made.
+
+    Attributes:
+        distribution: its name, and `version`; None where none is known, or where modules of several register operators.
+        digest: `Provider.digest` of the distribution, or of the files where there is none; None where no module is known.
+        modules: to import, so that the operators are registered.
+        kernels: Triton kernels that the operators launch.
+        wheels: files in extensions/ that bring it: one, or one for each kind of Python and machine.
+    """
+
+    distribution: DistributionName | None
+    version: DistributionVersion | None
+    digest: Sha256 | None
+    modules: tuple[ModuleName, ...]
+    kernels: tuple[KernelEntry, ...]
+    wheels: tuple[SafePath, ...]
+
+
 class AbstractEntry(Record):
     """What was proven of a package without weights.
 
@@ -216,12 +265,14 @@ class AbstractEntry(Record):
 class Manifest(Record):
     """manifest.json.
 
-    Laws: `from_bytes(m.to_bytes(), w) == m`, and `to_bytes` of what `from_bytes` returns is what it was given.
+    Laws: `from_bytes(m.to_bytes(), w) == m`. `to_bytes` of what `from_bytes` returns is what it was given, if that was of the present
+    format version; an older manifest is upgraded when it is read, and would be written in the present one. A package's identity is that
+    of the bytes that lie there.
     """
 
     later: ClassVar[frozenset[str]] = frozenset({"abstract", "variants"})
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     features: tuple[str, ...]
     graphs: dict[Label, GraphEntry]
     variants: Annotated[tuple[Label, ...], Field(max_length=256)] = ()
@@ -234,8 +285,8 @@ class Manifest(Record):
     ops: dict[str, Annotated[str, Field(max_length=8192)]]
     """Every operator that a graph calls ("torch.ops.aten.add.Tensor") -> its schema where the package was made."""
     higher_order_ops: tuple[Identifier, ...]
-    op_libraries: dict[Identifier, str | None]
-    """Namespace that is not built in -> the distribution that provides it, where known."""
+    op_libraries: dict[Identifier, OpLibraryEntry]
+    """Namespace that is not built in -> what registers its operators."""
     passes: tuple[PassEntry, ...]
     """What was done to the graphs since they were captured, in order."""
     parent: Sha256 | None
@@ -264,7 +315,7 @@ class Manifest(Record):
         if checksum != sha256_bytes(canonical_json(raw)):
             raise IntegrityError("the manifest is damaged: its checksum is another one", where=where, cure="Fetch the package again.")
         try:
-            manifest = cls.model_validate_json(canonical_json(raw))
+            manifest = cls.model_validate_json(canonical_json(upgraded(raw, where)))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(str(part)[:80] for part in first["loc"] if part != "[key]")
@@ -275,8 +326,12 @@ class Manifest(Record):
 
     @property
     def program_digest(self) -> str:
-        """The sha256 of all that retraining leaves as it is: the manifest without weights and parent, as canonical JSON."""
-        fields = self.model_dump(mode="json", exclude={"parent"})
+        """The sha256 of all that retraining leaves as it is: the manifest without weights and parent, as canonical JSON.
+
+        It is taken in the oldest format version that can say the same. So it is what it was before a package was read by a reader of a
+        newer version, or retrained by one.
+        """
+        fields = oldest_form(self.model_dump(mode="json", exclude={"parent"}))
         fields["files"] = {path: entry for path, entry in fields["files"].items() if not path.startswith("weights/")}
         return sha256_bytes(canonical_json(fields))
 
@@ -364,6 +419,7 @@ class Manifest(Record):
                 raise PackageError("a graph has a name that no job gives", where=where, got=name)
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
         _check_abstract(self, where)
+        _check_extensions(self, where)
         needed = [*self.graph_files(), *([] if self.abstract is not None else [INDEX, CHUNKS]), *([CONSTANTS] if self.constants else [])]
         for path in needed:
             if path not in self.files:
@@ -463,6 +519,23 @@ def _check_abstract(manifest: Manifest, where: str) -> None:
     weights = sorted(path for path in manifest.files if path.startswith("weights/"))
     if manifest.abstract is not None and weights:
         raise PackageError("a package that says it is abstract has weights", where=where, got=", ".join(weights[:5]))
+
+
+def _check_extensions(manifest: Manifest, where: str) -> None:
+    """The wheels that operator libraries name are those in extensions/, and the feature is there where they are."""
+    named = {wheel for entry in manifest.op_libraries.values() for wheel in entry.wheels}
+    there = {path for path in manifest.files if path.split("/")[0] == EXTENSIONS}
+    if named != there:
+        raise PackageError(
+            f"the wheels in {EXTENSIONS}/ are not those that operator libraries name",
+            where=where,
+            expected=", ".join(sorted(named)),
+            got=", ".join(sorted(there)),
+        )
+    if wrong := sorted(path for path in there if path.count("/") != 1 or not path.endswith(".whl")):
+        raise PackageError(f"what lies in {EXTENSIONS}/ is no wheel", where=where, got=wrong[0])
+    if bool(there) != ("extensions" in manifest.features):
+        raise PackageError("the feature extensions and wheels are not there together", where=where, got=", ".join(manifest.features))
 
 
 def _unique(names: Iterable[str], what: str, where: str) -> None:

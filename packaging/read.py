@@ -16,10 +16,12 @@ from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
 from trainload.packaging.canonical import sha256_bytes
+from trainload.packaging.compat import Verdict, compare_operators
 from trainload.packaging.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
 from trainload.packaging.files import open_inside, read_checked, walk
-from trainload.packaging.graph_json import graph_from_json, running_schema, schema_still_fits
-from trainload.packaging.manifest import CONSTANTS, MANIFEST, MAX_MANIFEST, OUTSIDE, BufferEntry, Manifest, ParameterEntry
+from trainload.packaging.graph_json import graph_from_json
+from trainload.packaging.manifest import CONSTANTS, MANIFEST, MAX_MANIFEST, OUTSIDE, BufferEntry, Manifest, OpLibraryEntry, ParameterEntry
+from trainload.packaging.op_libraries import spelled_library
 from trainload.packaging.signature import check_signature
 from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors, tensor_places
 from trainload.packaging.validate import parse_graph, validate_graph
@@ -328,32 +330,46 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
 
     Raises:
         UnsafePackageError: a namespace that `namespaces` lacks.
-        PackageError: an operator is missing or takes other arguments; the message lists each, what it was and what it is.
+        PackageError: an operator is missing or takes other arguments; the message names the worst, what it was and what it is.
     """
-    for library, distribution in manifest.op_libraries.items():
-        if library not in namespaces:
+    for namespace, entry in manifest.op_libraries.items():
+        if namespace not in namespaces:
             raise UnsafePackageError(
-                f"the package calls operators of another library, {library}",
+                f"the package calls operators of another library, {namespace}, from {told_library(entry)}",
                 where=MANIFEST,
-                cure=f"If you trust it, install {distribution or 'what provides it'}, import it and allow the namespace {library}.",
+                cure=f"If you trust it, {ways_to_allow(namespace, entry)}.",
             )
-    changed = [(name, was) for name, was in manifest.ops.items() if not _is_operator(name, manifest) or not schema_still_fits(name, was)]
-    if changed:
-        listed = "; ".join(f"{name}: was {was}, is {_now(name, manifest)}" for name, was in changed[:5])
+    wrong = [each for each in compare_operators(manifest) if not each.fits]
+    if wrong:
+        worst = min(wrong, key=lambda each: (each.verdict is not Verdict.MISSING, each.name))
+        advice = "Use a torch nearer to the one that the package was made with (debug/ says which), or freeze the job again."
+        for namespace, entry in manifest.op_libraries.items():
+            if worst.name.startswith(f"torch.ops.{namespace}."):
+                missing = worst.verdict is Verdict.MISSING
+                advice = (
+                    f"Its library was not imported: {ways_to_allow(namespace, entry)}." if missing else f"It was of {told_library(entry)}."
+                )
         raise PackageError(
-            f"{len(changed)} of the package's operators are not those of torch {torch.__version__}: {listed}",
+            f"{len(wrong)} of the package's operators are not those of torch {torch.__version__}; the worst is {worst.name}: {worst.told}",
             where=MANIFEST,
-            cure="Use a torch nearer to the one that the package was made with (debug/ says which), or freeze the job again.",
+            cure=f"`trainload ops PKG --compat` lists all. {advice}",
         )
 
 
-def _is_operator(name: str, manifest: Manifest) -> bool:
-    parts = name.split(".")
-    return len(parts) == 5 and parts[:2] == ["torch", "ops"] and all(part.isidentifier() for part in parts)
+def told_library(entry: OpLibraryEntry) -> str:
+    """An operator library as a refusal names it, with its digest."""
+    return spelled_library(entry) + (f" (sha256 {entry.digest})" if entry.digest is not None else "")
 
 
-def _now(name: str, manifest: Manifest) -> str:
-    return (running_schema(name) if _is_operator(name, manifest) else None) or "missing"
+def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
+    """What a user may do to let a package call the operators of a namespace."""
+    module = entry.modules[0] if entry.modules else "MODULE"
+    pinned = entry.distribution and (f"{entry.distribution}=={entry.version}" if entry.version else entry.distribution)
+    install = f"pip install {pinned}" if pinned else f"put {', '.join(entry.modules) or 'what provides it'} where Python finds it"
+    named = f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module} ..."
+    if entry.wheels:
+        return f"load the wheel that the package brings: trainload --trust-extensions ...; or {named}"
+    return named
 
 
 def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[str]) -> None:

@@ -9,10 +9,11 @@ from trainload.capture.errors import PackageError, StorageError
 from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.debug import debug_problems
 from trainload.packaging.derived import derived_problems
-from trainload.packaging.files import walk
+from trainload.packaging.files import open_inside, walk
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.read import check_graph, read_graph, read_manifest
 from trainload.packaging.weights import WeightReader
+from trainload.packaging.wheels import read_wheel
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
             check_graph(manifest, read_graph(path, manifest, file), file, frozenset(manifest.op_libraries))
         except PackageError as error:
             problems.append(Problem(file, str(error)))
+    problems += _wheels(path, manifest)
     if manifest.abstract is not None:
         return problems
     try:
@@ -107,4 +109,19 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
             reader.check(name)
     except PackageError as error:
         problems.append(Problem(error.where.split(",")[0], str(error)))
+    return problems
+
+
+def _wheels(path: Path, manifest: Manifest) -> list[Problem]:
+    """What is wrong with wheels as such, and with what the manifest says of their distributions."""
+    problems = []
+    for entry in manifest.op_libraries.values():
+        for wheel in entry.wheels:
+            try:
+                with open_inside(path, wheel) as file:
+                    found = read_wheel(file, wheel.rpartition("/")[2])
+                if lacking := [module for module in entry.modules if not found.has_module(module)]:
+                    problems.append(Problem(wheel, f"it has no module {lacking[0]}, which the manifest says registers operators"))
+            except PackageError as error:
+                problems.append(Problem(wheel, str(error)))
     return problems

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import packages_distributions
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +22,7 @@ from trainload.packaging.graph_json import graph_to_json, operator_namespaces, r
 from trainload.packaging.manifest import (
     BUILT_IN_NAMESPACES,
     CONSTANTS,
+    EXTENSIONS,
     MANIFEST,
     MEDIA_TYPES,
     OUTSIDE,
@@ -30,9 +30,11 @@ from trainload.packaging.manifest import (
     ConstantEntry,
     FileEntry,
     Manifest,
+    OpLibraryEntry,
     PassEntry,
     UpdateEntry,
 )
+from trainload.packaging.op_libraries import Libraries, describe_libraries
 from trainload.packaging.read import Package, check_graphs, open_package
 from trainload.packaging.source_map import NAME as SOURCE_MAP
 from trainload.packaging.source_map import SourceMap, make_source_map, restore_traces
@@ -40,7 +42,11 @@ from trainload.packaging.tensors import write_tensors
 from trainload.packaging.validate import GraphFacts, parse_graph, validate_graph
 from trainload.packaging.weights import MAX_SHARD, stored_tensors, write_weights
 
+Bundle = Callable[[Manifest, Path], Mapping[str, OpLibraryEntry]]
+"""Given the manifest but for its files, and a folder to make, writes wheels into it; returns the operator libraries with their wheels."""
+
 _NOTHING: Mapping[str, object] = MappingProxyType({})
+_NO_LIBRARIES: Mapping[str, str | None] = MappingProxyType({})
 _OF_THE_FREEZE = ("batch", "capture")
 """Documents of debug/ that passes leave as they are."""
 
@@ -56,6 +62,8 @@ def write_package(
     debug: Mapping[str, object] = _NOTHING,
     max_shard: int = MAX_SHARD,
     abstract: AbstractEntry | None = None,
+    libraries: Libraries = _NO_LIBRARIES,
+    bundle: Bundle | None = None,
 ) -> Package:
     """Write a package; it appears at `path` whole, or not at all.
 
@@ -69,6 +77,8 @@ def write_package(
         debug: name -> JSON value of further files in debug/, outside the digest.
         max_shard: bytes of tensors in one file of weights.
         abstract: of a program without state: what was proven of it. No weights are written.
+        libraries: what the user said registers the operators of other libraries; what is not said is found out.
+        bundle: puts the wheels of these libraries into the package. None: it has none.
 
     Law: the same arguments (`debug` aside) give the same digest, whatever the machine, folder and process.
 
@@ -85,7 +95,9 @@ def write_package(
             write_tensors(root / CONSTANTS, constants)
         for name, source in assets.items():
             _copy_asset(root, name, Path(source))
-        bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, (), parent)
+        bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, (), parent, libraries)
+        if bundle is not None and bare.op_libraries:
+            bare = _with_libraries(bare, bundle(bare, root / EXTENSIONS))
         if abstract is not None:
             bare = bare.model_copy(update={"features": tuple(sorted({*bare.features, "abstract"})), "abstract": abstract})
         else:
@@ -147,15 +159,19 @@ def with_graphs(package: Package, path: Path, program: Program, passes: Sequence
         graphs.write(root)
         if constants:
             write_tensors(root / CONSTANTS, constants)
-        for file in package.manifest.files:
-            if file.split("/")[0] in ("weights", "assets"):
-                link_or_copy(package.path / file, root / file)
         done = (*package.manifest.passes, *passes)
-        bare = _bare_manifest(program, updates, package.recipe, constants, graphs.facts, done, package.digest)
+        bare = _bare_manifest(program, updates, package.recipe, constants, graphs.facts, done, package.digest, _NO_LIBRARIES)
+        # What a library was when its operators were captured says more than what it is here.
+        known = {name: entry for name, entry in package.manifest.op_libraries.items() if entry.digest is not None}
+        bare = _with_libraries(bare, {name: known.get(name, entry) for name, entry in bare.op_libraries.items()})
+        kept = [file for file in package.manifest.files if file.split("/")[0] in ("weights", "assets")]
+        kept += sorted({wheel for entry in bare.op_libraries.values() for wheel in entry.wheels})
+        for file in kept:
+            link_or_copy(package.path / file, root / file)
         _finish(root, bare)
         written = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
-        for file, entry in package.manifest.files.items():
-            if file.split("/")[0] in ("weights", "assets") and written[file] != entry:
+        for file in kept:
+            if written[file] != package.manifest.files[file]:
                 raise IntegrityError("a file is not the one that the manifest lists", where=file, cure="Fetch the package again.")
         graphs.check(root)
         told = {name: document for name in _OF_THE_FREEZE if (document := read_debug(package.path, name)) is not None}
@@ -241,6 +257,7 @@ def _bare_manifest(
     facts: Sequence[GraphFacts],
     passes: tuple[PassEntry, ...],
     parent: str | None,
+    named: Libraries,
 ) -> Manifest:
     """The manifest but for its files.
 
@@ -249,7 +266,6 @@ def _bare_manifest(
     """
     operators = frozenset[str]().union(*(fact.operators for fact in facts))
     libraries = frozenset[str]().union(*(fact.namespaces for fact in facts)) - BUILT_IN_NAMESPACES
-    providers = packages_distributions() if libraries else {}
     features = {"custom-ops"} if libraries else set()
     if not all(buffer.persistent for buffer in program.buffers):
         features.add("non-persistent-buffers")
@@ -298,13 +314,18 @@ def _bare_manifest(
             ),
             ops=schemas,
             higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),
-            op_libraries={name: next(iter(providers.get(name, ())), None) for name in sorted(libraries)},
+            op_libraries=describe_libraries(schemas, libraries, named),
             passes=passes,
             parent=parent,
             files={},
         )
     except ValidationError as error:
         raise PackageError(f"the package cannot be described: {error.errors(include_url=False)[0]['msg']}") from error
+
+
+def _with_libraries(bare: Manifest, libraries: Mapping[str, OpLibraryEntry]) -> Manifest:
+    features = {*bare.features, "extensions"} if any(entry.wheels for entry in libraries.values()) else set(bare.features)
+    return bare.model_copy(update={"op_libraries": dict(libraries), "features": tuple(sorted(features))})
 
 
 def _state_names(manifest: Manifest) -> list[str]:

@@ -328,6 +328,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[guards]",
     ),
     Mutation(
+        6,
+        "wheels in a package are loaded without a word",
+        "launch/extensions.py",
+        'return "the user said so" if trusted else None',
+        'return "the user said so"',
+        "../launch/test_extensions.py::test_without_the_word_nothing_of_the_wheel_runs",
+    ),
+    Mutation(
+        6,
+        "a wheel may write outside of its folder",
+        "packaging/wheels.py",
+        'if not plain or any(part in ("", ".", "..") for part in parts):',
+        "if not plain:",
+        "../packaging/test_wheels.py::test_a_wheel_with_a_path_that_leaves_its_folder_is_refused",
+    ),
+    Mutation(
         7,
         "a package is renamed before its files are written",
         "packaging/files.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import Literal, Required, TypedDict, Unpack
 
 from trainload.abstract import freeze_abstract
+from trainload.bundling import Bundler, given_wheel
 from trainload.capture.errors import ClusterError, DataError, JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
@@ -21,10 +23,11 @@ from trainload.capture.shapes import declared_shapes, spelled
 from trainload.launch.build import build_key, device_of
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
-from trainload.launch.libraries import Libraries, absolute, open_with
+from trainload.launch.libraries import absolute, import_libraries, library_warnings, open_with
 from trainload.launch.result import RunResult, finish
 from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
+from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.write import write_package
 from trainload.proving import keep_steps, prove
@@ -47,6 +50,8 @@ def freeze(
     on_fix: Callable[[AppliedFix], None] | None = None,
     abstract: bool = False,
     reduced: Job | None = None,
+    libraries: Libraries = MappingProxyType({}),
+    bundle_ops: bool | Sequence[str | Path] = False,
 ) -> Package:
     """Captures a job, proves the graphs equal to eager, and writes the package.
 
@@ -66,11 +71,15 @@ def freeze(
         on_fix: told each change.
         abstract: the model has no values (it is on the meta device, say): shapes alone are frozen, for planning. See docs/abstract.md.
         reduced: for an abstract package, a job of the same code with smaller sizes, which is compared with eager in its place.
+        libraries: namespaces of other libraries' operators that the job calls -> the module or Python file that registers them, which is
+            imported, and recorded as such; what is not named is found out. See docs/operators.md.
+        bundle_ops: whether these libraries go into the package, as wheels made of what is installed; or wheels to take in their place.
 
     Raises:
         JobError: the job's description does not hold together.
         CaptureError: the model cannot be captured soundly.
-        StorageError: the path is taken, or cannot be written.
+        PackageError: a library cannot be imported, or not be bundled so that it can be loaded alone.
+        StorageError: the path is taken, or cannot be written; there is no such wheel.
     """
     path, check = Path(path), Check(check)
     if path.exists():
@@ -79,10 +88,14 @@ def freeze(
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
     if abstract and strict:
         raise JobError("the strict mode needs a model that can be run, to see what it would lose", where="freeze", cure="Leave strict out.")
+    import_libraries(libraries)
     if abstract or reduced is not None:
+        if bundle_ops:
+            raise JobError("an abstract package is not run, so it brings no operators", where="freeze", cure="Leave bundle_ops out.")
         if not abstract or apply_suggested_fixes:
             raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
         return freeze_abstract(job, path, reduced, check)
+    wheels = () if isinstance(bundle_ops, bool) else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
     for fix in fixes:
         if on_fix is not None:
@@ -90,7 +103,16 @@ def freeze(
     proven = prove(declared, check, strict)
     assets = {name: Path(source) for name, source in job.assets.items()}
     debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value, "tracing": _tracing_record(proven.program)}}
-    package = write_package(path, proven.program, proven.updates, proven.recipe, assets=assets, debug=debug)
+    package = write_package(
+        path,
+        proven.program,
+        proven.updates,
+        proven.recipe,
+        assets=assets,
+        debug=debug,
+        libraries=libraries,
+        bundle=Bundler(wheels, libraries) if bundle_ops is not False else None,
+    )
     keep_steps(package, proven.training_steps())
     return package
 
@@ -112,15 +134,20 @@ def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
     }
 
 
-def open(path: str | Path, *, libraries: Libraries = MappingProxyType({})) -> Package:
-    """Opens a package; see `trainload.packaging.read.open_package`.
+def open(path: str | Path, *, libraries: Libraries = MappingProxyType({}), trust_extensions: bool = False) -> Package:
+    """Opens a package; see `trainload.packaging.read.open_package`. Warns where operator libraries are others than it was made with.
 
     Args:
         path: its folder.
         libraries: namespaces of other libraries' operators that it may call -> the module or Python file that registers them, which is
             imported; None: they are registered already. Name only what you trust.
+        trust_extensions: whether to load the operator libraries that the package brings, where `libraries` names no others. That runs code
+            of its maker's: say so only of packages that you trust.
     """
-    return open_with(Path(path), libraries)
+    package = open_with(Path(path), libraries, trust_extensions=trust_extensions)
+    for warning in library_warnings(package, libraries):
+        warnings.warn(warning, stacklevel=2)
+    return package
 
 
 plan = make_plan
@@ -143,6 +170,7 @@ class RunOptions(TypedDict, total=False):
     backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
     address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
     libraries: as for `open`; every worker imports them.
+    trust_extensions: as for `open`; every worker loads them.
     """
 
     run_dir: Required[str | Path]
@@ -159,6 +187,7 @@ class RunOptions(TypedDict, total=False):
     backend: Backend
     address: str | None
     libraries: Libraries
+    trust_extensions: bool
 
 
 def launch(
@@ -213,7 +242,7 @@ def resume(
     """
     folder = Path(run_dir).absolute()
     spec = read_spec(folder)
-    package = open_with(Path(spec.package), spec.libraries)
+    package = open_with(Path(spec.package), spec.libraries, trust_extensions=spec.trust_extensions)
     if workers is not None or strategy is not None:
         world = workers or spec.plan.world_size
         cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
@@ -298,6 +327,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         compile=options.get("compile", True),
         max_failures=options.get("max_failures", 3),
         libraries={**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
+        trust_extensions=options.get("trust_extensions", False),
     )
 
 

@@ -23,6 +23,7 @@ from trainload.capture.errors import CaptureError, RequestError, StorageError, T
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import graphs, packages, runs
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
+from trainload.commands.shared import libraries as named_libraries
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
 
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s")
 @click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="Import MODULE; let packages call its operators.")
-def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libraries
+@click.option("--trust-extensions", is_flag=True, help="Load the libraries that a package brings.")
+def commands(library: tuple[str, ...], trust_extensions: bool) -> None:  # read by commands.shared
     """Freeze a PyTorch training job; choose the parallelism at launch.
 
     \b
       trainload freeze job.py:job -o gpt.tl
       trainload launch gpt.tl --data train.parquet --workers 2 --strategy zero3
-
     Exit status: 0 done, 1 the work failed, 2 the request was wrong.
     """
 
@@ -53,6 +54,8 @@ def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libra
 @click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
 @click.option("--abstract", is_flag=True, help="The model has no weights: shapes, to plan with.")
 @click.option("--reduced", metavar="SPEC", help="With --abstract: a smaller job, compared instead.")
+@click.option("--bundle-ops", is_flag=True, help="Put operator libraries into the package.")
+@click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="The wheel of one, to bundle as it is.")
 @json_option
 def freeze(
     spec: str,
@@ -63,6 +66,8 @@ def freeze(
     apply_suggested_fixes: bool,
     abstract: bool,
     reduced: str | None,
+    bundle_ops: bool,
+    wheels: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write the package of the job that SPEC names.
@@ -70,7 +75,7 @@ def freeze(
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
     captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written.
 
-    The table of --explain-shapes is printed even where torch then refuses the sizes.
+    --explain-shapes prints its table even where torch refuses the sizes.
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
@@ -78,6 +83,9 @@ def freeze(
         raise click.UsageError("--abstract goes without --explain-shapes and --apply-suggested-fixes: use them on the reduced job.")
     if reduced is not None and not abstract:
         raise click.UsageError("--reduced goes with --abstract.")
+    if abstract and (bundle_ops or wheels):
+        raise click.UsageError("--abstract goes without --bundle-ops and --wheel: an abstract package is not run.")
+    libraries = named_libraries()
     demand_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job
@@ -105,6 +113,8 @@ def freeze(
             on_fix=fixes.append,
             abstract=abstract,
             reduced=small,
+            libraries=libraries,
+            bundle_ops=wheels or bundle_ops,
         )
     seconds = time.perf_counter() - began
     if as_json:

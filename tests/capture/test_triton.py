@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,13 @@ def test_an_operator_is_recorded_with_its_library(tmp_path: Path) -> None:
     package = trainload.freeze(job(Model(lambda _, x: with_cpu(x))), tmp_path / "package.tl")
     assert package.manifest.features == ("custom-ops",)
     assert list(package.manifest.op_libraries) == ["triton_test"]
+
+
+def test_the_kernels_that_an_operator_launches_are_recorded(tmp_path: Path) -> None:
+    package = trainload.freeze(job(Model(lambda _, x: with_cpu(x))), tmp_path / "package.tl")
+    (kernel,) = package.manifest.op_libraries["triton_test"].kernels
+    assert kernel.name == f"{__name__}:double_kernel"
+    assert kernel.source == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def test_an_operator_without_a_kernel_for_the_cpu_is_refused_by_name() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile.graphs import ATTACKS, Change
-from tests.packaging.tampering import edit_graph, edit_manifest, rechunk, reseal
+from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest, rechunk, reseal
 
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.user_key import user_key
@@ -231,6 +231,10 @@ def _missing(file: str) -> Attack:
     return lambda package: (package / file).unlink()
 
 
+def _a_library_that_is_a_module(fields: dict[str, Any]) -> None:
+    fields["op_libraries"]["os"] = {**UNKNOWN_LIBRARY, "distribution": "os", "modules": ["os"]}
+
+
 def _shapes_that_overflow(fields: dict[str, Any]) -> None:
     fields["parameters"][0]["shape"] = [2**31, 2**31, 2**31]
 
@@ -290,7 +294,7 @@ def _manifest_cases() -> Iterator[Case]:
     yield Case("a newer format", MANIFEST, manifest(lambda fields: fields.update(format_version=999)))
     yield Case("a version that is no number", MANIFEST, manifest(lambda fields: fields.update(format_version=True)))
     yield Case("a feature that nobody knows", MANIFEST, manifest(lambda fields: fields["features"].append("zz-run-code")))
-    yield Case("an operator library that is a module", MANIFEST, manifest(lambda fields: fields["op_libraries"].update({"os": "os"})))
+    yield Case("an operator library that is a module", MANIFEST, manifest(_a_library_that_is_a_module))
     yield Case("an operator that is none", MANIFEST, manifest(lambda fields: fields["ops"].update({"os.system": "x"})))
     yield Case(
         "an alias of itself", MANIFEST, manifest(lambda fields: fields["parameters"][0].update(alias_of=fields["parameters"][0]["name"]))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.hostile.graphs import ATTACKS, CODE, Change, Document, first_symbol, nodes
-from tests.packaging.tampering import edit_graph, edit_manifest, write_manifest
+from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest, write_manifest
 
 from trainload.capture.errors import PackageError, UnsafePackageError
 from trainload.packaging.canonical import canonical_json, parse_canonical
@@ -96,7 +96,7 @@ def test_an_operator_of_another_library_needs_its_owners_word(copied: Path) -> N
     edit_manifest(copied, lambda manifest: manifest["ops"].update({name: "trainload_test_ops::double(Tensor x) -> Tensor"}))
     with pytest.raises(UnsafePackageError, match="allow the namespace trainload_test_ops"):
         open_package(copied).program()
-    edit_manifest(copied, lambda manifest: manifest["op_libraries"].update(trainload_test_ops=None))
+    edit_manifest(copied, lambda manifest: manifest["op_libraries"].update(trainload_test_ops=UNKNOWN_LIBRARY))
     with pytest.raises(UnsafePackageError, match="allow the namespace trainload_test_ops"):
         open_package(copied)
     assert open_package(copied, namespaces={"trainload_test_ops"}).program().graphs["train"].exported is not None

@@ -209,11 +209,11 @@ def test_a_cluster_that_does_not_answer(gpt: Package, gpt_data: Path, here: Path
 
 def test_a_package_of_a_newer_format(gpt: Package, gpt_data: Path, here: Path, capsys: Capture) -> None:
     shutil.copytree(gpt.path, here / "newer.tl")
-    edit_manifest(here / "newer.tl", lambda manifest: manifest.update(format_version=2))
+    edit_manifest(here / "newer.tl", lambda manifest: manifest.update(format_version=3))
     line = refused(launch(here / "newer.tl", gpt_data), here, capsys)
     assert "newer format" in line
     assert "expected format 1" in line
-    assert "got format 2" in line
+    assert "got format 3" in line
 
 
 def test_a_run_that_exists(gpt: Package, gpt_data: Path, here: Path, capsys: Capture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -83,6 +84,27 @@ def manifest(folder: Path) -> Any:
 def test_the_manifest_names_the_library(folder: Path) -> None:
     assert manifest(folder)["features"] == ["custom-ops"]
     assert list(manifest(folder)["op_libraries"]) == ["launch_library"]
+
+
+def test_the_manifest_says_what_registers_the_operators(folder: Path) -> None:
+    library = manifest(folder)["op_libraries"]["launch_library"]
+    digest = hashlib.sha256((folder / "operators.py").read_bytes()).hexdigest()
+    assert library == {
+        "distribution": None,
+        "version": None,
+        "digest": hashlib.sha256(f'{{"operators.py":"{digest}"}}'.encode()).hexdigest(),
+        "modules": ["operators"],
+        "kernels": [],
+        "wheels": [],
+    }
+
+
+def test_a_library_that_is_another_than_at_the_freeze_is_told_of(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "operators.py").write_text(f"{LIBRARY}\n# changed\n")
+    command = [sys.executable, "-m", "trainload", "--library", f"launch_library={tmp_path / 'operators.py'}", "inspect", "package.tl"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert "warning: the package was made with the operators launch_library" in done.stderr
+    assert "whose files are others here" in done.stderr
 
 
 def test_a_package_is_not_opened_without_the_library(folder: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import pickle
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.hostile.graphs import call, first_symbol, nodes
-from tests.packaging.tampering import edit_graph, edit_manifest, reseal
+from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest, reseal
 
 import trainload
 from trainload.capture.errors import PackageError, UnsafePackageError
@@ -142,7 +143,25 @@ def code_as_an_argument_of_forward(package: Path, trap: Trap) -> None:
 
 
 def module_as_an_operator_library(package: Path, trap: Trap) -> None:
-    edit_manifest(package, lambda manifest: manifest["op_libraries"].update({trap.module: trap.module}))
+    library = {**UNKNOWN_LIBRARY, "distribution": trap.module, "version": "1", "modules": [trap.module]}
+    edit_manifest(package, lambda manifest: manifest["op_libraries"].update({trap.module: library}))
+
+
+def wheel_that_brings_operators(package: Path, trap: Trap) -> None:
+    (package / "extensions").mkdir()
+    name = f"extensions/{trap.module}-1-py3-none-any.whl"
+    with zipfile.ZipFile(package / name, "w") as archive:
+        archive.writestr(f"{trap.module}-1.dist-info/METADATA", f"Name: {trap.module}\nVersion: 1\n")
+        archive.writestr(f"{trap.module}.py", trap.code)
+    library = {**UNKNOWN_LIBRARY, "distribution": trap.module, "version": "1", "modules": [trap.module], "wheels": [name]}
+
+    def bring(manifest: dict[str, Any]) -> None:
+        manifest["op_libraries"][trap.module] = library
+        manifest["features"] = sorted([*manifest["features"], "custom-ops", "extensions"])
+        manifest["files"][name] = {"media_type": "application/zip", "sha256": "0" * 64, "size": 0}
+
+    edit_manifest(package, bring)
+    reseal(package)
 
 
 ATTACKS: tuple[Callable[[Path, Trap], None], ...] = (
@@ -161,6 +180,7 @@ ATTACKS: tuple[Callable[[Path, Trap], None], ...] = (
     code_as_a_keyword,
     code_as_an_argument_of_forward,
     module_as_an_operator_library,
+    wheel_that_brings_operators,
 )
 
 

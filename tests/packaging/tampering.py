@@ -9,6 +9,9 @@ from typing import Any
 
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 
+UNKNOWN_LIBRARY: dict[str, Any] = {"distribution": None, "version": None, "digest": None, "modules": [], "kernels": [], "wheels": []}
+"""An entry of `op_libraries` that says nothing."""
+
 
 def reseal(package: Path) -> None:
     """Make the manifest's files and checksum those of the folder."""

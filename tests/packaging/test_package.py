@@ -19,7 +19,7 @@ from tests.packaging.test_graph_json import assert_same, run
 
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.manifest import Manifest
+from trainload.packaging.manifest import FORMAT_VERSION, Manifest
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.write import with_weights, write_package
 
@@ -219,8 +219,8 @@ def test_a_folder_without_manifest_is_no_package(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_with_the_cure(copied: Path) -> None:
-    edit_manifest(copied, lambda m: m.update(format_version=2, surprise=1))
-    with pytest.raises(PackageError, match=r"newer format.*expected format 1 to 1, got format 2.*Update trainload"):
+    edit_manifest(copied, lambda m: m.update(format_version=FORMAT_VERSION + 1, surprise=1))
+    with pytest.raises(PackageError, match=r"newer format.*expected format 1 to 2, got format 3.*Update trainload"):
         open_package(copied)
 
 

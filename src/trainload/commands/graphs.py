@@ -12,8 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainload import view
+from trainload.capture.errors import PackageError
+from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
-from trainload.commands.shared import err, json_option, out, package_argument, print_json
+from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
 
 if TYPE_CHECKING:
     from trainload.operators import OperatorUse
@@ -85,18 +87,33 @@ def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change:
 @package_argument
 @click.option("--set", "chosen", metavar="full|core|FILE", help="Which operators to decompose.")
 @click.option("--interactive", is_flag=True, help="Choose operator by operator.")
+@click.option("--compat", is_flag=True, help="Which differ from those of the torch that runs.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="Write a package of the chosen set.")
 @allow_option
 @data_option
 @json_option
 def ops(
-    package: Path, chosen: str | None, interactive: bool, output: Path | None, allow_change: bool, data: str | None, as_json: bool
+    package: Path,
+    chosen: str | None,
+    interactive: bool,
+    compat: bool,
+    output: Path | None,
+    allow_change: bool,
+    data: str | None,
+    as_json: bool,
 ) -> None:
     """List the operators of a package's graphs, or choose a set of them.
 
     full: as captured. core: nothing outside core ATen that torch can decompose. FILE: decompose what it names, one a line. The
     graphs that come out are compared with those before.
+
+    --compat needs no package that opens. It exits with 1 where graphs cannot run.
     """
+    if compat and (chosen is not None or interactive or output is not None):
+        raise click.UsageError("--compat compares only: leave out --set, --interactive and -o.")
+    if compat:
+        _compare(package, as_json)
+        return
     if interactive and chosen is not None:
         raise click.UsageError("--interactive chooses the set: leave out --set.")
     if output is not None and chosen is None and not interactive:
@@ -110,6 +127,41 @@ def ops(
         _list(opened, as_json)
     else:
         _choose(opened, chosen, output, allow_change, data, as_json)
+
+
+def _compare(path: Path, as_json: bool) -> None:
+    """Print what became of the package's operators in the torch that runs."""
+    if not path.exists():
+        raise PackageError("there is no such package", where=str(path))
+    demand_supported_torch()
+    import torch
+
+    from trainload.launch.libraries import import_for
+    from trainload.packaging.compat import Verdict, compare_operators
+    from trainload.packaging.manifest import MANIFEST, Manifest
+    from trainload.packaging.read import read_manifest, told_library, ways_to_allow
+
+    allowed = import_for(path, shared.libraries(), trust_extensions=shared.trusts_extensions())
+    manifest = Manifest.from_bytes(read_manifest(path), MANIFEST)
+    compared = compare_operators(manifest)
+    counts = {verdict.value: sum(each.verdict is verdict for each in compared) for verdict in Verdict}
+    rows = [each for each in compared if each.verdict is not Verdict.SAME]
+    strange = {namespace: entry for namespace, entry in manifest.op_libraries.items() if namespace not in allowed}
+    if as_json:
+        print_json({"torch": torch.__version__, "counts": counts, "operators": rows, "libraries_not_allowed": strange})
+    else:
+        table = Table(box=None, pad_edge=False)
+        for title in ("operator", "was", "is", "verdict"):
+            table.add_column(title, overflow="fold")
+        for each in rows:
+            name = each.name.removeprefix("torch.ops.")
+            table.add_row(name, escape(each.was), escape("" if each.now is None else each.now), each.verdict.value)
+        if rows:
+            out().print(table)
+        told = [(f"library of {name}", f"{told_library(e)}. If you trust it, {ways_to_allow(name, e)}") for name, e in strange.items()]
+        out().print(view.table([("torch", torch.__version__), *counts.items(), *told]))
+    if not all(each.fits for each in compared):
+        raise click.exceptions.Exit(FAILED)
 
 
 def _list(package: Package, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from trainload.commands.shared import FAILED, err, json_option, out, package_arg
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
-    from trainload.packaging.manifest import Manifest
+    from trainload.packaging.manifest import Manifest, OpLibraryEntry
 
 
 @click.command(short_help="Say what a package holds.")
@@ -108,11 +108,20 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
         rows.insert(2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}"))
     rows += _takes(manifest)
+    rows += [(f"operators of {namespace}", _library(entry)) for namespace, entry in manifest.op_libraries.items()]
     if manifest.passes:
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
         rows.append(("parent", manifest.parent))
     return rows
+
+
+def _library(entry: OpLibraryEntry) -> str:
+    """What registers the operators of a namespace."""
+    from trainload.packaging.read import told_library
+
+    kernels = f"; Triton kernels {', '.join(kernel.name for kernel in entry.kernels)}" if entry.kernels else ""
+    return f"{told_library(entry)}; {', '.join(entry.wheels) or 'not in the package'}{kernels}"
 
 
 def _takes(manifest: Manifest) -> list[tuple[str, Any]]:

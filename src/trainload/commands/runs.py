@@ -156,6 +156,7 @@ def launch(
         "compile": not no_compile,
         "max_failures": max_failures,
         "libraries": shared.libraries(),
+        "trust_extensions": shared.trusts_extensions(),
     }
     from trainload import api
 

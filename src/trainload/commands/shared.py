@@ -28,9 +28,18 @@ def open_package(path: Path) -> Package:
     if not path.exists():
         raise PackageError("there is no such package", where=str(path))
     demand_supported_torch()
-    from trainload import api
+    from trainload.launch.libraries import library_warnings, open_with
 
-    return api.open(path, libraries=libraries())
+    named = libraries()
+    package = open_with(path, named, trust_extensions=trusts_extensions())
+    for warning in library_warnings(package, named):
+        err().print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+    return package
+
+
+def trusts_extensions() -> bool:
+    """Whether the program was given --trust-extensions."""
+    return bool(click.get_current_context().find_root().params.get("trust_extensions", False))
 
 
 def libraries() -> dict[str, str | None]:

@@ -1,0 +1,248 @@
+"""The jobs whose packages are kept as goldens: between them, all that a package of the present format can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional
+
+import trainload
+from trainload import Ema, Graph, Loss, LossScaling, Turn
+from trainload.spec import load_module
+
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """A golden to make.
+
+    Attributes:
+        make: gives its job, always with the same weights.
+        parts: the columns of each part of its data; one: an npz file, more: a mixture of them.
+        reduced: for an abstract package, gives the job that is compared in its place. Then there is no data.
+        freeze: further options of the freeze.
+    """
+
+    make: Callable[[], trainload.Job]
+    parts: tuple[Callable[[], dict[str, Tensor]], ...] = ()
+    reduced: Callable[[], trainload.Job] | None = None
+    freeze: dict[str, Any] = field(default_factory=dict)
+
+
+class Plain(nn.Module):
+    """(rows, 5) tokens -> (rows, 16) logits. Tied, frozen weights, dropout, a bfloat16 region, cond, constants, both kinds of buffers."""
+
+    calls: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.emb.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.1)
+        self.lin = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.full((8,), 0.9), requires_grad=False)
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([1.0, 0.5] * 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x).mean(1)
+        h = h + torch.cond(h.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (self.shift,))
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.lin(h)
+        h = self.norm(h.float()) * self.mask * self.scale
+        with torch.no_grad():
+            self.calls.add_(1)
+        logits: Tensor = self.head(self.drop(h) + torch.tensor([0.5] * 8))
+        return logits
+
+
+def plain() -> trainload.Job:
+    torch.manual_seed(SEED)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        logits = model(batch["x"])
+        with torch.no_grad():
+            hits = (logits.argmax(-1) == batch["y"]).float().mean()
+        return Loss(functional.cross_entropy(logits, batch["y"]), metrics={"accuracy": hits})
+
+    def optimizer(model: nn.Module) -> optim.Optimizer:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        return optim.AdamW(groups, lr=0.05, weight_decay=0.0)
+
+    def predict(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = model(batch["x"])
+        return logits
+
+    return trainload.Job(
+        model=Plain(),
+        batch=tokens(4),
+        loss=loss,
+        optimizer=optimizer,
+        schedule=lambda step: 1 / (1 + step),
+        predict=predict,
+        predict_inputs=["x"],
+        steps=2,
+        global_batch=8,
+        clip_norm=0.5,
+        seed=SEED,
+        assets={"LICENCE": str(Path(__file__).with_name("LICENCE"))},
+    )
+
+
+def tokens(rows: int = 24) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randint(0, 16, (rows, 5), generator=generator), "y": torch.randint(0, 16, (rows,), generator=generator)}
+
+
+def turns() -> trainload.Job:
+    """Two losses in turns, each with its optimizer: one takes whole matrices, one clips elements; running means of both."""
+    torch.manual_seed(SEED)
+
+    def generator(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return functional.softplus(-model.get_submodule("judge")(model.get_submodule("maker")(batch["noise"]))).mean()
+
+    def judge(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        made = model.get_submodule("maker")(batch["noise"]).detach()
+        real, fake = (model.get_submodule("judge")(x) for x in (batch["x"], made))
+        return (functional.softplus(-real) + functional.softplus(fake)).mean()
+
+    def muon(model: nn.Module) -> list[optim.Optimizer]:
+        parameters = list(model.get_submodule("maker").parameters())
+        rest = optim.SGD([p for p in parameters if p.ndim < 2], lr=0.2, momentum=0.9)
+        return [optim.Muon([p for p in parameters if p.ndim > 1], lr=0.1), rest]
+
+    graphs = {
+        "generator": Graph(loss=generator, inputs=["noise"], optimizer=muon, ema=Ema(0.8)),
+        "judge": Graph(
+            loss=judge,
+            optimizer=lambda m: optim.SGD(m.get_submodule("judge").parameters(), lr=0.2),
+            schedule=lambda step: 1 / (1 + 0.3 * step),
+            clip_value=0.05,
+            ema=Ema(0.5),
+        ),
+    }
+    return trainload.Job(
+        model=nn.ModuleDict({"maker": nn.Linear(4, 6), "judge": nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))}),
+        batch={name: column[:4] for name, column in noise().items()},
+        graphs=graphs,
+        loop=[Turn("judge", times=2, fresh=True), "generator"],
+        steps=2,
+        global_batch=6,
+        seed=SEED,
+    )
+
+
+def noise() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {"noise": torch.randn(30, 4, generator=generator), "x": torch.randn(30, 6, generator=generator)}
+
+
+class Either(nn.Module):
+    """A mean squared error with or without a hint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.hint = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, y: Tensor, hint: Tensor | None = None) -> Tensor:
+        found = self.layer(x)
+        return functional.mse_loss(found if hint is None else found + self.hint(hint), y)
+
+
+def variants() -> trainload.Job:
+    """An optional input, a scaled loss, and a table of learning rates that two groups share."""
+    torch.manual_seed(SEED)
+
+    def optimizer(model: nn.Module) -> optim.Optimizer:
+        return optim.SGD([{"params": model.get_submodule(name).parameters(), "lr": lr} for name, lr in (("layer", 0.5), ("hint", 0.1))])
+
+    return trainload.Job(
+        model=Either(),
+        batch={name: column[:4] for name, column in without_hint().items()},
+        variants={"hinted": {name: column[:4] for name, column in with_hint().items()}},
+        optimizer=optimizer,
+        schedule=lambda step: 1 / (1 + step),
+        steps=2,
+        global_batch=6,
+        clip_value=0.3,
+        loss_scaling=LossScaling(init_scale=8.0, growth_interval=1),
+        seed=SEED,
+    )
+
+
+def without_hint() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {"x": torch.randn(18, 5, generator=generator), "y": torch.randn(18, 3, generator=generator)}
+
+
+def with_hint() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {**without_hint(), "hint": torch.randn(18, 2, generator=generator)}
+
+
+class Halving(nn.Module):
+    """Its forward calls an operator of another library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(torch.ops.golden_ops.halved(self.layer(x)), y)
+
+
+def operators() -> trainload.Job:
+    load_module(str(Path(__file__).with_name("golden_library.py")))
+    torch.manual_seed(SEED)
+    return trainload.Job(
+        model=Halving(),
+        batch={name: column[:4] for name, column in without_hint().items()},
+        optimizer=lambda model: optim.SGD(model.parameters(), lr=0.5),
+        steps=2,
+        global_batch=6,
+        seed=SEED,
+    )
+
+
+def shapes(width: int = 64) -> trainload.Job:
+    """Without weights: on the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+    return _shaped(model, width)
+
+
+def few_shapes() -> trainload.Job:
+    torch.manual_seed(SEED)
+    return _shaped(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), 8)
+
+
+def _shaped(model: nn.Module, width: int) -> trainload.Job:
+    def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = module(batch["x"])
+        return found.square().mean()
+
+    return trainload.Job(
+        model=model, batch={"x": torch.ones(4, width)}, loss=loss, optimizer=lambda m: optim.SGD(m.parameters(), lr=0.1), steps=2
+    )
+
+
+CASES = {
+    "plain": Case(plain, (tokens,)),
+    "turns": Case(turns, (noise,)),
+    "variants": Case(variants, (without_hint, with_hint)),
+    "operators": Case(operators, (without_hint,), freeze={"bundle_ops": True}),
+    "shapes": Case(shapes, reduced=few_shapes),
+}

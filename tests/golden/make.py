@@ -1,0 +1,69 @@
+"""Makes the golden packages of the present format version: python -m tests.golden.make [NAME...]. Once for a version, before it changes.
+
+What a folder of goldens holds is never made again by a later version: it is what that version wrote.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tests.golden.goldens import HERE, Golden, train
+from tests.golden.jobs import CASES, Case
+
+import trainload
+from trainload.packaging.manifest import FORMAT_VERSION
+
+APART = 0.01
+"""Two losses of a golden differ by so much at least, relative: a run that left out an update would be noticed."""
+
+
+def make(name: str, case: Case, folder: Path) -> None:
+    """Write the golden of a case into a new folder."""
+    folder.mkdir(parents=True)
+    reduced = case.reduced() if case.reduced is not None else None
+    package = trainload.freeze(case.make(), folder / "package.tl", abstract=reduced is not None, reduced=reduced, **case.freeze)
+    # They name this machine's files, and are no part of the package's identity.
+    for outside in ("debug", "derived"):
+        shutil.rmtree(package.path / outside)
+    if not case.parts:
+        return
+    files = ["data.npz"] if len(case.parts) == 1 else [f"part-{number}.npz" for number in range(len(case.parts))]
+    for file, part in zip(files, case.parts, strict=True):
+        columns = {name: column.numpy() for name, column in part().items()}
+        np.savez_compressed(folder / file, **columns)  # type: ignore[arg-type]  # its stub takes arrays for flags
+    if len(files) > 1:
+        (folder / "mixture.json").write_text(json.dumps({"parts": [{"data": file} for file in files]}) + "\n")
+    data = folder / ("mixture.json" if len(files) > 1 else "data.npz")
+    with tempfile.TemporaryDirectory() as run_dir:
+        found = train(package, data, Path(run_dir) / "run", **Golden(folder).opening)
+    for kind, values in found.items():
+        assert all(abs(a - b) > APART * abs(a) for a, b in itertools.pairwise(values)), (name, kind, values)
+    (folder / "losses.json").write_text(json.dumps({"torch": torch.__version__.partition("+")[0], **found}, indent=1) + "\n")
+
+
+def main(names: Sequence[str]) -> None:
+    """Make those named, or all that are not there."""
+    for name in names or CASES:
+        folder = HERE / f"v{FORMAT_VERSION}" / name
+        if folder.exists():
+            print(f"{folder}: it is there already, and stays as it was made")
+            continue
+        try:
+            make(name, CASES[name], folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(f"{folder}: {size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,57 @@
+"""Packages that earlier versions of the format wrote: each opens, trains two steps and gives the losses that it gave then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.golden.goldens import Golden, goldens, train
+
+import trainload
+from trainload.packaging.manifest import FEATURES, FORMAT_VERSION
+from trainload.packaging.verify import verify_package
+
+GOLDENS = list(goldens())
+FP32 = 2e-5
+"""Another torch, or another processor, adds in another order: some units in the last of float32's 24 bits, more of them after an update."""
+BF16 = 3e-3
+"""In a bfloat16 region such a difference may round a value to its neighbour, 2**-8 away; it is one of several that make a loss."""
+TOLERANCES = {"plain": BF16}
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_every_byte_of_it_is_sound(golden: Golden) -> None:
+    assert verify_package(golden.package).problems == ()
+
+
+@pytest.mark.parametrize("golden", [golden for golden in GOLDENS if (golden.folder / "losses.json").exists()], ids=str)
+def test_it_trains_as_it_did(golden: Golden, tmp_path: Path) -> None:
+    package = trainload.open(golden.package, **golden.opening)
+    expected = json.loads((golden.folder / "losses.json").read_text())
+    found = train(package, golden.data, tmp_path / "run", **golden.opening)
+    tolerance = TOLERANCES.get(golden.name, FP32)
+    assert found == {kind: pytest.approx(expected[kind], rel=tolerance) for kind in ("train", "eval")}
+
+
+@pytest.mark.parametrize("golden", [golden for golden in GOLDENS if golden.name == "shapes"], ids=str)
+def test_one_without_weights_is_planned(golden: Golden) -> None:
+    plan = trainload.plan(trainload.open(golden.package), trainload.Cluster(devices_per_node=2), "zero3")
+    assert plan.estimate.parameter_bytes > 0
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_it_names_no_file_of_the_machine_that_made_it(golden: Golden) -> None:
+    held = [path.read_bytes() for path in golden.package.rglob("*.json")]
+    assert [data for data in held if b"/home/" in data or b"/tmp/" in data or b".py" in data] == []
+
+
+def test_every_version_has_goldens_with_all_of_its_features() -> None:
+    lacking = {version: set(FEATURES) - LATER.get(version, set()) for version in range(1, FORMAT_VERSION + 1)}
+    for golden in GOLDENS:
+        lacking[golden.version] -= set(json.loads((golden.package / "manifest.json").read_bytes())["features"])
+    assert {version: left for version, left in lacking.items() if left} == {}
+
+
+LATER = {1: {"extensions"}}
+"""Version -> features that came after it."""
