@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainload.capture.errors import PackageError
+from trainload.capture.errors import IntegrityError, PackageError
+from trainload.packaging.policy import Policy, demand_policies, find_policies
 from trainload.packaging.read import Package, open_package
 
 Libraries = Mapping[str, str | None]
@@ -25,6 +26,45 @@ def open_with(path: Path, libraries: Libraries) -> Package:
         if location is not None:
             _import(namespace, location)
     return open_package(path, namespaces=frozenset(libraries))
+
+
+def open_for_run(path: Path, libraries: Libraries, policies: Sequence[Policy], digest: str | None) -> Package:
+    """Opens a package that is about to be run, here, by whoever asks.
+
+    Args:
+        path: its folder.
+        libraries: as for `open_with`. Nothing is imported before the policies were asked.
+        policies: of who launched the run; those that hold in this process are added.
+        digest: what the package's must be; None: it is not known.
+
+    Raises:
+        PolicyError: a policy does not let it be run.
+        IntegrityError: it is another package; otherwise as `open_with`.
+    """
+    held = tuple(dict.fromkeys((*policies, *find_policies())))
+    allowed = demand_policies(path, held) if held else digest
+    package = open_with(path, libraries)
+    for expected in (digest, allowed):
+        if expected is not None and package.digest != expected:
+            raise IntegrityError(
+                "the package is another one than the run was launched with",
+                where=str(path),
+                expected=expected,
+                got=package.digest,
+                cure="Put the package back, or launch a new run.",
+            )
+    return package
+
+
+def demand_run(package: Package, policies: Sequence[Policy]) -> None:
+    """Demands that an open package may be run.
+
+    Raises:
+        PolicyError: a policy does not let it be run.
+        IntegrityError: it was replaced since it was opened.
+    """
+    if policies and (now := demand_policies(package.path, policies)) != package.digest:
+        raise IntegrityError("the package was replaced since it was opened", where=str(package.path), expected=package.digest, got=now)
 
 
 def absolute(libraries: Libraries) -> dict[str, str | None]:

@@ -33,6 +33,19 @@ def open_package(path: Path) -> Package:
     return api.open(path, libraries=libraries())
 
 
+def open_to_run(path: Path) -> Package:
+    """`open_package`, once the policies let the package be run: before that no library is imported for it."""
+    if not path.exists():
+        raise PackageError("there is no such package", where=str(path))
+    demand_supported_torch()
+    from trainload.packaging.policy import demand_policies, find_policies
+
+    policies = find_policies(policy())
+    if policies:
+        demand_policies(path, policies)
+    return open_package(path)
+
+
 def libraries() -> dict[str, str | None]:
     """What the program's --library options name: namespace -> module or file, None where it is only allowed."""
     named: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
@@ -43,6 +56,12 @@ def libraries() -> dict[str, str | None]:
             raise click.UsageError(f"--library {text}: give NAMESPACE=MODULE, where MODULE may be a .py file.")
         found[namespace] = location or None
     return found
+
+
+def policy() -> Path | None:
+    """What the program's --policy option names."""
+    named: Path | None = click.get_current_context().find_root().params.get("policy")
+    return named
 
 
 def write_text(path: Path, text: str) -> None:
