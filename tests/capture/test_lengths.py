@@ -56,7 +56,7 @@ def test_len_of_a_batch_is_right_on_every_number_of_rows(middle: Any) -> None:
 class Library:
     """What cffi makes of a C library: it says that it is a module, and takes no attributes."""
 
-    __class__ = property(lambda self: types.ModuleType)  # type: ignore[assignment]
+    __class__ = property(lambda self: types.ModuleType)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"library has no {name}")
@@ -65,7 +65,7 @@ class Library:
 def test_a_library_that_says_it_is_a_module_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     assert isinstance(library, types.ModuleType)
-    monkeypatch.setitem(sys.modules, "some_library.lib", library)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "some_library.lib", library)
     with lengths():
         assert "len" not in vars(library)
 

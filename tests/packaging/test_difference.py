@@ -178,8 +178,10 @@ def test_tensors_are_listed_with_the_greatest_change_first(packaged: Package, tr
     assert weights is not None
     nan, scaled, one = weights
     assert (nan.name, nan.not_finite, nan.changed) == ("norm.bias", (0, 1), 1)
-    assert (scaled.name, scaled.changed, scaled.relative) == ("lin.bias", 8, pytest.approx(0.5, rel=1e-6))
-    assert (one.name, one.changed, one.elements, one.greatest) == ("emb.weight", 1, 128, pytest.approx(2.0, rel=1e-6))
+    assert (scaled.name, scaled.changed) == ("lin.bias", 8)
+    assert scaled.relative == pytest.approx(0.5, rel=1e-6)
+    assert (one.name, one.changed, one.elements) == ("emb.weight", 1, 128)
+    assert one.greatest == pytest.approx(2.0, rel=1e-6)
 
 
 def test_files_of_weights_with_the_same_digest_are_not_read(packaged: Package, trained: Package, tmp_path: Path) -> None:
@@ -289,7 +291,10 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
 def test_whatever_differs_in_a_manifest_is_listed(packaged: Package, copied: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    edit_manifest(copied, edit)
+    def change(manifest: dict[str, Any]) -> None:
+        edit(manifest)
+
+    edit_manifest(copied, change)
     found = package_difference(packaged.path, copied, weights=False)
     assert not found.same
     assert sum(len(part.changes) for part in found.sections) >= 1
