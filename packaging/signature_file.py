@@ -27,7 +27,7 @@ FOLDER = "signatures"
 SUFFIX = ".sig"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 """What a signature may be called, without its suffix."""
-MAX_SIGNATURE = 16 * 2**20
+MAX_SIGNATURE = 4 * 2**20
 """Bytes of one file."""
 MAX_DEPTH = 32
 MAX_SIGNATURES = 100

@@ -73,7 +73,7 @@ def vouched_for(
             except SignatureError as error:
                 tried.append(Refused(identity, signature.file, error.problem))
         else:
-            refused += tried or [Refused(identity, FOLDER, f"there is no signature; one of {identity} is wanted")]
+            refused += tried or [Refused(identity, FOLDER, f"there is no signature, so none by {identity}")]
     return tuple(held), tuple(refused)
 
 

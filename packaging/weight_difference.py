@@ -39,9 +39,11 @@ class TensorDifference:
     not_finite: tuple[int, int]
 
     @property
-    def rank(self) -> tuple[int, float, float]:
-        """Greatest change first: what is no longer finite, then relative change, then absolute."""
-        return -(self.not_finite[1] - self.not_finite[0]), -(math.inf if self.relative is None else self.relative), -self.greatest
+    def rank(self) -> tuple[int, float]:
+        """Greatest change first: what is no longer finite, then the greatest difference of an element. A relative one would put first
+        whatever began at 0, as most biases do.
+        """
+        return self.not_finite[0] - self.not_finite[1], -self.greatest
 
 
 def weight_differences(before: Package, after: Package) -> tuple[TensorDifference, ...]:

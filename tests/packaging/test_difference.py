@@ -176,7 +176,7 @@ def test_training_leaves_the_program_and_changes_weights(packaged: Package, trai
 def test_tensors_are_listed_with_the_greatest_change_first(packaged: Package, trained: Package) -> None:
     weights = package_difference(packaged.path, trained.path).weights
     assert weights is not None
-    nan, scaled, one = weights
+    nan, one, scaled = weights
     assert (nan.name, nan.not_finite, nan.changed) == ("norm.bias", (0, 1), 1)
     assert (scaled.name, scaled.changed) == ("lin.bias", 8)
     assert scaled.relative == pytest.approx(0.5, rel=1e-6)
@@ -382,7 +382,7 @@ def test_the_exit_status_tells_a_difference_where_it_is_asked_for(
 
 def test_as_many_tensors_are_printed_as_are_asked_for(packaged: Package, trained: Package, capsys: pytest.CaptureFixture[str]) -> None:
     _, text = run(capsys, packaged.path, trained.path, "--weights", "2")
-    assert "norm.bias" in text and "lin.bias" in text and "emb.weight" not in text
+    assert "norm.bias" in text and "emb.weight" in text and "lin.bias" not in text
     assert "and 1 more" in text
 
 
@@ -395,6 +395,12 @@ def test_the_command_prints_a_review(packaged: Package, revised: Package, capsys
     assert "  in drop:" in printed
 
 
+def test_what_differs_in_one_field_alone_is_printed_once(packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_manifest(copied, lambda manifest: manifest["recipe"].update(seed=8))
+    printed = run(capsys, packaged.path, copied)[1].splitlines()
+    assert printed[printed.index("recipe (1)") :] == ["recipe (1)", "  ~ seed: 0 -> 8", "weights", "  the same"]
+
+
 def test_long_parts_are_cut_unless_all_is_asked_for(packaged: Package, revised: Package, capsys: pytest.CaptureFixture[str]) -> None:
     short, full = (run(capsys, packaged.path, revised.path, *extra)[1] for extra in ((), ("--full",)))
     assert ("more lines: --full" in short, "more lines: --full" in full) == (len(full.splitlines()) > len(short.splitlines()), False)
@@ -404,7 +410,7 @@ def test_json_holds_everything(packaged: Package, trained: Package, capsys: pyte
     _, text = run(capsys, packaged.path, trained.path, "--json", "--weights", "0")
     found = json.loads(text)
     assert (found["same"], found["relation"]) == (False, "the second was made from the first")
-    assert [tensor["name"] for tensor in found["weights"]] == ["norm.bias", "lin.bias", "emb.weight"]
+    assert [tensor["name"] for tensor in found["weights"]] == ["norm.bias", "emb.weight", "lin.bias"]
 
 
 def test_what_a_terminal_would_obey_is_not_printed(packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

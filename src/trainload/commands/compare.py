@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MOST_LINES = 20
 """Lines of one section, module or text that are printed without --full."""
+FILES = "files"
+"""The section of `package_difference` that lists them."""
 _package = click.Path(path_type=Path)
 
 
@@ -62,16 +64,18 @@ def _print(found: PackageDifference, rows: int, most: int | None) -> None:
     if found.before.program == found.after.program:
         sides.append(("program", "the same"))
     out().print(view.table([*sides, ("relation", found.relation)]))
-    for section in found.sections[:-1]:
-        _section(section, most)
+    for section in found.sections:
+        if section.title != FILES:
+            _section(section, most)
     for text in found.texts:
         _title(text.file)
         _lines([(line, _STYLES.get(line[:1], "")) for line in text.lines], most)
     for graph in found.graphs:
         _graph(graph, most)
     _weights(found, rows)
-    for section in found.sections[-1:]:  # the files: a summary, where all above is the contents
-        _section(section, most)
+    for section in found.sections:
+        if section.title == FILES:  # at the end: all above says what is in them
+            _section(section, most)
 
 
 def _section(section: Section, most: int | None) -> None:
