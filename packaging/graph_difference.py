@@ -10,8 +10,10 @@ from difflib import SequenceMatcher
 from trainload.packaging.change import Change
 from trainload.packaging.graph_lines import GraphLines, Line
 
-MOST_COMPARED = 4000
-"""Lines of one module of which the shortest way from one order to the other is looked for; of more, how often each occurs is compared."""
+MOST_PAIRS = 50_000
+"""Pairs of equal lines of one module up to which the shortest way from one order to the other is looked for, in a second or so; of modules
+with more, how often each line occurs is compared.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,20 @@ def graph_difference(name: str, before: GraphLines, after: GraphLines) -> GraphD
     operators = tuple(Change(operator, str(was) if was else None, str(now) if now else None) for operator, was, now in counts if was != now)
     modules: list[ModuleDifference] = []
     values: list[Change] = []
-    for module in dict.fromkeys(line.module for line in (*before.lines, *after.lines)):
-        a, b = ([line for line in side.lines if line.module == module] for side in (before, after))
-        lines, other = _module(a, b)
+    ours, theirs = _by_module(before), _by_module(after)
+    for module in dict.fromkeys([*ours, *theirs]):
+        lines, other = _module(ours.get(module, []), theirs.get(module, []))
         if lines:
             modules.append(ModuleDifference(module, tuple(lines)))
         values += other
     return GraphDifference(name, operators, tuple(modules), tuple(values), not (operators or modules or values))
+
+
+def _by_module(graph: GraphLines) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in graph.lines:
+        found.setdefault(line.module, []).append(line)
+    return found
 
 
 def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLine], list[Change]]:
@@ -75,7 +84,8 @@ def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLin
     same = [*zip(before[:start], after[:start], strict=True)]
     a, b = before[start : len(before) - end], after[start : len(after) - end]
     lines: list[NodeLine] = []
-    if max(len(a), len(b)) > MOST_COMPARED:
+    often = Counter(line.text for line in b)
+    if sum(often[line.text] for line in a) > MOST_PAIRS:
         lines += _counted(a, b)
     else:
         for tag, i, j, k, m in SequenceMatcher(None, [line.text for line in a], [line.text for line in b], autojunk=False).get_opcodes():

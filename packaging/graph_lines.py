@@ -7,7 +7,7 @@ an input, or the n-th call of an operator within a module. Nothing here asks tor
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,7 @@ class _Reader:
             label = operator.rpartition("higher_order.")[2] + (f"#{count}" if count > 1 else "")
             bodies = [entry["arg"]["as_graph"] for entry in node["inputs"] if "as_graph" in entry["arg"]]
             numbers = {body["name"]: f"body {number}" for number, body in enumerate(bodies, 1)}  # a body's own name counts those before it
-            given = ", ".join(self._named(entry, {**labels, **numbers} if bodies else labels, module) for entry in node["inputs"])
+            given = ", ".join(self._named(entry, ChainMap(numbers, labels) if bodies else labels, module) for entry in node["inputs"])
             self.lines.append(Line(module, f"{indent}{operator}({given})", self._values(node["outputs"], graph)))
             for body in bodies:
                 self._body(body, numbers[body["name"]], module, indent + "  ")
