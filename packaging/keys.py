@@ -49,10 +49,6 @@ class PrivateKey:
     password: bytes | None = field(repr=False)
 
 
-class EncryptedKeyError(SignatureError):
-    """A private key is encrypted, and no password was given."""
-
-
 def library(name: str) -> Any:
     """A module of the libraries that signatures need.
 
@@ -116,6 +112,21 @@ def identity_of(pem: str, name: str) -> Identity:
     return Identity(name, "key", hashlib.sha256(public.encode()).hexdigest(), public)
 
 
+def is_encrypted(path: Path) -> bool:
+    """Whether a private key needs a password. False also for what is no key: `read_private_key` says so.
+
+    Raises: as `read_pem`.
+    """
+    data = read_pem(path).encode()
+    try:
+        library("cryptography.hazmat.primitives.serialization").load_pem_private_key(data, None)
+    except TypeError:  # a password is missing
+        return True
+    except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm):
+        return False
+    return False
+
+
 def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
     """A private key to sign with.
 
@@ -124,8 +135,7 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
         password: of an encrypted one.
 
     Raises:
-        EncryptedKeyError: it is encrypted, and there is no password.
-        SignatureError: it is no such key, or the password is wrong; otherwise as `read_pem`.
+        SignatureError: it is no such key, it is encrypted, or the password is wrong; otherwise as `read_pem`.
     """
     data = read_pem(path).encode()
     serialization = library("cryptography.hazmat.primitives.serialization")
@@ -133,7 +143,7 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
         key = serialization.load_pem_private_key(data, password)
     except TypeError as error:  # there is a password too many, or one is missing
         if password is None:
-            raise EncryptedKeyError("the private key is encrypted", where=str(path), cure=f"Set {PASSWORD}.") from error
+            raise SignatureError("the private key is encrypted", where=str(path), cure=f"Set {PASSWORD}.") from error
         raise SignatureError("the private key is not encrypted, and a password was given", where=str(path)) from error
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
         wrong = "the password is wrong, or the private key is damaged" if password is not None else "this is no private key"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tests.packaging.tampering import edit_graph, flip, reseal
 from trainload import cli
 from trainload.capture.errors import IntegrityError, PackageError, SignatureError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import sha256_file
-from trainload.packaging.keys import EncryptedKeyError, identity_of, read_identity, read_private_key
+from trainload.packaging.keys import identity_of, is_encrypted, read_identity, read_private_key
 from trainload.packaging.read import open_package
 from trainload.packaging.signature_file import MAX_SIGNATURES, SignatureFile, parse_signature, read_signature
 from trainload.packaging.signing import sign_package
@@ -253,7 +254,7 @@ def test_a_signature_s_name_is_a_plain_one(copied: Path, signers: Signers, name:
 
 
 def test_an_encrypted_key_needs_its_password(copied: Path, signers: Signers) -> None:
-    with pytest.raises(EncryptedKeyError):
+    with pytest.raises(SignatureError, match="is encrypted"):
         read_private_key(signers.alice.encrypted)
     with pytest.raises(SignatureError, match="password is wrong"):
         read_private_key(signers.alice.encrypted, b"guess")
@@ -377,6 +378,27 @@ def test_the_password_is_in_the_environment(copied: Path, signers: Signers, monk
     monkeypatch.setenv("TRAINLOAD_KEY_PASSWORD", PASSWORD.decode())
     assert cli.run(["sign", str(copied), "--key", str(signers.alice.encrypted)]) == 0
     assert verified(copied, signers.alice.public).problems == ()
+
+
+def test_the_password_is_asked_for_on_a_terminal(copied: Path, signers: Signers) -> None:
+    command = [sys.executable, "-m", "trainload", "sign", str(copied), "--key", str(signers.alice.encrypted)]
+    mine, theirs = pty.openpty()
+    try:
+        child = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs, start_new_session=True)
+        os.close(theirs)  # so that reading ends where the child does
+        said = b""
+        while b"password of" not in said:
+            said += os.read(mine, 1024)
+        os.write(mine, PASSWORD + b"\n")
+        assert child.wait(timeout=120) == 0
+    finally:
+        os.close(mine)
+    assert PASSWORD not in said
+    assert verified(copied, signers.alice.public).problems == ()
+
+
+def test_a_key_tells_whether_it_is_encrypted(signers: Signers) -> None:
+    assert [is_encrypted(path) for path in (signers.alice.encrypted, signers.alice.key, signers.alice.public)] == [True, False, False]
 
 
 def test_an_encrypted_key_without_a_terminal_is_a_clear_error(copied: Path, signers: Signers) -> None:

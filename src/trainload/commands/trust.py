@@ -46,13 +46,9 @@ def sign(package: Path, key: Path, name: str | None, certificate: Path | None, c
 
 def _password(key: Path) -> bytes | None:
     """An encrypted key's, from the environment or a terminal; None where there is none to be had, or none is needed."""
-    from trainload.packaging.keys import PASSWORD, EncryptedKeyError, read_private_key
+    from trainload.packaging.keys import PASSWORD, is_encrypted
 
     given = os.environ.get(PASSWORD)
-    if given or not sys.stdin.isatty():
-        return given.encode() if given else None
-    try:
-        read_private_key(key)
-    except EncryptedKeyError:
-        return str(click.prompt(f"password of {key}", hide_input=True, err=True)).encode()
-    return None
+    if not given and sys.stdin.isatty() and is_encrypted(key):
+        given = str(click.prompt(f"password of {key}", hide_input=True, err=True))
+    return given.encode() if given else None
