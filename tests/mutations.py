@@ -315,7 +315,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "launch/libraries.py",
         "    held = tuple(dict.fromkeys((*policies, *find_policies())))\n",
         "    held = tuple(policies)\n",
-        "../launch/test_policy.py::test_a_worker_holds_the_package_to_its_own_machine_s_policy",
+        "../launch/test_policy_runs.py::test_a_worker_holds_the_package_to_its_own_machine_s_policy",
     ),
     Mutation(
         6,
@@ -323,7 +323,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "packaging/policy.py",
         "        if count < policy.signatures:\n",
         "        if held and count < policy.signatures:\n",
-        "../launch/test_policy.py::test_an_unsigned_package_is_not_launched[launch]",
+        "../launch/test_policy_runs.py::test_an_unsigned_package_is_not_launched[launch]",
     ),
     Mutation(
         6,
