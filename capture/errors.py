@@ -6,7 +6,9 @@
     │   ├── CaptureError                the model cannot be captured soundly
     │   ├── PackageError                a package cannot be used
     │   │   ├── IntegrityError          its bytes are not what its manifest says
-    │   │   └── UnsafePackageError      it holds something that this format does not allow
+    │   │   ├── UnsafePackageError      it holds something that this format does not allow
+    │   │   ├── SignatureError          it is not signed as it must be, or a key cannot be used
+    │   │   └── PolicyError             a policy does not let it be used
     │   ├── PassError                   a pass cannot be applied, or changes what is computed
     │   ├── DataError                   a data set does not fit the package's inputs
     │   ├── PlanError                   no plan can be made, or a plan does not fit its package
@@ -118,6 +120,14 @@ class IntegrityError(PackageError):
 
 class UnsafePackageError(PackageError):
     """A package holds something that the format does not allow."""
+
+
+class SignatureError(PackageError):
+    """A package is not signed as it must be, or a key cannot be used."""
+
+
+class PolicyError(PackageError):
+    """A policy does not let a package be used, or cannot be read."""
 
 
 class PassError(RequestError):

@@ -25,7 +25,8 @@ def lengths() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for path, module in list[tuple[str, Any]](sys.modules.items()):  # where anything may stand
-            written = isinstance(module, ModuleType) and path.partition(".")[0] not in _NOT_OF_MODELS
+            # by its type: what cffi puts there (OpenSSL's functions, for one) says that it is a module, and takes no attributes
+            written = issubclass(type(module), ModuleType) and path.partition(".")[0] not in _NOT_OF_MODELS
             if written and "len" not in vars(module):
                 stack.enter_context(replaced(module, "len", _length))
         yield

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainload.capture.errors import PackageError
+from trainload.capture.errors import IntegrityError, PackageError
 from trainload.launch.extensions import load_extensions, may_load_extensions
 from trainload.packaging.manifest import EXTENSIONS, MANIFEST, Manifest
 from trainload.packaging.op_libraries import Libraries, differences
+from trainload.packaging.policy import Policy, demand_policies, find_policies, which_trusts_extensions
 from trainload.packaging.read import Package, open_package, read_manifest
 
 
@@ -58,6 +60,49 @@ def import_libraries(libraries: Libraries) -> None:
 def library_warnings(package: Package, libraries: Libraries) -> list[str]:
     """How the operator libraries in this process differ from those that the package was made with: `op_libraries.differences`."""
     return differences(package.manifest, {name: libraries.get(name) for name in package.namespaces})
+
+
+def open_for_run(
+    path: Path, libraries: Libraries, policies: Sequence[Policy], digest: str | None, *, trust_extensions: bool = False
+) -> Package:
+    """Opens a package that is about to be run, here, by whoever asks.
+
+    Args:
+        path: its folder.
+        libraries: as for `open_with`. Nothing is imported before the policies were asked.
+        policies: of who launched the run; those that hold in this process are added.
+        digest: what the package's must be; None: it is not known.
+        trust_extensions: as for `open_with`; a policy that lets signed packages bring theirs says it as well.
+
+    Raises:
+        PolicyError: a policy does not let it be run.
+        IntegrityError: it is another package; otherwise as `open_with`.
+    """
+    held = tuple(dict.fromkeys((*policies, *find_policies())))
+    allowed = demand_policies(path, held) if held else digest
+    trusted = trust_extensions or (allowed is not None and which_trusts_extensions(held, allowed) is not None)
+    package = open_with(path, libraries, trust_extensions=trusted)
+    for expected in (digest, allowed):
+        if expected is not None and package.digest != expected:
+            raise IntegrityError(
+                "the package is another one than the run was launched with",
+                where=str(path),
+                expected=expected,
+                got=package.digest,
+                cure="Put the package back, or launch a new run.",
+            )
+    return package
+
+
+def demand_run(package: Package, policies: Sequence[Policy]) -> None:
+    """Demands that an open package may be run.
+
+    Raises:
+        PolicyError: a policy does not let it be run.
+        IntegrityError: it was replaced since it was opened.
+    """
+    if policies and (now := demand_policies(package.path, policies)) != package.digest:
+        raise IntegrityError("the package was replaced since it was opened", where=str(package.path), expected=package.digest, got=now)
 
 
 def absolute(libraries: Libraries) -> dict[str, str | None]:

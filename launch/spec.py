@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import PackageError, StorageError
 from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.packaging.policy import Policy
 from trainload.sharding.plan import Plan
 
 RUN_FILE = "run.json"
@@ -43,6 +44,10 @@ class RunSpec(BaseModel):
     """Namespaces of other libraries' operators that the package may call, and what every worker imports for them."""
     trust_extensions: bool = False
     """Whether every worker loads the operator libraries that the package brings."""
+    digest: str | None = None
+    """The package's; None in runs from before it was kept."""
+    policies: tuple[Policy, ...] = ()
+    """What the driver found. Every worker holds the package to them, and to its own machine's."""
 
 
 def default_cache_dir() -> Path:

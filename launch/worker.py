@@ -29,7 +29,7 @@ from trainload.launch.checkpoint_writer import CheckpointWriter
 from trainload.launch.determinism import deterministic
 from trainload.launch.engine import Draw, Engine, Microbatch, StepResult
 from trainload.launch.journal import Journal
-from trainload.launch.libraries import library_warnings, open_with
+from trainload.launch.libraries import library_warnings, open_for_run
 from trainload.launch.prefetch import BatchStream, Call, RankRows
 from trainload.launch.run_data import OpenPart, RunData, open_run_data, run_dispatcher
 from trainload.launch.sampler import sequential
@@ -64,7 +64,7 @@ def prepare_node(spec: RunSpec, local_world: int, *, quiet: bool = False) -> Non
     Raises: what compiling and reading data raise; nothing of it depends on other nodes.
     """
     set_threads(local_world)
-    package = open_with(Path(spec.package), spec.libraries, trust_extensions=spec.trust_extensions)
+    package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
     check_plan(spec.plan, package)
     journal = Journal(Path(spec.run_dir))
     for warning in library_warnings(package, spec.libraries):
@@ -110,7 +110,7 @@ class _Worker:
         set_threads(place.local_world)
         if place.world > 1:
             bind_group(GROUP)
-        self._package = open_with(Path(spec.package), spec.libraries, trust_extensions=spec.trust_extensions)
+        self._package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
         check_plan(self._plan, self._package)
         self._data, self._eval_data = _open_data(spec, self._package)
         self._dispatcher = run_dispatcher(self._package)

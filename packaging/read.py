@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,14 @@ class Package:
             IntegrityError: the file is damaged.
         """
         return self._of_graphs(self._constants())
+
+    def all_constants(self) -> dict[str, torch.Tensor]:
+        """The constants of updates as well, by the manifest's names.
+
+        Raises:
+            IntegrityError: the file is damaged.
+        """
+        return self._constants()
 
     def captured(self, name: str) -> GraphCapture:
         """Load one graph of `program`, without the others.
@@ -266,14 +274,24 @@ def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
         UnsafePackageError: a link, a path that leaves the folder, paths that differ in case only, operators that are not trusted.
         PackageError: a newer format, an unknown feature, or an operator that the running torch has no longer in this form.
     """
+    package = open_to_look(path)
+    check_operators(package.manifest, namespaces)
+    return replace(package, namespaces=frozenset(namespaces))
+
+
+def open_to_look(path: Path) -> Package:
+    """`open_package` for who reads files and loads no graph: the running torch need not have the package's operators.
+
+    Raises:
+        StorageError, IntegrityError, UnsafePackageError, PackageError: as `open_package`, but for operators.
+    """
     path = Path(path)
     if not (path / MANIFEST).is_file():
         raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
     data = read_manifest(path)
     manifest = Manifest.from_bytes(data, MANIFEST)
     check_tree(path, manifest)
-    check_operators(manifest, namespaces)
-    return Package(path.resolve(), sha256_bytes(data), manifest, frozenset(namespaces))
+    return Package(path.resolve(), sha256_bytes(data), manifest)
 
 
 def read_manifest(path: Path) -> bytes:

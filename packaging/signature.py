@@ -9,7 +9,7 @@ from typing import Any
 from trainload.capture.errors import PackageError
 from trainload.packaging.manifest import Manifest
 
-_SCALAR_TYPES = {
+SCALAR_TYPES = {
     1: "uint8",
     2: "int8",
     3: "int16",
@@ -67,7 +67,7 @@ def check_signature(
         if name not in state[kind]:
             raise PackageError(f"the graph reads the {kind.replace('_', ' ')} {name}, which the manifest lacks", where=where)
         meta = metas.get(entry["arg"]["name"])
-        got = None if meta is None else (_SCALAR_TYPES.get(meta["dtype"]), tuple(size.get("as_int") for size in meta["sizes"]))
+        got = None if meta is None else (SCALAR_TYPES.get(meta["dtype"]), tuple(size.get("as_int") for size in meta["sizes"]))
         if got != state[kind][name]:
             raise PackageError(f"the graph reads {name} in another form", where=where, expected=str(state[kind][name]), got=str(got))
         if kind == "buffer" and entry["persistent"] != persistent[name]:

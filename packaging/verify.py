@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainload.capture.errors import PackageError, StorageError
+from trainload.capture.errors import PackageError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.debug import debug_problems
 from trainload.packaging.derived import derived_problems
 from trainload.packaging.files import open_inside, walk
+from trainload.packaging.keys import Identity
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.read import check_graph, read_graph, read_manifest
+from trainload.packaging.signature_file import Kind, read_signature, signature_paths
+from trainload.packaging.vouching import vouched_for
 from trainload.packaging.weights import WeightReader
 from trainload.packaging.wheels import read_wheel
 
@@ -25,6 +29,23 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class SignatureState:
+    """A well-formed signature of exactly this package's bytes.
+
+    Attributes:
+        file: its path in the package.
+        kind: how it was made: with a "key", with a key and its "certificate", or "keyless".
+        signer: the fingerprint of the key or certificate, as the signature itself has it.
+        identity: whose it is, of those that were asked for; None: nobody's, so its word was not checked.
+    """
+
+    file: str
+    kind: Kind
+    signer: str
+    identity: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
     """What `verify_package` found. `digest` is the manifest's sha256, whether or not the manifest is sound; `bytes` were read."""
 
@@ -32,6 +53,7 @@ class VerifyReport:
     files: int
     bytes: int
     problems: tuple[Problem, ...]
+    signatures: tuple[SignatureState, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -39,13 +61,19 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_package(path: Path) -> VerifyReport:
+def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyReport:
     """Read every byte of a package, weights, debug and derived files too, and say what is wrong with which file.
 
     It runs nothing and needs no trust: operators of other libraries are not asked for, and the running torch's operators do not matter.
+    A signature that is malformed, or of other bytes, is wrong; whose it is, is asked for `identities` alone.
+
+    Args:
+        path: the package's folder.
+        identities: each of them must have signed it.
 
     Raises:
         StorageError: there is no package.
+        SignatureError: identities are given, and the libraries that check signatures are missing.
     """
     path = Path(path)
     if not path.is_dir():
@@ -69,11 +97,40 @@ def verify_package(path: Path) -> VerifyReport:
     problems += _listed_files(path, manifest, sizes)
     problems += [Problem(file, text) for file, text in debug_problems(path)]
     problems += [Problem(file, text) for file, text in derived_problems(path, frozenset(manifest.op_libraries))]
-    problems += [Problem(file, "nothing here can check a signature") for file in sizes if file.startswith("signatures/")]
+    signatures, wrong = _signatures(path, manifest, digest, identities)
+    problems += wrong
     damaged = {problem.file for problem in problems}
     if not damaged & set(manifest.files):
         problems += _contents(path, manifest)
-    return VerifyReport(digest, len(sizes), sum(sizes.values()), tuple(problems))
+    return VerifyReport(digest, len(sizes), sum(sizes.values()), tuple(problems), signatures)
+
+
+def _signatures(
+    path: Path, manifest: Manifest, digest: str, identities: Sequence[Identity]
+) -> tuple[tuple[SignatureState, ...], list[Problem]]:
+    """The signatures that are of this package, and what is wrong with the others, or missing."""
+    problems: list[Problem] = []
+    found: list[SignatureState] = []
+    try:
+        held, refused = vouched_for(path, manifest, digest, identities)
+        files = signature_paths(path)
+    except UnsafePackageError as error:
+        return (), [Problem(error.where, str(error))]
+    known = {vouched.file: vouched.identity.name for vouched in held}
+    for file in files:
+        try:
+            signature = read_signature(path, file)
+        except PackageError as error:
+            problems.append(Problem(file, str(error)))
+            continue
+        different = signature.difference(manifest, digest)
+        if different is not None:
+            problems.append(Problem(file, different))
+        else:
+            found.append(SignatureState(file, signature.kind, signature.signer, known.get(file)))
+    broken = {problem.file for problem in problems}
+    problems += [Problem(lacking.file, lacking.reason) for lacking in refused if lacking.file not in broken]
+    return tuple(found), problems
 
 
 def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list[Problem]:

@@ -167,6 +167,23 @@ class WeightReader:
         for name, (path, _) in self._specs.items():
             self._place(path, name)
 
+    def file(self, name: str) -> str:
+        """The file that holds a parameter or buffer. KeyError: there is none of this name."""
+        return self._find(name)[0]
+
+    def digests(self, name: str) -> tuple[int, tuple[str, ...]]:
+        """What tells a tensor's bytes without reading them: where it begins in its first chunk, and the digests of the chunks that hold it.
+
+        Law: where these are equal for two tensors of one dtype and shape, so are the tensors. They may differ for equal ones.
+
+        Raises:
+            KeyError: there is none of this name.
+            IntegrityError: the file's header is damaged.
+        """
+        path, _ = self._find(name)
+        place = self._place(path, name)
+        return place.start % CHUNK, tuple(self._chunks[path][place.start // CHUNK : -(-place.stop // CHUNK)])
+
     def check(self, name: str) -> None:
         """Read a tensor's bytes and compare their digests, without keeping them.
 

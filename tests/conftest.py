@@ -13,6 +13,7 @@ from tests.hostile.prepared import make_base
 from tests.laws.gpt import gpt_job, write_rows
 from tests.laws.isolated import build_wheel
 from tests.packaging.jobs import Job, make_job
+from tests.packaging.signers import Signers, make_signers
 
 import trainload
 from trainload.packaging.read import Package
@@ -89,6 +90,12 @@ def copied(packaged: Package, tmp_path: Path) -> Path:
     target = tmp_path / "copy.tl"
     shutil.copytree(packaged.path, target)
     return target
+
+
+@pytest.fixture(scope="session")
+def signers(tmp_path_factory: pytest.TempPathFactory) -> Signers:
+    """People who sign packages."""
+    return make_signers(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,10 @@ from trainload.capture.errors import (
     PackageError,
     PassError,
     PlanError,
+    PolicyError,
     RequestError,
     RunInterrupted,
+    SignatureError,
     StorageError,
     TrainingError,
     TrainloadError,
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
     from trainload.transformation import transform as transform
+    from trainload.trust import diff as diff
+    from trainload.trust import sign as sign
+    from trainload.trust import verify as verify
 
 __version__ = "0.1.0"
 
@@ -79,9 +84,11 @@ __all__ = [
     "PassError",
     "Plan",
     "PlanError",
+    "PolicyError",
     "RequestError",
     "RunInterrupted",
     "ShapeReport",
+    "SignatureError",
     "StorageError",
     "TrainingError",
     "TrainloadError",
@@ -90,6 +97,7 @@ __all__ = [
     "VersionError",
     "WorkError",
     "__version__",
+    "diff",
     "dry_run",
     "explain_shapes",
     "freeze",
@@ -99,7 +107,9 @@ __all__ = [
     "plan",
     "record",
     "resume",
+    "sign",
     "transform",
+    "verify",
 ]
 
 _HOMES = {
@@ -114,6 +124,7 @@ _HOMES = {
     "Plan": "trainload.sharding.plan",
     "Turn": "trainload.capture.job",
     "ShapeReport": "trainload.capture.shape_report",
+    "diff": "trainload.trust",
     "dry_run": "trainload.api",
     "explain_shapes": "trainload.api",
     "freeze": "trainload.api",
@@ -122,7 +133,9 @@ _HOMES = {
     "plan": "trainload.api",
     "record": "trainload.recording",
     "resume": "trainload.api",
+    "sign": "trainload.trust",
     "transform": "trainload.transformation",
+    "verify": "trainload.trust",
 }
 """Where each name that is imported on first use lives."""
 

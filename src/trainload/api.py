@@ -23,11 +23,12 @@ from trainload.capture.shapes import declared_shapes, spelled
 from trainload.launch.build import build_key, device_of
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
-from trainload.launch.libraries import absolute, import_libraries, library_warnings, open_with
+from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_for_run, open_with
 from trainload.launch.result import RunResult, finish
 from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.op_libraries import Libraries
+from trainload.packaging.policy import find_policies
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.write import write_package
 from trainload.proving import keep_steps, prove
@@ -171,6 +172,7 @@ class RunOptions(TypedDict, total=False):
     address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
     libraries: as for `open`; every worker imports them.
     trust_extensions: as for `open`; every worker loads them.
+    policy: a policy file (docs/trust.md), beside the machine's and the environment's: the package must satisfy all of them, everywhere.
     """
 
     run_dir: Required[str | Path]
@@ -188,6 +190,7 @@ class RunOptions(TypedDict, total=False):
     address: str | None
     libraries: Libraries
     trust_extensions: bool
+    policy: str | Path | None
 
 
 def launch(
@@ -204,6 +207,7 @@ def launch(
         options: see `RunOptions`.
 
     Raises:
+        PolicyError: a policy does not let the package be run.
         PlanError: the plan is for another package, or was edited so that it does not fit.
         DataError: the data does not have the package's inputs.
         ClusterError: the cluster cannot hold the plan.
@@ -212,6 +216,7 @@ def launch(
         TrainingError: the workers failed too often, or the loss is not finite.
     """
     spec = _spec(package, plan, data, options)
+    demand_run(package, spec.policies)
     _check_request(package, spec)
     backend = options.get("backend", "ray")
     if _leads(backend):  # torchrun's other ranks may find it made already
@@ -226,6 +231,7 @@ def resume(
     strategy: Strategy | None = None,
     backend: Backend | None = None,
     address: str | None = None,
+    policy: str | Path | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> RunResult:
     """Continues a run from its last whole checkpoint, on as many workers as there are now.
@@ -236,13 +242,17 @@ def resume(
         strategy: None: as before where that is possible for the number of workers.
         backend: None: "local" for a run of one worker that is asked for so, else Ray.
         address: of a Ray cluster.
+        policy: a policy file, beside those that the run was launched under and those that hold here.
         on_event: told everything that happens.
 
-    Raises: as `launch`.
+    Raises:
+        IntegrityError: the package is not the one that the run was launched with; otherwise as `launch`.
     """
     folder = Path(run_dir).absolute()
     spec = read_spec(folder)
-    package = open_with(Path(spec.package), spec.libraries, trust_extensions=spec.trust_extensions)
+    policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
+    spec = spec.model_copy(update={"policies": policies})
+    package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
     if workers is not None or strategy is not None:
         world = workers or spec.plan.world_size
         cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
@@ -274,6 +284,7 @@ class DryRunReport:
 def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[RunOptions]) -> DryRunReport:
     """Checks a launch without starting it: package, plan, data, cluster, paths. Arguments and errors are those of `launch`."""
     spec = _spec(package, plan, data, options)
+    demand_run(package, spec.policies)
     rows, eval_rows = _check_request(package, spec)
     _check_place(package, spec)
     if options.get("backend", "ray") == "ray":
@@ -308,6 +319,8 @@ def _ignore(event: Event) -> None:
 
 
 def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -> RunSpec:
+    policy = options.get("policy")
+
     def whole(path: str | Path | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
@@ -328,6 +341,8 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         max_failures=options.get("max_failures", 3),
         libraries={**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
         trust_extensions=options.get("trust_extensions", False),
+        digest=package.digest,
+        policies=find_policies(None if policy is None else Path(policy)),
     )
 
 

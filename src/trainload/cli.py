@@ -21,7 +21,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import graphs, packages, runs
+from trainload.commands import compare, graphs, packages, runs, trust
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import libraries as named_libraries
 from trainload.commands.shared import out as _out
@@ -35,14 +35,17 @@ if TYPE_CHECKING:
 @click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s")
 @click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="Import MODULE; let packages call its operators.")
 @click.option("--trust-extensions", is_flag=True, help="Load the libraries that a package brings.")
-def commands(library: tuple[str, ...], trust_extensions: bool) -> None:  # read by commands.shared
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="What packages must be like to be run.")
+@click.pass_context
+def commands(
+    context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None
+) -> None:  # read by commands.shared
     """Freeze a PyTorch training job; choose the parallelism at launch.
 
-    \b
-      trainload freeze job.py:job -o gpt.tl
-      trainload launch gpt.tl --data train.parquet --workers 2 --strategy zero3
     Exit status: 0 done, 1 the work failed, 2 the request was wrong.
     """
+    if policy is not None and context.invoked_subcommand not in ("launch", "resume", "verify"):
+        raise click.UsageError("--policy goes with launch, resume and verify.")
 
 
 @commands.command(short_help="Write a job's package.")
@@ -135,7 +138,18 @@ def _trained(job: Job) -> list[str]:
     return [target.name for target in targets_of(job) if target.training]
 
 
-for _command in (packages.inspect, packages.verify, graphs.show, graphs.ops, graphs.transform, runs.plan, runs.launch, runs.resume):
+for _command in (
+    packages.inspect,
+    packages.verify,
+    trust.sign,
+    compare.diff,
+    graphs.show,
+    graphs.ops,
+    graphs.transform,
+    runs.plan,
+    runs.launch,
+    runs.resume,
+):
     commands.add_command(_command)
 
 

@@ -53,6 +53,23 @@ def test_len_of_a_batch_is_right_on_every_number_of_rows(middle: Any) -> None:
     assert str(program.graphs["train"].guard) == "x float32[batch, 8]"
 
 
+class Library:
+    """What cffi makes of a C library: it says that it is a module, and takes no attributes."""
+
+    __class__ = property(lambda self: types.ModuleType)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"library has no {name}")
+
+
+def test_a_library_that_says_it_is_a_module_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    assert isinstance(library, types.ModuleType)
+    monkeypatch.setitem(sys.modules, "some_library.lib", library)
+    with lengths():
+        assert "len" not in vars(library)
+
+
 def test_len_in_the_loss_is_a_size() -> None:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         total: Tensor = model(**batch).square().sum() / len(batch["x"])

@@ -13,7 +13,7 @@ from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
 from trainload.commands import runs, shared
 
-COMMANDS = ("freeze", "inspect", "verify", "show", "ops", "transform", "plan", "launch", "resume")
+COMMANDS = ("freeze", "inspect", "verify", "sign", "diff", "show", "ops", "transform", "plan", "launch", "resume")
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -54,6 +54,10 @@ def test_the_console_script_exits_with_the_status() -> None:
 BAD_REQUESTS = {
     "no such package": ["inspect", "none.tl"],
     "no such package to verify": ["verify", "none.tl"],
+    "no such package to sign": ["sign", "none.tl", "--key", "key.pem"],
+    "no such package to compare": ["diff", "none.tl", "other.tl"],
+    "a chain without a certificate": ["sign", "none.tl", "--key", "key.pem", "--chain", "ca.pem"],
+    "a policy where none is asked": ["--policy", "policy.toml", "inspect", "none.tl"],
     "no such package to plan": ["plan", "none.tl"],
     "no such package to show": ["show", "none.tl", "--module", "layers.3"],
     "no such package to list operators of": ["ops", "none.tl"],

@@ -1,7 +1,10 @@
-"""Run by a test, from a folder of its own with `gpt.py` and `jobs.py` in it: writes the packages of both jobs and prints their digests."""
+"""Run by a test, from a folder of its own with `gpt.py` and `jobs.py` in it: prints its user, writes the packages of both jobs, and prints
+their digests.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from trainload.packaging.write import write_package
 
 def main(folder: Path) -> None:
     """Packages `gpt.tl` and `job.tl` in `folder`."""
+    print(os.getuid())
     print(trainload.freeze(gpt.gpt_job(), folder / "gpt.tl").digest)
     job = jobs.make_job()
     print(write_package(folder / "job.tl", job.program, job.updates, job.recipe).digest)

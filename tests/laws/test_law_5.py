@@ -20,6 +20,7 @@ from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
 from trainload.launch.checkpoint_load import load_sharded
 from trainload.launch.journal import read_events
 from trainload.packaging.canonical import sha256_file
+from trainload.packaging.difference import package_difference
 from trainload.packaging.manifest import OUTSIDE
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package
@@ -40,18 +41,54 @@ def flip_somewhere(path: Path, last: int | None = None) -> None:
     flip(path, at)
 
 
+OTHER = 12345
+"""A user who is not this process's."""
+
+
+def as_other_user(command: list[str]) -> list[str]:
+    """The command as run by another user, in a namespace where this one's files are theirs; as it is where the system has none for us."""
+    become = ["unshare", "--user", f"--map-user={OTHER}", f"--map-group={OTHER}"]
+    found = shutil.which("unshare") is not None and subprocess.run([*become, "true"], capture_output=True, check=False).returncode == 0
+    return [*become, *command] if found and os.getuid() != OTHER else command
+
+
+def circumstances(folder: Path, number: int) -> dict[str, str]:
+    """What differs between the two processes beside their folders and users: names, home, locale, time zone, hash seed, cache and key."""
+    own = {"HOME": "home", "TRAINLOAD_CACHE_DIR": "cache", "TRAINLOAD_STATE_DIR": "state", "XDG_CACHE_HOME": "xdg", "TMPDIR": "temporary"}
+    for place in own.values():
+        (folder / place).mkdir()
+    return {
+        **os.environ,
+        **{variable: str(folder / place) for variable, place in own.items()},
+        **dict.fromkeys(("USER", "LOGNAME", "USERNAME", "HOSTNAME"), ("ada", "grace")[number]),
+        "PYTHONHASHSEED": str(number + 1),
+        "TZ": ("UTC", "Asia/Tokyo")[number],
+        "LC_ALL": ("C", "C.UTF-8")[number],
+        "COLUMNS": ("80", "200")[number],
+    }
+
+
 @pytest.fixture(scope="module")
 def frozen_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders with the same packages, made by two processes from two copies of the source, under two hash seeds."""
+    """Folders with the same packages, made by two processes from two copies of the source: by two users, with other names, homes, hash
+    seeds, locales, time zones and umasks.
+    """
     folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
     children = []
     for number, folder in enumerate(folders):
         folder.mkdir(parents=True, exist_ok=True)
         for source in ("laws/freezer.py", "laws/gpt.py", "packaging/jobs.py"):
             shutil.copy(ROOT / "tests" / source, folder)
-        variables = {**os.environ, "PYTHONHASHSEED": str(number + 1), "TZ": ("UTC", "Asia/Tokyo")[number]}
-        children.append(subprocess.Popen([sys.executable, "freezer.py", str(folder)], cwd=folder, env=variables))
-    assert [child.wait() for child in children] == [0, 0]
+        command = [sys.executable, "freezer.py", str(folder)]
+        who = as_other_user(command) if number else command
+        print(f"run by {who[0]}")
+        umask, variables = (0o022, 0o077)[number], circumstances(folder, number)
+        children.append(subprocess.Popen(who, cwd=folder, env=variables, umask=umask, stdout=subprocess.PIPE, text=True))
+    printed = [child.communicate()[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    users, digests = zip(*(text.split(maxsplit=1) for text in printed), strict=True)
+    assert digests[0] == digests[1]
+    assert users == (str(os.getuid()), str(OTHER) if who[0] == "unshare" else str(os.getuid()))
     return folders
 
 
@@ -63,6 +100,7 @@ def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[P
     assert {file for file in different if file.split("/")[0] not in OUTSIDE} == set()
     assert "debug/train.json" in different, "source paths were the same: this shows nothing"
     assert trainload.open(first).digest == trainload.open(second).digest
+    assert package_difference(first, second).same
 
 
 @pytest.mark.parametrize("name", ["gpt.tl", "job.tl"])

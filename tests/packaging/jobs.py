@@ -46,6 +46,28 @@ class Model(torch.nn.Module):
         return self.head(h)  # type: ignore[no-any-return]
 
 
+class RevisedModel(Model):
+    """The model after a day's work: a wider layer and one more, other dropout, another branch, another constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(8, 12)
+        self.out = torch.nn.Linear(12, 8)
+        self.drop = torch.nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.emb(x).mean(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.lin(h)
+        h = self.out(torch.relu(h.float()))
+        h = self.norm(h) * self.mask * self.frozen
+        with torch.no_grad():
+            self.ema.mul_(0.9).add_(h.mean(0) * 0.1)
+        h = torch.cond(h.sum() > 0, lambda t: t.sin(), lambda t: t.tanh(), (h,))
+        h = self.drop(h) + torch.tensor([2.0])
+        return self.head(h)  # type: ignore[no-any-return]
+
+
 class Wrapped(torch.nn.Module):
     """The model in torch.export's calling convention of this project: one dict in, one flat tuple out."""
 
@@ -54,12 +76,13 @@ class Wrapped(torch.nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self.model = [model]  # a list, so that names stay plain
+        self.body = type(model).forward
         self.frozen = model.frozen
         self.register_buffer("ema", model.ema)
         self.register_buffer("mask", model.mask, persistent=False)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        out = Model.forward(self, batch["x"])  # type: ignore[arg-type]
+        out = self.body(self, batch["x"])  # type: ignore[arg-type]
         loss = torch.nn.functional.cross_entropy(out, batch["y"])
         with torch.no_grad():
             accuracy = (out.argmax(-1) == batch["y"]).float().mean()
@@ -117,9 +140,9 @@ def update_graph(group: str) -> UpdateGraph:
     return UpdateGraph(group, first, following, (StateSpec("velocity", "float32", True),))
 
 
-def make_job(seed: int = 0) -> Job:
+def make_job(seed: int = 0, model: type[Model] = Model) -> Job:
     torch.manual_seed(seed)
-    module = Wrapped(Model())
+    module = Wrapped(model())
     train = _capture("train", module.train())
     evaluate = _capture("eval", module.eval())
     parameters = tuple(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainload import view
-from trainload.capture.errors import PackageError
+from trainload.capture.errors import PackageError, PolicyError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
@@ -27,29 +28,45 @@ def inspect(package: Path, as_json: bool) -> None:
     opened = shared.open_package(package)
     manifest = opened.manifest
     if as_json:
-        print_json({"path": package, "digest": opened.digest, "manifest": manifest, "captured": _captured(package)})
+        told = {"captured": _captured(package), "signatures": _signatures(package)}
+        print_json({"path": package, "digest": opened.digest, "manifest": manifest, **told})
         return
     rows = _summary(package, opened.digest, manifest)
+    for signature in _signatures(package):
+        said = signature.get("problem") or f"{signature['kind']} {signature['signer']} (not verified)"
+        rows.append(("signature", f"{signature['file']}: {said}"))
     known: dict[str, list[str]] = {}
     for name, (mode, why) in _captured(package).items():
         known.setdefault(f"{mode}: {why}", []).append(name)
     out().print(view.table([*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]))
 
 
-@click.command(short_help="Check every byte of a package.")
+@click.command(short_help="Check every byte, and who signed.")
 @package_argument
+@click.option("--identity", "identities", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="Who must have signed it.")
 @json_option
-def verify(package: Path, as_json: bool) -> None:
+def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte of a package against its manifest, and its graphs.
 
-    Exits with 1 where the package is damaged or unsafe, and names each file.
+    FILE is a public key, or the certificates of who issues them, in PEM; each that is given must have signed the package. With the
+    program's --policy the policies must let it be run.
+
+    Exits with 1 where the package is damaged, unsafe or not signed so, and names each file.
     """
     if not package.exists():
         raise PackageError("there is no such package", where=str(package))
     demand_supported_torch()
-    from trainload.packaging.verify import verify_package
+    from trainload import trust
+    from trainload.packaging.verify import Problem
 
-    report = verify_package(package)
+    report = trust.verify(package, identities)
+    if not report.problems and (named := shared.policy()) is not None:
+        from trainload.packaging.policy import demand_policies, find_policies
+
+        try:
+            demand_policies(package, find_policies(named))
+        except PolicyError as error:
+            report = replace(report, problems=(Problem("", str(error)),))
     if as_json:
         print_json(report)
     elif not report.problems:
@@ -58,8 +75,28 @@ def verify(package: Path, as_json: bool) -> None:
     else:
         for problem in report.problems:
             err().print(f"{package / problem.file}: {problem.problem}", markup=False, highlight=False, soft_wrap=True)
+    if not as_json:
+        for state in report.signatures:
+            who = "not verified: give --identity" if state.identity is None else f"verified: {state.identity}"
+            text = f"{package / state.file}: signed by {state.kind} {state.signer} ({who})"
+            out().print(text, markup=False, highlight=False, soft_wrap=True)
     if report.problems:
         raise click.exceptions.Exit(FAILED)
+
+
+def _signatures(path: Path) -> list[dict[str, str]]:
+    """What the files in signatures/ say of themselves. Nothing of it is verified."""
+    from trainload.packaging.signature_file import read_signature, signature_paths
+
+    found: list[dict[str, str]] = []
+    for file in signature_paths(path):
+        try:
+            signature = read_signature(path, file)
+        except PackageError as error:
+            found.append({"file": file, "problem": error.problem})
+        else:
+            found.append({"file": file, "kind": signature.kind, "signer": signature.signer})
+    return found
 
 
 def _captured(path: Path) -> dict[str, tuple[str, str]]:

@@ -138,7 +138,7 @@ def launch(
         raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
-    opened = shared.open_package(package)
+    opened = shared.open_to_run(package)
     if workers is None and backend == "torchrun":
         workers = int(os.environ.get("WORLD_SIZE", "1"))
     made = _read_plan(plan_file) if plan_file is not None else _make_plan(opened, 1, workers or 1, device, strategy)
@@ -157,6 +157,7 @@ def launch(
         "max_failures": max_failures,
         "libraries": shared.libraries(),
         "trust_extensions": shared.trusts_extensions(),
+        "policy": shared.policy(),
     }
     from trainload import api
 
@@ -185,7 +186,9 @@ def resume(run_dir: Path, workers: int | None, strategy: Strategy | None, backen
     from trainload import api
 
     def work(report: Callable[[view.Event], None]) -> Any:
-        return api.resume(run_dir.absolute(), workers=workers, strategy=strategy, backend=backend, address=address, on_event=report)
+        place = run_dir.absolute()
+        policy = shared.policy()
+        return api.resume(place, workers=workers, strategy=strategy, backend=backend, address=address, policy=policy, on_event=report)
 
     result = _watch(work, run_dir)
     if _leads(backend):

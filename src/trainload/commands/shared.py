@@ -28,11 +28,16 @@ def open_package(path: Path) -> Package:
     if not path.exists():
         raise PackageError("there is no such package", where=str(path))
     demand_supported_torch()
-    from trainload.launch.libraries import library_warnings, open_with
+    from trainload.launch.libraries import open_with
 
-    named = libraries()
-    package = open_with(path, named, trust_extensions=trusts_extensions())
-    for warning in library_warnings(package, named):
+    return _warned(open_with(path, libraries(), trust_extensions=trusts_extensions()))
+
+
+def _warned(package: Package) -> Package:
+    """The package, once it was said how operator libraries differ from those that it was made with."""
+    from trainload.launch.libraries import library_warnings
+
+    for warning in library_warnings(package, libraries()):
         err().print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     return package
 
@@ -40,6 +45,17 @@ def open_package(path: Path) -> Package:
 def trusts_extensions() -> bool:
     """Whether the program was given --trust-extensions."""
     return bool(click.get_current_context().find_root().params.get("trust_extensions", False))
+
+
+def open_to_run(path: Path) -> Package:
+    """`open_package`, once the policies let the package be run: before that no library is imported for it."""
+    if not path.exists():
+        raise PackageError("there is no such package", where=str(path))
+    demand_supported_torch()
+    from trainload.launch.libraries import open_for_run
+    from trainload.packaging.policy import find_policies
+
+    return _warned(open_for_run(path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions()))
 
 
 def libraries() -> dict[str, str | None]:
@@ -52,6 +68,12 @@ def libraries() -> dict[str, str | None]:
             raise click.UsageError(f"--library {text}: give NAMESPACE=MODULE, where MODULE may be a .py file.")
         found[namespace] = location or None
     return found
+
+
+def policy() -> Path | None:
+    """What the program's --policy option names."""
+    named: Path | None = click.get_current_context().find_root().params.get("policy")
+    return named
 
 
 def write_text(path: Path, text: str) -> None:

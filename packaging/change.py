@@ -1,0 +1,88 @@
+"""Differences between two JSON values, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainload.packaging.canonical import canonical_json
+
+_KEYS = ("name", "group", "graph")
+"""Fields that name an object in a list of them."""
+_LONG = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that differs, as text. None: it is not there."""
+
+    name: str
+    before: str | None
+    after: str | None
+
+
+class _Absent:
+    """What a side does not have."""
+
+
+ABSENT = _Absent()
+
+
+def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
+    """Every difference between two values of JSON's types, or ABSENT; none where they are the same JSON.
+
+    Objects are compared by key; lists of named objects by name; lists of strings by what is in them; lists of numbers at the first one that
+    differs. Law: there is no change if and only if the canonical JSON of both is the same.
+    """
+    if _same(before, after):
+        return
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from changes(f"{name}.{key}" if name else key, before.get(key, ABSENT), after.get(key, ABSENT))
+        return
+    if isinstance(before, list) and isinstance(after, list):
+        a, b = _by_name(before), _by_name(after)
+        if a is not None and b is not None and (list(a) == list(b) or set(a) != set(b)):
+            yield from changes(name, a, b)
+            return
+        if _all(before, str) and _all(after, str) and set(before) != set(after):
+            yield from (Change(f"{name}: {entry}", "listed", None) for entry in before if entry not in after)
+            yield from (Change(f"{name}: {entry}", None, "listed") for entry in after if entry not in before)
+            return
+        if _all(before, (int, float)) and _all(after, (int, float)) and max(len(before), len(after)) > 4:
+            at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if not _same(x, y)), min(len(before), len(after)))
+            yield Change(f"{name}[{at}]", _entry(before, at), _entry(after, at))
+            return
+    yield Change(name, spelled(before), spelled(after))
+
+
+def spelled(value: Any) -> str | None:
+    """A value as short text; None: it is not there."""
+    if value is ABSENT:
+        return None
+    text = value if isinstance(value, str) else canonical_json(value).decode()
+    return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
+
+
+def _same(before: Any, after: Any) -> bool:
+    if before is ABSENT or after is ABSENT:
+        return before is after
+    return canonical_json(before) == canonical_json(after)
+
+
+def _all(values: Sequence[Any], kind: Any) -> bool:
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+
+
+def _by_name(values: Sequence[Any]) -> dict[str, Any] | None:
+    """Objects by the field that names them; None: they have none, or not each its own."""
+    for key in _KEYS:
+        found = {value[key]: value for value in values if isinstance(value, Mapping) and isinstance(value.get(key), str)}
+        if len(found) == len(values):
+            return found
+    return None
+
+
+def _entry(values: Sequence[Any], at: int) -> str:
+    return f"{canonical_json(values[at]).decode()}, of {len(values)}" if at < len(values) else f"nothing, of {len(values)}"

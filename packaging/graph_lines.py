@@ -1,0 +1,164 @@
+"""A graph file as lines that can be compared: one for each node, under the module that it belongs to.
+
+A node's name in a file ("linear_3") changes when a node is put in anywhere before it. So a line names a value by what it is: a parameter,
+an input, or the n-th call of an operator within a module. Nothing here asks torch: the graph is the JSON of a package's file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap, Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainload.packaging.signature import SCALAR_TYPES
+from trainload.packaging.source_map import module_path
+
+_SYMBOL = re.compile(r"Symbol\('([a-z]+\d+)'[^)]*\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One node, or one output: `text` says what it does, `values` the dtypes and sizes of what it gives."""
+
+    module: str
+    text: str
+    values: str
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLines:
+    """A graph's lines in order, and operator -> calls, bodies of control flow included."""
+
+    lines: tuple[Line, ...]
+    calls: Mapping[str, int]
+
+
+def graph_lines(document: Mapping[str, Any], inputs: Sequence[str]) -> GraphLines:
+    """The lines of a graph file.
+
+    Args:
+        document: a file that `validate_graph` has passed.
+        inputs: names for its user inputs, in order.
+    """
+    module = document["graph_module"]
+    reader = _Reader()
+    labels: dict[str, str] = {}
+    names = iter(inputs)
+    for number, spec in enumerate(module["signature"]["input_specs"]):
+        ((kind, entry),) = spec.items()
+        if kind == "user_input":
+            labels[_name(entry["arg"])] = next(names, f"input {number}")
+        else:
+            labels[entry["arg"]["name"]] = entry[f"{kind}_name"] if kind != "tensor_constant" else f"constant {entry[f'{kind}_name']}"
+    reader.nodes(module["graph"], labels, "", "")
+    for spec in module["signature"]["output_specs"]:
+        ((kind, entry),) = spec.items()
+        target = entry.get("buffer_name") or entry.get("parameter_name") or ""
+        shown = reader.argument(entry["arg"] if kind == "user_output" else {"as_tensor": entry["arg"]}, labels, "")
+        reader.lines.append(Line("", " ".join(part for part in (kind.replace("_", " "), target, shown) if part), ""))
+    return GraphLines(tuple(reader.lines), dict(reader.calls))
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.calls: Counter[str] = Counter()
+        self._seen: Counter[tuple[str, str]] = Counter()
+
+    def nodes(self, graph: Mapping[str, Any], labels: dict[str, str], outer: str, indent: str) -> None:
+        """Reads a graph or a body. `labels`: what its inputs are called; those of its values are added. `outer`: the module around it."""
+        for node in graph["nodes"]:
+            stack = node["metadata"].get("nn_module_stack", "")
+            module = module_path(stack) if stack else outer
+            operator = node["target"].removeprefix("torch.ops.").removesuffix(".default")
+            self.calls[operator] += 1
+            self._seen[module, operator] += 1
+            count = self._seen[module, operator]
+            label = operator.rpartition("higher_order.")[2] + (f"#{count}" if count > 1 else "")
+            bodies = [entry["arg"]["as_graph"] for entry in node["inputs"] if "as_graph" in entry["arg"]]
+            numbers = {body["name"]: f"body {number}" for number, body in enumerate(bodies, 1)}  # a body's own name counts those before it
+            given = ", ".join(self._named(entry, ChainMap(numbers, labels) if bodies else labels, module) for entry in node["inputs"])
+            self.lines.append(Line(module, f"{indent}{operator}({given})", self._values(node["outputs"], graph)))
+            for body in bodies:
+                self._body(body, numbers[body["name"]], module, indent + "  ")
+            values = [name for output in node["outputs"] for name in _names(output)]
+            for number, name in enumerate(values):
+                labels[name] = f"{module}:{label}" + (f"[{number}]" if len(values) > 1 else "")
+
+    def _body(self, body: Mapping[str, Any], title: str, module: str, indent: str) -> None:
+        graph = body["graph"]
+        labels = {name: f"operand {number}" for number, entry in enumerate(graph["inputs"]) for name in _names(entry)}
+        self.lines.append(Line(module, f"{indent}{title}:", ""))
+        self.nodes(graph, labels, module, indent)
+        given = ", ".join(self.argument(entry, labels, module) for entry in graph["outputs"])
+        self.lines.append(Line(module, f"{indent}gives {given}", ""))
+
+    def _named(self, entry: Mapping[str, Any], labels: Mapping[str, str], module: str) -> str:
+        shown = self.argument(entry["arg"], labels, module)
+        return f"{entry['name']}={shown}" if entry["kind"] == 2 and entry["name"] else shown
+
+    def argument(self, value: Any, labels: Mapping[str, str], module: str) -> str:
+        """An argument as a person would write it."""
+        if isinstance(value, list):
+            return f"[{', '.join(self.argument(entry, labels, module) for entry in value)}]"
+        if not isinstance(value, dict):
+            return repr(value)
+        if set(value) == {"name"}:
+            return _within(labels.get(value["name"], value["name"]), module)
+        if set(value) == {"type", "index"}:
+            return str(value["type"])
+        if set(value) == {"real", "imag"}:
+            return f"({value['real']}+{value['imag']}j)"
+        ((kind, entry),) = value.items()
+        if kind == "as_none":
+            return "None"
+        if kind == "as_name":
+            return _within(labels.get(entry, entry), module)
+        if kind == "as_scalar_type":
+            return SCALAR_TYPES.get(entry, str(entry))
+        if kind == "as_graph":
+            return labels.get(entry["name"], str(entry["name"]))
+        if kind == "as_layout":
+            return "strided"  # the only one that graphs have
+        if kind == "as_operator":
+            return str(entry).removeprefix("torch.ops.").removesuffix(".default")
+        return self.argument(entry, labels, module)
+
+    def _values(self, outputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]) -> str:
+        return ", ".join(_meta(name, graph) for output in outputs for name in _names(output))
+
+
+def _meta(name: str, graph: Mapping[str, Any]) -> str:
+    meta = graph["tensor_values"].get(name)
+    if meta is None:
+        for table in ("sym_int_values", "sym_bool_values", "sym_float_values"):
+            if name in graph[table]:
+                return _size(graph[table][name])
+        return ""
+    device = "" if meta["device"]["type"] == "cpu" else f" {meta['device']['type']}"
+    return f"{SCALAR_TYPES.get(meta['dtype'], meta['dtype'])}[{', '.join(map(_size, meta['sizes']))}]{device}"
+
+
+def _size(size: Mapping[str, Any]) -> str:
+    ((_, value),) = size.items()
+    return _SYMBOL.sub(r"\1", value["expr_str"]) if isinstance(value, dict) else str(value)
+
+
+def _names(value: Any) -> list[str]:
+    """The names of the values in an input, output or result."""
+    if isinstance(value, list):
+        return [name for entry in value for name in _names(entry)]
+    if not isinstance(value, dict):
+        return []
+    return [name for key, entry in value.items() for name in ([entry] if key in ("name", "as_name") else _names(entry))]
+
+
+def _name(value: Any) -> str:
+    return next(iter(_names(value)), "")
+
+
+def _within(label: str, module: str) -> str:
+    """A label as seen from a module: without its name, if it is of the same one."""
+    return label.removeprefix(f"{module}:")

@@ -1,0 +1,198 @@
+"""What a cluster's owner demands of packages before they are run: policy files, and the one place that holds packages to them.
+
+All policies that are found hold: the machine's, the one that the environment names, the one that the user names, and, on a worker, those
+that its driver found. So a user can add to a policy and cannot weaken one. docs/trust.md says what each rule protects against.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainload.capture.errors import PolicyError
+from trainload.packaging.canonical import sha256_bytes
+from trainload.packaging.keys import identity_of, read_pem
+from trainload.packaging.manifest import MANIFEST, Identifier, Manifest, Sha256
+from trainload.packaging.read import read_manifest
+from trainload.packaging.vouching import Refused, vouched_for
+
+POLICY = "TRAINLOAD_POLICY"
+"""Environment variable: a policy file."""
+SYSTEM_POLICY = Path("/etc/trainload/policy.toml")
+"""The machine's, if it is there."""
+MAX_POLICY = 2**20
+"""Bytes of a policy file."""
+
+
+class Policy(BaseModel):
+    """A policy, complete: it can be sent to another machine.
+
+    Attributes:
+        source: where it was found, for messages.
+        require_signature: every package must be signed by `signatures` of the `identities`.
+        identities: PEM of public keys or of certificates.
+        signatures: how many of the identities must have signed, with as many keys.
+        allow: digests of packages that the other rules leave alone.
+        deny: digests of packages that are never run.
+        namespaces: of other libraries' operators, those that packages may call; None: those that the user allows.
+        extensions: what becomes of packages that hold operator libraries, in extensions/: "never": they are not run; "signed": they must be
+            signed as `require_signature` says, and load them then; None: as the user says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    source: str
+    require_signature: bool = False
+    identities: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    signatures: Annotated[int, Field(ge=1)] = 1
+    allow: Annotated[tuple[Sha256, ...], Field(strict=False)] = ()
+    deny: Annotated[tuple[Sha256, ...], Field(strict=False)] = ()
+    namespaces: Annotated[tuple[Identifier, ...], Field(strict=False)] | None = None
+    extensions: Literal["never", "signed"] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        wanted = self.require_signature or self.extensions == "signed"
+        if wanted and self.signatures > len(self.identities):
+            raise ValueError(f"{self.signatures} signatures are demanded, and there are {len(self.identities)} identities")
+        if not wanted and (self.identities or self.signatures > 1):
+            raise ValueError('identities and signatures have no effect without require_signature = true or extensions = "signed"')
+        if len(set(self.identities)) < len(self.identities):
+            raise ValueError("an identity is listed twice")
+        if set(self.allow) & set(self.deny):
+            raise ValueError(f"the digest {min(set(self.allow) & set(self.deny))} is both allowed and denied")
+        return self
+
+
+def read_policy(path: Path) -> Policy:
+    """The policy in a TOML file. An identity is PEM itself, or the path of a PEM file, relative to the policy's folder.
+
+    Raises:
+        PolicyError: it cannot be read, or something in it is wrong.
+        SignatureError: a key cannot be read.
+    """
+    where = str(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_POLICY + 1)
+    except OSError as error:
+        raise PolicyError(f"the policy cannot be read: {error.strerror}", where=where) from error
+    if len(data) > MAX_POLICY:
+        raise PolicyError("the policy is too large", where=where, expected=f"at most {MAX_POLICY} bytes")
+    try:
+        fields = tomllib.loads(data.decode("utf-8"))
+    except ValueError as error:
+        raise PolicyError(f"the policy is no TOML: {error}", where=where) from error
+    if "source" in fields:
+        raise PolicyError("the policy has an unknown key", where=where, got="source")
+    identities = fields.get("identities")
+    if isinstance(identities, list):
+        fields["identities"] = [_pem(identity, path) if isinstance(identity, str) else identity for identity in identities]
+    return _policy({**fields, "source": where}, where)
+
+
+def _pem(identity: str, policy: Path) -> str:
+    name = "an inline identity" if "-----BEGIN " in identity else identity
+    text = identity if "-----BEGIN " in identity else read_pem(policy.absolute().parent / identity)
+    return identity_of(text, f"{policy}, {name}").pem
+
+
+def _policy(fields: dict[str, Any], where: str) -> Policy:
+    try:
+        return Policy.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(name for name in Policy.model_fields if name != "source")
+        raise PolicyError(
+            f"the policy is wrong: {place + ': ' if place else ''}{first['msg']}",
+            where=where,
+            expected=f"the keys {known}" if first["type"] == "extra_forbidden" else "",
+        ) from error
+
+
+def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
+    """Every policy that holds in this process: the machine's, $TRAINLOAD_POLICY, and `named`. Each file once.
+
+    Raises: as `read_policy`. A file that is named and missing is an error; the machine's may be missing, and nothing else.
+    """
+    from_environment = os.environ.get(POLICY)
+    files = [Path(from_environment)] if from_environment else []
+    files += [named] if named is not None else []
+    found = [read_policy(SYSTEM_POLICY)] if os.path.lexists(SYSTEM_POLICY) else []
+    return tuple({policy.source: policy for policy in (*found, *(read_policy(path.absolute()) for path in files))}.values())
+
+
+def demand_policies(path: Path, policies: Sequence[Policy]) -> str:
+    """Demand that a package may be run.
+
+    The answer is about the manifest's bytes as they were read here; whoever opens the package afterwards compares its digest with the one
+    that this returns, and every file is compared with the manifest when it is read.
+
+    Args:
+        path: the package's folder.
+        policies: all must hold.
+
+    Returns:
+        The package's digest.
+
+    Raises:
+        PolicyError: a policy does not let it be run; the message says which, and which rule.
+        SignatureError: the libraries that check signatures are missing.
+        PackageError: the manifest cannot be read.
+    """
+    data = read_manifest(path)
+    digest = sha256_bytes(data)
+    manifest = Manifest.from_bytes(data, MANIFEST)
+    for policy in policies:
+        _demand(path, manifest, digest, policy)
+    return digest
+
+
+def which_trusts_extensions(policies: Sequence[Policy], digest: str) -> Policy | None:
+    """The policy that lets a package load the operator libraries that it brings, without its user's word; None: none does.
+
+    Args:
+        policies: those that `demand_policies` has held the package to.
+        digest: the package's, as that returned it. One that a policy always allows was not asked for signatures by it.
+    """
+    return next((policy for policy in policies if policy.extensions == "signed" and digest not in policy.allow), None)
+
+
+def _demand(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
+    def refuse(problem: str, got: str, expected: str = "", cure: str = "") -> PolicyError:
+        return PolicyError(
+            f"the policy {policy.source} does not let it be run: {problem}", where=str(path), expected=expected, got=got, cure=cure
+        )
+
+    if digest in policy.deny:
+        raise refuse("its digest is denied", digest)
+    if digest in policy.allow:
+        return
+    bundled = sorted(file for file in manifest.files if file.startswith("extensions/"))
+    if bundled and policy.extensions == "never":
+        raise refuse(
+            "it holds operator libraries", ", ".join(bundled[:3]), cure="Install the libraries on every node, and freeze without them."
+        )
+    others = sorted(set(manifest.op_libraries) - set(policy.namespaces)) if policy.namespaces is not None else []
+    if others:
+        allowed = ", ".join(policy.namespaces or ()) or "none"
+        raise refuse("it calls operators of other libraries than it may", ", ".join(others), expected=f"of {allowed}")
+    if policy.require_signature or (bundled and policy.extensions == "signed"):
+        identities = [identity_of(pem, f"identity {number} of {policy.source}") for number, pem in enumerate(policy.identities, 1)]
+        held, lacking = vouched_for(path, manifest, digest, identities)
+        count = min(len(held), len({vouched.signer for vouched in held}))  # two identities that one key satisfies are one signature
+        if count < policy.signatures:
+            wanted = f"{policy.signatures} of {len(identities)} identities to have signed it"
+            raise refuse("it is not signed as it must be", _why(count, lacking), expected=wanted, cure="Have it signed: trainload sign.")
+
+
+def _why(count: int, lacking: Sequence[Refused]) -> str:
+    reasons = list(dict.fromkeys(f"{refused.file}: {refused.reason}" for refused in lacking))
+    more = [f"and {len(reasons) - 3} more reasons"] if len(reasons) > 3 else []
+    return "; ".join([str(count) if count else "none", *reasons[:3], *more])

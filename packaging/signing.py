@@ -1,0 +1,100 @@
+"""Signing packages with OpenSSF's library `model-signing` (extra `signing`)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainload.capture.errors import SignatureError, StorageError
+from trainload.packaging.canonical import sha256_bytes
+from trainload.packaging.files import is_full, link_or_copy, sync_folder, write_bytes
+from trainload.packaging.keys import PrivateKey, identity_of, library, read_pem
+from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
+from trainload.packaging.read import read_manifest
+from trainload.packaging.signature_file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature
+from trainload.packaging.verify import verify_package
+from trainload.packaging.vouching import check_signed_by, listed
+
+
+def sign_package(
+    path: Path, key: PrivateKey, name: str | None = None, *, certificate: Path | None = None, chain: Sequence[Path] = ()
+) -> SignatureFile:
+    """Sign a package: write signatures/NAME.sig. Its digest stays the same; other signatures stay.
+
+    Every byte that the manifest lists is read and compared first.
+
+    Args:
+        path: the package's folder.
+        key: what to sign with.
+        name: NAME; None: the first 16 digits of the key's fingerprint.
+        certificate: PEM, of the key: the signature holds it, and is checked by who issued it.
+        chain: PEM, of the issuers between it and its root.
+
+    Raises:
+        SignatureError: the package is not sound, or the key or certificate cannot be used.
+        StorageError: there is a signature of this name, or a file cannot be read or written.
+        PackageError: there is no package, or its manifest cannot be read.
+    """
+    path = Path(path)
+    name = name or key.fingerprint[:16]
+    for pem in (*chain, *(() if certificate is None else (certificate,))):
+        read_pem(pem)
+    if certificate is not None and key.password is not None:
+        raise SignatureError(
+            "an encrypted key cannot be used with a certificate", where=str(key.path), cure="Decrypt it to a file that is yours alone."
+        )
+    if not NAME.fullmatch(name):
+        raise SignatureError("this cannot be a signature's name", got=repr(name), expected="letters, digits and _ . + -")
+    file = f"{FOLDER}/{name}{SUFFIX}"
+    report = verify_package(path)
+    wrong = next((problem for problem in report.problems if problem.file.split("/")[0] not in OUTSIDE), None)
+    if wrong is not None:
+        raise SignatureError(f"the package is not sound, so it is not signed: {wrong.problem}", where=str(path / wrong.file))
+    if (path / file).exists():
+        raise StorageError("there is a signature of this name", where=str(path / file), cure="Choose another --name, or remove it.")
+    data = read_manifest(path)
+    manifest = Manifest.from_bytes(data, MANIFEST)
+    if sha256_bytes(data) != report.digest:
+        raise SignatureError("the package was changed while it was being checked", where=str(path))
+    config = library("model_signing.signing").Config().set_hashing_config(listed(manifest, report.digest))
+    refusals = (ValueError, TypeError, library("cryptography.exceptions").UnsupportedAlgorithm)
+    try:
+        if certificate is not None:
+            issuers = chain or (certificate,)  # the library wants a file there; an issuer that is the certificate itself changes nothing
+            config.use_certificate_signer(private_key=key.path, signing_certificate=certificate, certificate_chain=issuers)
+        else:
+            config.use_elliptic_key_signer(private_key=key.path, password=key.password)
+        with tempfile.TemporaryDirectory() as folder:
+            config.sign(path, Path(folder) / "signature")
+            made = parse_signature((Path(folder) / "signature").read_bytes(), file)
+    except refusals as error:
+        raise SignatureError(f"the key cannot sign: {error}", where=str(certificate or key.path)) from error
+    if certificate is None:
+        check_signed_by(made, path, manifest, report.digest, identity_of(key.public_pem, str(key.path)))
+    _put(path, made)
+    return made
+
+
+def _put(path: Path, signature: SignatureFile) -> None:
+    """Make the file appear, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    target = path / signature.file
+    draft = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(exist_ok=True)
+        draft.unlink(missing_ok=True)  # a killed writer's
+        write_bytes(draft, signature.data)
+        try:
+            link_or_copy(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+        sync_folder(target.parent)
+    except FileExistsError as error:
+        raise StorageError("there is a signature of this name", where=str(target), cure="Choose another --name, or remove it.") from error
+    except OSError as error:
+        reason = "the disk is full" if is_full(error) else error.strerror or str(error)
+        raise StorageError(f"the signature cannot be written: {reason}", where=str(target)) from error
