@@ -126,7 +126,7 @@ def _import(namespace: str, name: str, wheel: str, folder: Path) -> None:
             where=f"{wheel}, module {name}",
             expected=f"one in {folder}",
             got=str(file),
-            cure=f"Use that one instead: trainload --library {namespace}={name} ...",
+            cure=f"Use that one instead: trainload --library {namespace}={name} COMMAND.",
         )
 
 

@@ -239,7 +239,7 @@ def registered_by(name: str) -> tuple[str, ...]:
     if definition is not None:
         found.append(str(definition._init_fn.__module__))
     places = re.findall(r"^debug: registered at (.+):\d+$", torch._C._dispatch_dump(name_of(overload)), re.MULTILINE)
-    entry: Any = simple_registry.singleton.get(qualified)
+    entry: Any = simple_registry.singleton.find(qualified)
     kernel = getattr(getattr(entry, "fake_impl", None), "kernel", None)
     places += [str(kernel.source).rpartition(":")[0]] if kernel is not None else []
     own = os.path.dirname(torch.__file__) + os.sep

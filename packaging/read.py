@@ -384,9 +384,9 @@ def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
     module = entry.modules[0] if entry.modules else "MODULE"
     pinned = entry.distribution and (f"{entry.distribution}=={entry.version}" if entry.version else entry.distribution)
     install = f"pip install {pinned}" if pinned else f"put {', '.join(entry.modules) or 'what provides it'} where Python finds it"
-    named = f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module} ..."
+    named = f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module} COMMAND"
     if entry.wheels:
-        return f"load the wheel that the package brings: trainload --trust-extensions ...; or {named}"
+        return f"load the wheel that the package brings: trainload --trust-extensions COMMAND; or {named}"
     return named
 
 

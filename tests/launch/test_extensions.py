@@ -222,13 +222,28 @@ def test_a_wheel_that_was_changed_is_refused_before_it_is_unpacked(copied: Path)
 # Trained where the library is not
 
 
-def test_a_package_trains_where_its_library_cannot_be_imported(elsewhere: Path) -> None:
+@pytest.fixture(scope="module")
+def run(elsewhere: Path) -> Any:
+    """What a run in this folder came to."""
     assert subprocess.run([sys.executable, "-c", f"import {MODULE}"], cwd=elsewhere, capture_output=True, check=False).returncode == 1
     options = ["--data", "data.npz", "--run-dir", "run", "--backend", "local", "--no-compile", "--output", "trained.tl"]
-    found = json_of("launch", "package.tl", *options, cwd=elsewhere, program=TRUSTING)
-    assert found["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
+    return json_of("launch", "package.tl", *options, cwd=elsewhere, program=TRUSTING)
+
+
+def test_a_package_trains_where_its_library_cannot_be_imported(run: Any) -> None:
+    assert run["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
+
+
+@pytest.mark.usefixtures("run")
+def test_the_trained_package_brings_the_library_too(elsewhere: Path) -> None:
     assert library(elsewhere / "trained.tl") == library(elsewhere / "package.tl")
     assert verify_package(elsewhere / "trained.tl").ok
+
+
+def test_a_run_is_resumed_with_the_word_that_it_was_given(run: Any, elsewhere: Path) -> None:
+    (elsewhere / "trained.tl").rename(elsewhere / "trained-before.tl")
+    resumed = json_of("resume", "run", "--backend", "local", cwd=elsewhere)
+    assert resumed["last_loss"] == run["last_loss"]
 
 
 def test_a_pass_keeps_the_wheel(elsewhere: Path) -> None:

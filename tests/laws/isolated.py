@@ -70,7 +70,8 @@ def make_environment(folder: Path, wheel: Path) -> Environment:
     (site,) = folder.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    for distribution in _dependencies("trainload"):
+    (info,) = site.glob("trainload-*.dist-info")
+    for distribution in _dependencies(importlib.metadata.Distribution.at(info)):
         _link(distribution, site)
     prefix = _cut_off()
     if not prefix:
@@ -78,19 +79,19 @@ def make_environment(folder: Path, wheel: Path) -> Environment:
     return Environment(folder / "bin" / "python", prefix)
 
 
-def _dependencies(name: str) -> list[importlib.metadata.Distribution]:
-    """Every distribution that `name` declares to need, and they in turn; extras are left out."""
+def _dependencies(root: importlib.metadata.Distribution) -> list[importlib.metadata.Distribution]:
+    """Every distribution that one declares to need, and they in turn; extras are left out."""
     requirements: Any = importlib.import_module("packaging.requirements")  # PyPI's; mypy sees the project's folder of that name
     found: dict[str, importlib.metadata.Distribution] = {}
-    left = [name]
+    left = [root]
     while left:
-        distribution = importlib.metadata.distribution(left.pop())
-        key = distribution.metadata["Name"]
-        if key not in found:
-            found[key] = distribution
-            parsed = [requirements.Requirement(text) for text in distribution.requires or ()]
-            left += [r.name for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return [distribution for key, distribution in found.items() if key != name]
+        parsed = [requirements.Requirement(text) for text in left.pop().requires or ()]
+        for name in [r.name for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]:
+            distribution = importlib.metadata.distribution(name)
+            if distribution.metadata["Name"] not in found:
+                found[distribution.metadata["Name"]] = distribution
+                left.append(distribution)
+    return list(found.values())
 
 
 def _link(distribution: importlib.metadata.Distribution, site: Path) -> None:

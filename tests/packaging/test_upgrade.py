@@ -62,11 +62,8 @@ def test_the_program_of_an_old_package_has_the_digest_that_it_had(golden: Golden
     assert read(golden).program_digest == program_digest(fields(golden))
 
 
-@pytest.mark.parametrize("golden", OLD, ids=str)
+@pytest.mark.parametrize("golden", [golden for golden in OLD if not fields(golden)["op_libraries"]], ids=str)
 def test_an_old_package_is_the_one_that_it_was(golden: Golden) -> None:
-    namespaces = set(fields(golden)["op_libraries"])
-    if namespaces:
-        pytest.skip("its operators must be registered to open it")
     assert open_package(golden.package).digest == sha256_bytes((golden.package / MANIFEST).read_bytes())
 
 

@@ -158,7 +158,9 @@ def _compare(path: Path, as_json: bool) -> None:
             table.add_row(name, escape(each.was), escape("" if each.now is None else each.now), each.verdict.value)
         if rows:
             out().print(table)
-        told = [(f"library of {name}", f"{told_library(e)}. If you trust it, {ways_to_allow(name, e)}") for name, e in strange.items()]
+        told = [
+            ("not imported", f"{name}, from {told_library(e)}. If you trust it, {ways_to_allow(name, e)}") for name, e in strange.items()
+        ]
         out().print(view.table([("torch", torch.__version__), *counts.items(), *told]))
     if not all(each.fits for each in compared):
         raise click.exceptions.Exit(FAILED)

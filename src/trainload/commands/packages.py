@@ -145,7 +145,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
         rows.insert(2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}"))
     rows += _takes(manifest)
-    rows += [(f"operators of {namespace}", _library(entry)) for namespace, entry in manifest.op_libraries.items()]
+    rows += [("operator library", f"{namespace}: {_library(entry)}") for namespace, entry in manifest.op_libraries.items()]
     if manifest.passes:
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
