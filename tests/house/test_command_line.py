@@ -65,7 +65,7 @@ BAD_REQUESTS = {
     "no pass": ["transform", "none.tl", "-o", "new.tl"],
     "an operator set chosen twice": ["ops", "none.tl", "--set", "core", "--interactive"],
     "a package of no chosen set": ["ops", "none.tl", "-o", "new.tl"],
-    "no such package to compare": ["ops", "none.tl", "--compat"],
+    "no such package to compare operators of": ["ops", "none.tl", "--compat"],
     "a comparison and a set": ["ops", "none.tl", "--compat", "--set", "core"],
     "operators bundled without weights": ["freeze", "job.py:job", "-o", "out.tl", "--abstract", "--bundle-ops"],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
