@@ -8,6 +8,7 @@ torch is imported by the commands, not by this module, so that `--help` and wron
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import graphs, packages, runs
+from trainload.commands import exports, graphs, packages, runs
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
@@ -39,8 +40,6 @@ def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libra
     \b
       trainload freeze job.py:job -o gpt.tl
       trainload launch gpt.tl --data train.parquet --workers 2 --strategy zero3
-
-    Exit status: 0 done, 1 the work failed, 2 the request was wrong.
     """
 
 
@@ -53,6 +52,7 @@ def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libra
 @click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
 @click.option("--abstract", is_flag=True, help="The model has no weights: shapes, to plan with.")
 @click.option("--reduced", metavar="SPEC", help="With --abstract: a smaller job, compared instead.")
+@click.option("--asset", "assets", multiple=True, metavar="NAME[:TYPE]=PATH", help="A file or folder that travels along.")
 @json_option
 def freeze(
     spec: str,
@@ -63,14 +63,14 @@ def freeze(
     apply_suggested_fixes: bool,
     abstract: bool,
     reduced: str | None,
+    assets: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write the package of the job that SPEC names.
 
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
-    captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written.
-
-    The table of --explain-shapes is printed even where torch then refuses the sizes.
+    captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written. The table of
+    --explain-shapes is printed even where torch then refuses the sizes.
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
@@ -78,12 +78,13 @@ def freeze(
         raise click.UsageError("--abstract goes without --explain-shapes and --apply-suggested-fixes: use them on the reduced job.")
     if reduced is not None and not abstract:
         raise click.UsageError("--reduced goes with --abstract.")
+    added = _asset_options(assets)
     demand_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job
 
     with redirect_stdout(sys.stderr):  # the job's own code may print
-        job = load_job(spec)
+        job = _with_assets(load_job(spec), added)
         from trainload import api
         from trainload.capture.replays import Check
 
@@ -118,6 +119,25 @@ def freeze(
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
 
 
+def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
+    """What --asset says: name -> path and media type, from "NAME=PATH" or "NAME:TYPE/SUBTYPE=PATH"."""
+    found = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        name, _, media_type = name.partition(":")
+        if not name or not path:
+            raise click.UsageError(f"--asset {text}: give NAME=PATH, or NAME:TYPE/SUBTYPE=PATH.")
+        found[name] = (path, media_type or None)
+    return found
+
+
+def _with_assets(job: Job, given: dict[str, tuple[str, str | None]]) -> Job:
+    """The job with further assets; those that it has by these names give way."""
+    from trainload.capture.job import Asset
+
+    return dataclasses.replace(job, assets={**job.assets, **{name: Asset(path, kind) for name, (path, kind) in given.items()}})
+
+
 def _trained(job: Job) -> list[str]:
     """The names of the job's training graphs."""
     from trainload.capture.targets import targets_of
@@ -127,6 +147,7 @@ def _trained(job: Job) -> list[str]:
 
 for _command in (packages.inspect, packages.verify, graphs.show, graphs.ops, graphs.transform, runs.plan, runs.launch, runs.resume):
     commands.add_command(_command)
+commands.add_command(exports.export)
 
 
 def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:

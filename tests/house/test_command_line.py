@@ -13,7 +13,7 @@ from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
 from trainload.commands import runs, shared
 
-COMMANDS = ("freeze", "inspect", "verify", "show", "ops", "transform", "plan", "launch", "resume")
+COMMANDS = ("freeze", "inspect", "verify", "show", "ops", "transform", "export", "plan", "launch", "resume")
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -55,6 +55,8 @@ BAD_REQUESTS = {
     "no such package": ["inspect", "none.tl"],
     "no such package to verify": ["verify", "none.tl"],
     "no such package to plan": ["plan", "none.tl"],
+    "no such package to export": ["export", "none.tl", "--to", "pt2"],
+    "an export of no kind": ["export", "none.tl"],
     "no such package to show": ["show", "none.tl", "--module", "layers.3"],
     "no such package to list operators of": ["ops", "none.tl"],
     "no such package to transform": ["transform", "none.tl", "--pass", "m:f", "-o", "new.tl"],
