@@ -394,10 +394,20 @@ def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, 
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(path.parent / "built"),
         "aot_inductor.metadata": dict(metadata),
+        # torch's folding takes tensors of one element for constants, also a buffer that the graph writes to: it would never change.
+        "joint_graph_constant_folding": not any(buffer.numel() == 1 for buffer in _buffers(exported)),
     }
     with torch.no_grad():
         files = torch._inductor.aot_compile(exported.module(check_guards=False), arguments, keywords, options=options)
     torch._inductor.package.package_aoti(str(path), files)
+
+
+def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
+    """Those that the graph uses."""
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.BUFFER and node.users:
+            yield node.meta["val"]
 
 
 def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:

@@ -141,8 +141,11 @@ def _traced(capture: GraphCapture, device: torch.device) -> GraphModule:
         return interpreter.run(*values)
 
     gradients = torch.enable_grad() if differentiates(capture.exported.graph_module) else torch.no_grad()
+    trained = {name for name, value in capture.exported.state_dict.items() if value.requires_grad}
     with mode, gradients:
         given = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device=device) for n in nodes]
+        for value, spec in zip(given, capture.exported.graph_signature.input_specs, strict=True):
+            value.requires_grad_(spec.target in trained)  # a graph that takes gradients may take them through parameters
         traced: GraphModule = make_fx(run, tracing_mode="real")(*given)
     return _with_names(traced, nodes)
 

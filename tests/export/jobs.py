@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,32 +67,37 @@ if kind == "pt2":
 else:
     call = torch._inductor.aoti_load_package(path)
     note = call.get_metadata()["trainload.json"]
-with torch.no_grad():
-    for _ in range(int(calls)):
-        results = call(batch)
 names = [output["name"] for output in json.loads(note)["outputs"]]
-save_file({name: value.contiguous() for name, value in zip(names, results, strict=True)}, written)
+for number in range(int(calls)):
+    results = dict(zip(names, call(batch), strict=True))
+    assert not any(value.requires_grad for value in results.values())
+    save_file({name: value.contiguous() for name, value in results.items()}, f"{written}.{number}")
 print(note)
 """
 
 
-def opened_elsewhere(
-    outside: Environment, kind: str, path: Path, batch: Mapping[str, Tensor], folder: Path, calls: int = 1
-) -> tuple[dict[str, Tensor], str]:
-    """What a process that cannot import trainload gets of a .pt2 or AOTInductor package in its last call, by name; and the note."""
+@dataclass(frozen=True)
+class Found:
+    """What a process that cannot import trainload got: the outputs of each of its calls, by name, and the note."""
+
+    results: tuple[dict[str, Tensor], ...]
+    note: dict[str, Any]
+
+
+def opened_elsewhere(outside: Environment, kind: str, path: Path, batch: Mapping[str, Tensor], folder: Path, calls: int = 1) -> Found:
+    """Opens a .pt2 or an AOTInductor package in such a process, and calls it with one batch."""
     rows: dict[str, Any] = {name: value.numpy() for name, value in batch.items()}
     np.savez(folder / "rows.npz", **rows)
-    note = outside.run(_CHILD, folder, kind, path, folder / "rows.npz", folder / "results.safetensors", str(calls))
-    return load_file(folder / "results.safetensors"), note
+    note = outside.run(_CHILD, folder, kind, path, folder / "rows.npz", folder / "results", str(calls))
+    return Found(tuple(load_file(folder / f"results.{number}") for number in range(calls)), json.loads(note))
 
 
-def own_results(package: Package, graph: str, batch: Mapping[str, Tensor], calls: int = 1) -> dict[str, Tensor]:
-    """What the package's own graph gives in its last call, by name."""
+def own_results(package: Package, graph: str, batch: Mapping[str, Tensor], calls: int = 1) -> tuple[dict[str, Tensor], ...]:
+    """What the package's own graph gives in each call, by name."""
     module = package.graph(graph).module(check_guards=False)
+    names = [output.name for output in package.manifest.graphs[graph].outputs]
     with torch.no_grad():
-        for _ in range(calls):
-            results = module(dict(batch))
-    return dict(zip((output.name for output in package.manifest.graphs[graph].outputs), results, strict=True))
+        return tuple(dict(zip(names, module(dict(batch)), strict=True)) for _ in range(calls))
 
 
 def model_of(package: Package, model: nn.Module) -> nn.Module:
