@@ -23,7 +23,7 @@ import torch._functorch.config
 import torch._inductor
 import torch._inductor.cpp_builder
 import torch._inductor.exc
-import torch._inductor.package
+import torch._inductor.package.package
 import torch.distributed as dist
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
@@ -389,7 +389,7 @@ def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, 
         path: the file, whose name ends in .pt2. Its folder gets what is built meanwhile, too.
         metadata: what the loaded program's `get_metadata()` gives.
     """
-    arguments, keywords = exported.example_inputs  # type: ignore[misc]  # the caller has set them
+    arguments, keywords = exported.example_inputs
     options = {
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(path.parent / "built"),
@@ -398,8 +398,8 @@ def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, 
         "joint_graph_constant_folding": not any(buffer.numel() == 1 for buffer in _buffers(exported)),
     }
     with torch.no_grad():
-        files = torch._inductor.aot_compile(exported.module(check_guards=False), arguments, keywords, options=options)
-    torch._inductor.package.package_aoti(str(path), files)
+        files: Any = torch._inductor.aot_compile(exported.module(check_guards=False), arguments, keywords, options=options)
+    torch._inductor.package.package.package_aoti(str(path), files)
 
 
 def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:

@@ -258,6 +258,7 @@ def _difference(
         return None  # compiled code draws other numbers
     where = f"graph {capture.name}"
     buffers: Mapping[str, Tensor] = {}
+    call: Call
     try:
         if to == "pt2":
             loaded = torch.export.load(written).module()  # noqa: TID251  # what this process has just written

@@ -136,7 +136,7 @@ def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | No
     Raises:
         JobError: the model has no configuration, or is not within the other.
     """
-    config = copy.deepcopy(getattr(model, "config", None))
+    config: Any = copy.deepcopy(getattr(model, "config", None))
     if not hasattr(config, "to_json_string"):
         raise JobError("not a transformers model: it has no configuration", where="model", got=type(model).__name__)
     part = next((name for name, module in (within or model).named_modules() if module is model), None)

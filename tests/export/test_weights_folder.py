@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,67 +66,20 @@ import torch, transformers
 from safetensors.torch import load_file, save_file
 
 assert importlib.util.find_spec("trainload") is None
-folder, rows, written = sys.argv[1:]
-kind = getattr(transformers, json.load(open(f"{folder}/config.json"))["architectures"][0])
-model, told = kind.from_pretrained(folder, output_loading_info=True)
-assert not any(told.values()), told
-with torch.no_grad():
-    save_file({"logits": model.eval()(**load_file(rows)).logits.contiguous()}, written)
-if os.path.exists(f"{folder}/tokenizer.json"):
-    print(json.dumps(transformers.AutoTokenizer.from_pretrained(folder)("w3 w7 w1")["input_ids"]))
+for folder in sys.argv[1:]:
+    kind = getattr(transformers, json.load(open(f"{folder}/config.json"))["architectures"][0])
+    model, told = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), (folder, told)
+    with torch.no_grad():
+        save_file({"logits": model.eval()(**load_file(f"{folder}.rows")).logits.contiguous()}, f"{folder}.logits")
+    if os.path.exists(f"{folder}/tokenizer.json"):
+        print(json.dumps(transformers.AutoTokenizer.from_pretrained(folder)("w3 w7 w1")["input_ids"]))
 """
-
-
-def logits_elsewhere(outside: Environment, folder: Path, inputs: dict[str, Tensor], scratch: Path) -> tuple[Tensor, str]:
-    """What from_pretrained gives in a process that cannot import trainload, and the ids of three words."""
-    save_file(inputs, scratch / "rows.safetensors")
-    printed = outside.run(_CHILD, scratch, folder, scratch / "rows.safetensors", scratch / "logits.safetensors")
-    return load_file(scratch / "logits.safetensors")["logits"], printed
 
 
 def inputs_of(package: Package) -> dict[str, Tensor]:
     names = {entry.name for entry in package.manifest.graphs["predict"].inputs}
     return {name: value for name, value in sorted(batch().items()) if name in names}
-
-
-@pytest.fixture(scope="module")
-def elsewhere(gpt: Package, folder: Path, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, str]:
-    return logits_elsewhere(outside, folder, inputs_of(gpt), tmp_path_factory.mktemp("elsewhere"))
-
-
-def test_from_pretrained_gives_the_packages_logits(gpt: Package, elsewhere: tuple[Tensor, str]) -> None:
-    torch.testing.assert_close(elsewhere[0], own_results(gpt, "predict", inputs_of(gpt))[0]["logits"])
-
-
-def test_from_pretrained_gives_the_trained_eager_models_logits(gpt: Package, elsewhere: tuple[Tensor, str]) -> None:
-    model: Any = model_of(gpt, gpt2())
-    with torch.no_grad():
-        torch.testing.assert_close(elsewhere[0], model(**inputs_of(gpt)).logits)
-
-
-def test_the_tokenizer_is_where_transformers_looks_for_it(elsewhere: tuple[Tensor, str]) -> None:
-    assert json.loads(elsewhere[1]) == [WORDS.index(word) for word in ("w3", "w7", "w1")]
-
-
-def test_a_folder_holds_what_it_should_and_no_path_of_this_machine(folder: Path) -> None:
-    names = {path.name for path in folder.iterdir()}
-    assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md", "trainload.json"}
-    assert "huggingface.json" not in names
-    text = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
-    assert "/tmp" not in text and str(Path.home()) not in text
-
-
-def test_tied_weights_are_written_once_and_named(folder: Path) -> None:
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    assert json.loads((folder / "trainload.json").read_bytes())["aliases"] == {"lm_head.weight": "transformer.wte.weight"}
-
-
-@pytest.mark.parametrize("build", [bert, mixtral], ids=["tied decoder", "experts"])
-def test_other_architectures_come_back(build: Callable[[], nn.Module], outside: Environment, tmp_path: Path) -> None:
-    package = moved(frozen(build(), tmp_path / "a.tl"), tmp_path / "b.tl")
-    made = trainload.export(package, tmp_path / "folder", to="huggingface")
-    found, _ = logits_elsewhere(outside, made.path, inputs_of(package), tmp_path)
-    torch.testing.assert_close(found, own_results(package, "predict", inputs_of(package))[0]["logits"], rtol=1e-5, atol=1e-5)
 
 
 class Pair(nn.Module):
@@ -143,12 +96,13 @@ class Pair(nn.Module):
         return loss
 
 
-def frozen_pair(pair: Pair, path: Path) -> Package:
+def frozen_pair(path: Path) -> Package:
+    pair = Pair()
     whole = job(
         pair,
         batch=batch(),
         loss=None,
-        predict=lambda model, given: model.student(**given, use_cache=False).logits,
+        predict=lambda model, given: {"logits": model.student(**given, use_cache=False).logits},
         predict_inputs=["input_ids", "attention_mask"],
         assets=assets_of(pair.student, within=pair),
     )
@@ -157,18 +111,67 @@ def frozen_pair(pair: Pair, path: Path) -> Package:
         return trainload.freeze(whole, path)
 
 
-def test_a_transformers_model_within_another_comes_back(outside: Environment, tmp_path: Path) -> None:
-    package = moved(frozen_pair(Pair(), tmp_path / "pair.tl"), tmp_path / "b.tl")
-    folder = trainload.export(package, tmp_path / "student", to="huggingface").path
-    found, _ = logits_elsewhere(outside, folder, inputs_of(package), tmp_path)
-    torch.testing.assert_close(found, own_results(package, "predict", inputs_of(package))[0]["prediction"])
+@dataclass(frozen=True)
+class Elsewhere:
+    """What from_pretrained gave in a process that cannot import trainload: package and logits by case, and the ids of three words."""
+
+    packages: dict[str, Package]
+    logits: dict[str, Tensor]
+    ids: list[int]
 
 
-def test_a_configuration_does_not_go_with_the_weights_of_another_module(tmp_path: Path) -> None:
-    pair = Pair()
-    package = frozen_pair(pair, tmp_path / "pair.tl")
-    folder = trainload.export(package, tmp_path / "scale", to="huggingface", part="scale").path
+@pytest.fixture(scope="module")
+def elsewhere(gpt: Package, folder: Path, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
+    scratch = tmp_path_factory.mktemp("elsewhere")
+    packages = {
+        "gpt": gpt,
+        "tied decoder": moved(frozen(bert(), scratch / "bert.tl"), scratch / "bert-trained.tl"),
+        "experts": moved(frozen(mixtral(), scratch / "mixtral.tl"), scratch / "mixtral-trained.tl"),
+        "within another": moved(frozen_pair(scratch / "pair.tl"), scratch / "pair-trained.tl"),
+    }
+    folders = {name: folder if name == "gpt" else scratch / name.replace(" ", "-") for name in packages}
+    for name, package in packages.items():
+        if name != "gpt":
+            trainload.export(package, folders[name], to="huggingface")
+        save_file(inputs_of(package), f"{folders[name]}.rows")
+    printed = outside.run(_CHILD, scratch, *folders.values())
+    logits = {name: load_file(f"{folders[name]}.logits")["logits"] for name in packages}
+    return Elsewhere(packages, logits, json.loads(printed))
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied decoder", "experts", "within another"])
+def test_from_pretrained_gives_the_packages_logits(name: str, elsewhere: Elsewhere) -> None:
+    package = elsewhere.packages[name]
+    expected = own_results(package, "predict", inputs_of(package))[0]["logits"]
+    torch.testing.assert_close(elsewhere.logits[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_from_pretrained_gives_the_trained_eager_models_logits(gpt: Package, elsewhere: Elsewhere) -> None:
+    model: Any = model_of(gpt, gpt2())
+    with torch.no_grad():
+        torch.testing.assert_close(elsewhere.logits["gpt"], model(**inputs_of(gpt)).logits)
+
+
+def test_the_tokenizer_is_where_transformers_looks_for_it(elsewhere: Elsewhere) -> None:
+    assert elsewhere.ids == [WORDS.index(word) for word in ("w3", "w7", "w1")]
+
+
+def test_a_configuration_does_not_go_with_the_weights_of_another_module(elsewhere: Elsewhere, tmp_path: Path) -> None:
+    folder = trainload.export(elsewhere.packages["within another"], tmp_path / "scale", to="huggingface", part="scale").path
     assert {path.name for path in folder.iterdir()} == {"model.safetensors", "README.md", "trainload.json"}
+
+
+def test_a_folder_holds_what_it_should_and_no_path_of_this_machine(folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md", "trainload.json"}
+    assert "huggingface.json" not in names
+    text = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
+    assert "/tmp" not in text and str(Path.home()) not in text
+
+
+def test_tied_weights_are_written_once_and_named(folder: Path) -> None:
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert json.loads((folder / "trainload.json").read_bytes())["aliases"] == {"lm_head.weight": "transformer.wte.weight"}
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
