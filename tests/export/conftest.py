@@ -10,6 +10,7 @@ from tests.export.jobs import small_job
 from tests.laws.isolated import Environment, make_plain_environment
 
 import trainload
+from trainload.capture.job import AssetLike
 from trainload.packaging.read import Package
 
 
@@ -25,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Package:
     folder = tmp_path_factory.mktemp("trained")
     rows = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
     np.savez(folder / "rows.npz", x=rows)
-    assets = {"LICENSE": b"as you like\n", "notes/run.log": trainload.Asset(b"first\n", "text/plain")}
+    assets: dict[str, AssetLike] = {"LICENSE": b"as you like\n", "notes/run.log": trainload.Asset(b"first\n", "text/plain")}
     package = trainload.freeze(dataclasses.replace(small_job(), assets=assets), folder / "small.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
     output = folder / "trained.tl"

@@ -174,7 +174,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Package:
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x if x.shape[1] == 8 else x.unflatten(1, (2, 8)).mean(1))
+            y: Tensor = self.layer(x if x.shape[1] == 8 else x.view(-1, 2, 8).mean(1))
             return y
 
     made = job(Means(), predict=predict, variants={"long": {"x": torch.randn(4, 16)}})
