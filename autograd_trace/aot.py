@@ -4,7 +4,7 @@ Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_expo
 `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
 `torch._inductor.standalone_compile`, `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
 `torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`,
-`ExportedProgram._guards_code`.
+`ExportedProgram._guards_code`, `torch.utils._pytree`, `Graph._codegen`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_structure
 
 from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
@@ -382,14 +383,17 @@ def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
 
 
 def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
-    """Compiles a program with AOTInductor into one file that torch's own loader runs, `torch._inductor.aoti_load_package(path)`.
+    """Compiles a program with AOTInductor into one file that torch's own loader runs, `torch._inductor.aoti_load_package(path)(**batch)`.
 
     Args:
-        exported: with its state and example inputs, all on the device that it is for.
+        exported: of one dict, with its state and example inputs, all on the device that it is for.
         path: the file, whose name ends in .pt2. Its folder gets what is built meanwhile, too.
         metadata: what the loaded program's `get_metadata()` gives.
     """
-    arguments, keywords = exported.example_inputs
+    (batch,), _ = exported.example_inputs
+    module = exported.module(check_guards=False)
+    # The loader takes the tensors of a dict in the order that they come in, and looks at no name; keywords it puts into theirs.
+    module.graph._codegen.pytree_info = module.graph._codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
     options = {
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(path.parent / "built"),
@@ -398,7 +402,7 @@ def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, 
         "joint_graph_constant_folding": not any(buffer.numel() == 1 for buffer in _buffers(exported)),
     }
     with torch.no_grad():
-        files: Any = torch._inductor.aot_compile(exported.module(check_guards=False), arguments, keywords, options=options)
+        files: Any = torch._inductor.aot_compile(module, (), batch, options=options)
     torch._inductor.package.package.package_aoti(str(path), files)
 
 

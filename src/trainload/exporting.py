@@ -55,7 +55,7 @@ class Exported:
         to: what it is.
         graph: whose it is; "": weights alone.
         device: that it is for; "": weights alone.
-        inputs: of the one dict that it takes: name -> dtype and shape.
+        inputs: of the one dict that a .pt2 takes, or the keywords of an AOTInductor package: name -> dtype and shape.
         outputs: the names of the tensors of the tuple that it returns, in order.
         lowered: the operators that plain torch does not have, and that were traced away.
         libraries: namespace of other libraries' operators, which have to be imported before it is opened -> the distribution with them.
@@ -264,7 +264,8 @@ def _difference(
             loaded = torch.export.load(written).module()  # noqa: TID251  # what this process has just written
             buffers, call = dict(loaded.named_buffers()), loaded
         else:
-            call = load_ahead(written)
+            compiled = load_ahead(written)
+            call = lambda batch: compiled(**batch)  # noqa: E731  # beside the other way to call
     except Exception as error:  # torch's loader may raise anything
         raise PackageError(f"torch {torch.__version__} cannot open what it wrote: {_line(error)}", where=where, got=to) from error
     tolerance = tolerance_of(capture) * (_COMPILED if to == "aoti" else 1.0)

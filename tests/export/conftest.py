@@ -25,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A small job's package after three steps: what `launch` wrote as its output."""
     folder = tmp_path_factory.mktemp("trained")
     rows = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
-    np.savez(folder / "rows.npz", x=rows)
+    np.savez(folder / "rows.npz", x=rows, scale=rows[:, :1])
     assets: dict[str, AssetLike] = {"LICENSE": b"as you like\n", "notes/run.log": trainload.Asset(b"first\n", "text/plain")}
     package = trainload.freeze(dataclasses.replace(small_job(), assets=assets), folder / "small.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")

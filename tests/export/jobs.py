@@ -43,13 +43,13 @@ class Small(nn.Module):
 
 
 def predict(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    y = model(batch["x"])
+    y = model(batch["x"]) * batch["scale"]
     return {"y": y, "best": y.argmax(-1)}
 
 
 def small_job(**options: Any) -> Job:
     torch.manual_seed(0)
-    return job(Small(), predict=predict, **options)
+    return job(Small(), predict=predict, batch={"x": torch.randn(4, 8), "scale": torch.rand(4, 1)}, **options)
 
 
 _CHILD = """
@@ -69,7 +69,7 @@ else:
     note = call.get_metadata()["trainload.json"]
 names = [output["name"] for output in json.loads(note)["outputs"]]
 for number in range(int(calls)):
-    results = dict(zip(names, call(batch), strict=True))
+    results = dict(zip(names, call(batch) if kind == "pt2" else call(**batch), strict=True))
     assert not any(value.requires_grad for value in results.values())
     save_file({name: value.contiguous() for name, value in results.items()}, f"{written}.{number}")
 print(note)
@@ -97,7 +97,7 @@ def own_results(package: Package, graph: str, batch: Mapping[str, Tensor], calls
     module = package.graph(graph).module(check_guards=False)
     names = [output.name for output in package.manifest.graphs[graph].outputs]
     with torch.no_grad():
-        return tuple(dict(zip(names, module(dict(batch)), strict=True)) for _ in range(calls))
+        return tuple(dict(zip(names, module(dict(sorted(batch.items()))), strict=True)) for _ in range(calls))
 
 
 def model_of(package: Package, model: nn.Module) -> nn.Module:

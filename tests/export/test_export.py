@@ -22,8 +22,9 @@ from trainload.autograd_trace.plain import own_operators
 from trainload.capture.errors import ClusterError, IntegrityError, PackageError, StorageError
 from trainload.packaging.read import Package
 
-ROWS = {"x": torch.randn(7, 8, generator=torch.Generator().manual_seed(3))}
-"""Another number of rows than the example's."""
+X = {"x": torch.randn(7, 8, generator=torch.Generator().manual_seed(3))}
+ROWS = {**X, "scale": torch.linspace(0.5, 2, 7)[:, None]}
+"""Another number of rows than the example's, and another order than the graph's."""
 
 
 CALLS = 3
@@ -76,7 +77,10 @@ def test_a_pt2_updates_its_buffers_from_call_to_call(from_pt2: Found) -> None:
 
 def test_the_note_in_a_pt2_says_what_goes_in_and_comes_out(from_pt2: Found, trained: Package) -> None:
     note = from_pt2.note
-    assert note["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 8]}]
+    assert note["inputs"] == [
+        {"name": "scale", "dtype": "float32", "shape": ["batch", 1]},
+        {"name": "x", "dtype": "float32", "shape": ["batch", 8]},
+    ]
     assert [output["name"] for output in note["outputs"]] == ["best", "y"]
     assert (note["package"], note["graph"], note["libraries"]) == (trained.digest, "predict", {})
 
@@ -133,7 +137,7 @@ def test_operators_of_trainload_are_traced_away(name: str, tmp_path: Path) -> No
     module = torch.export.load(made.path).module()  # noqa: TID251  # made here
     targets = {str(node.target) for node in module.graph.nodes if node.op == "call_function"}
     assert not {target for target in targets if "trainload" in target}
-    assert_close([dict(zip(made.outputs, module(ROWS), strict=True))], own_results(package, "predict", ROWS), 1e-6)
+    assert_close([dict(zip(made.outputs, module(X), strict=True))], own_results(package, "predict", X), 1e-6)
 
 
 def test_an_operator_that_plain_torch_cannot_say_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -177,7 +181,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Package:
             y: Tensor = self.layer(x if x.shape[1] == 8 else x.view(-1, 2, 8).mean(1))
             return y
 
-    made = job(Means(), predict=predict, variants={"long": {"x": torch.randn(4, 16)}})
+    made = job(Means(), predict=lambda model, batch: model(batch["x"]), variants={"long": {"x": torch.randn(4, 16)}})
     return trainload.freeze(made, tmp_path_factory.mktemp("varied") / "varied.tl")
 
 
@@ -187,6 +191,41 @@ def test_a_variant_is_exported_by_its_name(varied: Package, tmp_path: Path) -> N
     batch = {"x": torch.randn(3, 16)}
     module = torch.export.load(made.path).module()  # noqa: TID251  # made here
     assert_close([dict(zip(made.outputs, module(batch), strict=True))], own_results(varied, "predict-long", batch))
+
+
+def test_inputs_may_come_in_any_order(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(4, 8), "a.mask": torch.rand(4, 8)}
+
+    def both(model: nn.Module, given: dict[str, Any]) -> Tensor:
+        result: Tensor = model(given["x"]) * given["a"]["mask"]
+        return result
+
+    nested = {"x": batch["x"], "a": {"mask": batch["a.mask"]}}
+    package = trainload.freeze(job(Model(), batch=nested, predict=both), tmp_path / "two.tl")
+    made = trainload.export(package, tmp_path / "two.pt2", to="pt2")
+    assert list(made.inputs) == ["a.mask", "x"]
+    module = torch.export.load(made.path).module()  # noqa: TID251  # made here
+    sorted_batch = dict(sorted(batch.items()))
+    assert torch.equal(module(batch)[0], module(sorted_batch)[0])
+    assert_close([{"prediction": module(batch)[0]}], own_results(package, "predict", sorted_batch))
+
+
+@torch.library.custom_op("export_library::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+halved.register_autograd(lambda _, gradient: gradient / 2)
+
+
+def test_operators_of_other_libraries_stay_and_are_named(tmp_path: Path) -> None:
+    made = job(Model(lambda _, x: halved(x)), predict=lambda model, batch: model(batch["x"]))
+    trainload.freeze(made, tmp_path / "a.tl")
+    package = trainload.open(tmp_path / "a.tl", libraries={"export_library": None})
+    exported = trainload.export(package, tmp_path / "a.pt2", to="pt2")
+    assert exported.libraries == {"export_library": None}
+    assert exported.difference == 0.0
 
 
 def refusal(package: Package, path: Path, **options: Any) -> str:
@@ -293,7 +332,7 @@ def test_the_command_writes_beside_the_package(trained: Package, capsys: pytest.
 def test_the_command_says_how_it_is_called(trained: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["export", str(trained.path), "--to", "pt2", "-o", str(tmp_path / "a.pt2")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "takes one dict: x float32[batch, 8]" in text
+    assert "takes one dict: scale float32[batch, 1], x float32[batch, 8]" in text
     assert "returns a tuple: best, y" in text
 
 

@@ -65,7 +65,10 @@ def export(
     if made.graph:
         rows += [
             ("graph", f"{made.graph}, for {made.device}"),
-            ("takes", "one dict: " + ", ".join(f"{name} {kind}" for name, kind in made.inputs.items())),
+            (
+                "takes",
+                ("one dict: " if made.to == "pt2" else "keywords: ") + ", ".join(f"{name} {kind}" for name, kind in made.inputs.items()),
+            ),
             ("returns", f"a tuple: {', '.join(made.outputs)}"),
             ("difference", "not compared" if made.difference is None else f"{made.difference:.2g} from the package's own graph"),
         ]
