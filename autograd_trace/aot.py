@@ -393,7 +393,8 @@ def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, 
     (batch,), _ = exported.example_inputs
     module = exported.module(check_guards=False)
     # The loader takes the tensors of a dict in the order that they come in, and looks at no name; keywords it puts into theirs.
-    module.graph._codegen.pytree_info = module.graph._codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
+    codegen: Any = module.graph._codegen
+    codegen.pytree_info = codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
     options = {
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(path.parent / "built"),
