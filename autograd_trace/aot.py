@@ -2,8 +2,9 @@
 
 Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
 `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
-`torch._inductor.standalone_compile`, `torch._inductor.config`, `torch._C._distributed_c10d._register_process_group` and its siblings,
-`ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`.
+`torch._inductor.standalone_compile`, `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
+`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`,
+`ExportedProgram._guards_code`, `torch.utils._pytree`, `Graph._codegen`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch._functorch.config
 import torch._inductor
 import torch._inductor.cpp_builder
 import torch._inductor.exc
+import torch._inductor.package.package
 import torch.distributed as dist
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
@@ -49,6 +51,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_structure
 
 from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
@@ -75,6 +78,16 @@ def _fake_mode(capture: GraphCapture) -> FakeTensorMode:
 def size_conditions(exported: ExportedProgram) -> list[str]:
     """What torch asks of the sizes of a program's inputs beside their ranges: "L['batch']['x'].size()[1] % 2 == 0"."""
     return [str(code) for code in exported._guards_code]
+
+
+def demand_sizes(exported: ExportedProgram, conditions: Sequence[str]) -> None:
+    """Has torch check conditions of the sizes of a program's inputs before it runs, wherever the program is saved and loaded.
+
+    Args:
+        exported: it is changed.
+        conditions: Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the first input.
+    """
+    exported._guards_code = list(conditions)
 
 
 def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
@@ -367,6 +380,45 @@ def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
     finally:
         for name in made:
             torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]  # as above
+
+
+def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
+    """Compiles a program with AOTInductor into one file that torch's own loader runs, `torch._inductor.aoti_load_package(path)(**batch)`.
+
+    Args:
+        exported: of one dict, with its state and example inputs, all on the device that it is for.
+        path: the file, whose name ends in .pt2. Its folder gets what is built meanwhile, too.
+        metadata: what the loaded program's `get_metadata()` gives.
+    """
+    (batch,), _ = exported.example_inputs
+    module = exported.module(check_guards=False)
+    # The loader takes the tensors of a dict in the order that they come in, and looks at no name; keywords it puts into theirs.
+    codegen: Any = module.graph._codegen
+    codegen.pytree_info = codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
+    options = {
+        "aot_inductor.package": True,
+        "aot_inductor.output_path": str(path.parent / "built"),
+        "aot_inductor.metadata": dict(metadata),
+        # torch's folding takes tensors of one element for constants, also a buffer that the graph writes to: it would never change.
+        "joint_graph_constant_folding": not any(buffer.numel() == 1 for buffer in _buffers(exported)),
+    }
+    with torch.no_grad():
+        files: Any = torch._inductor.aot_compile(module, (), batch, options=options)
+    torch._inductor.package.package.package_aoti(str(path), files)
+
+
+def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
+    """Those that the graph uses."""
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.BUFFER and node.users:
+            yield node.meta["val"]
+
+
+def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
+    """Loads what `compile_ahead` wrote. It is native code: never load one from somewhere that is not trusted."""
+    loaded: Callable[..., Sequence[Tensor]] = torch._inductor.aoti_load_package(str(path))
+    return loaded
 
 
 def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:

@@ -103,7 +103,7 @@ class StepModule(nn.Module):
         count = len(self._capture.inputs)
         batch, scalars = flat[:count], flat[count:]
         rows = batch[0].shape[0] if batch and batch[0].ndim else 1
-        symbol = _batch_symbol(self._capture)
+        symbol = batch_symbol(self._capture)
         key = RandomKey.of(scalars[0], scalars[1], scalars[2], rows) if scalars else None
         if key is not None and isinstance(symbol, int):
             key = key.of_call()
@@ -140,7 +140,8 @@ def draws(capture: GraphCapture) -> bool:
     return any(is_random(node) for node in nodes_in(capture.exported.graph_module))
 
 
-def _batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
+def batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
+    """The number of rows of a captured graph's batch, as its placeholders spell it."""
     for node, spec in zip(placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT and isinstance(node.meta.get("val"), Tensor) and node.meta["val"].ndim:
             size: int | torch.SymInt = node.meta["val"].shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +121,22 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Asset:
+    """A file that travels in the package, where its path alone does not say everything.
+
+    Attributes:
+        source: its path, or its bytes. A folder's path stands for all files in it.
+        media_type: of the file, or of each in the folder: "text/markdown". None: by the file's name; docs/assets.md has the table.
+    """
+
+    source: str | os.PathLike[str] | bytes
+    media_type: str | None = None
+
+
+AssetLike = str | os.PathLike[str] | bytes | Asset
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A training job, ready to be frozen.
 
@@ -145,7 +162,8 @@ class Job:
         ema: a running mean of the parameters. None: none is kept.
         loss_scaling: for float16 under autocast. None: the loss is not scaled.
         seed: of dropout masks and of the order of the data.
-        assets: file name -> path of files that travel in the package (a tokenizer, a licence).
+        assets: name -> what travels in the package under it (a tokenizer, a licence, a model card): a path, bytes, or an `Asset`. A name
+            may have folders ("tokenizer/vocab.json"); one that stands for a folder of files is the folder's. docs/assets.md.
         graphs: several graphs by name, in place of `loss`. The first one that trains is the main one: its loss is the run's.
         variants: further example batches by name, each of other entries, constants or shapes than `batch`; every graph is captured for
             each. A run gives a batch to the first that takes it, `batch` being the first of all. docs/variants.md.
@@ -168,7 +186,7 @@ class Job:
     ema: Ema | None = None
     loss_scaling: LossScaling | None = None
     seed: int = 0
-    assets: Mapping[str, str] = field(default_factory=dict)
+    assets: Mapping[str, AssetLike] = field(default_factory=dict)
     graphs: Mapping[str, Graph] = field(default_factory=dict)
     loop: Sequence[Turn | str] | None = None
     variants: Mapping[str, Batch] = field(default_factory=dict)

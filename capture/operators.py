@@ -15,6 +15,7 @@ HIGHER_ORDER_OPERATOR: type[Any] = next(c for c in type(torch.ops.higher_order.c
 class Overload:
     """What `is_overload` promises of an operator: a schema, and torch's tags."""
 
+    namespace: str
     _schema: Any
     _overloadname: str
     overloadpacket: Any

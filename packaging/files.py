@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -171,6 +172,58 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A file that appears at `path` when the block ends, whole, or never.
+
+    Yields:
+        A path of the same name in a hidden folder beside it. What else the block leaves in that folder goes with it.
+
+    Raises:
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+    except OSError as error:
+        raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
+    try:
+        yield folder / path.name
+        with (folder / path.name).open("rb") as written:
+            os.fsync(written.fileno())
+        if os.path.lexists(path):
+            raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")
+        (folder / path.name).rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        if is_full(error):
+            raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
+        raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
+    """Copies a package's file of any size to a new place, through to disk.
+
+    Raises:
+        IntegrityError: its bytes are not those that the manifest lists; `target` holds some of them then.
+        OSError: `target` exists, or the disk is full.
+    """
+    digest, size = hashlib.sha256(), 0
+    with open_inside(root, path) as read, target.open("xb") as write:
+        while size <= entry.size and (block := read.read(2**20)):
+            digest.update(block)
+            size += len(block)
+            write.write(block)
+        write.flush()
+        os.fsync(write.fileno())
+    if size != entry.size or digest.hexdigest() != entry.sha256:
+        raise IntegrityError("a file is not the one that the manifest lists", where=path, cure="Fetch the package again.")
 
 
 def is_full(error: OSError) -> bool:

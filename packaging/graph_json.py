@@ -84,7 +84,7 @@ def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
     Raises:
         PackageError: torch's schema cannot say it; the message names the node.
     """
-    with _refused(where), _serialisable_values(exported.graph_module):
+    with _refused(where), serialisable_values(exported.graph_module):
         exported.validate()  # type: ignore[no-untyped-call]
     return _to_json(
         exported.graph_module,
@@ -160,7 +160,7 @@ def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: s
         OutputSpec(kind=spec.kind, arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg, target=spec.target)
         for spec, node in zip(signature.output_specs, results, strict=True)
     ]
-    with _refused(where), _serialisable_values(module):
+    with _refused(where), serialisable_values(module):
         return ExportedProgram(
             root=module,
             graph=module.graph,
@@ -315,7 +315,7 @@ def _to_json(
     guards: list[str],
     where: str,
 ) -> GraphJson:
-    with _refused(where), _serialisable_values(module), quiet_torch():
+    with _refused(where), serialisable_values(module), quiet_torch():
         serialised = GraphModuleSerializer(signature, list(calls)).serialize(module)
         document = _plain({"graph_module": serialised, "range_constraints": serialize_range_constraints(dict(ranges))})
     graph_module = document["graph_module"]
@@ -350,7 +350,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def _serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
+def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
     """Within it, higher-order calls have tuples as values (torch's writer takes no lists there), and never none at all."""
     before: list[tuple[torch.fx.Node, bool, Any]] = []
     for node in calls_in(module):

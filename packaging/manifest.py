@@ -60,18 +60,23 @@ OUTSIDE = ("debug", "derived", "signatures")
 """Folders whose files are no part of the package's identity."""
 EXTENSIONS = "extensions"
 """The folder of wheels."""
-MEDIA_TYPES = {".json": "application/json", ".safetensors": "application/vnd.safetensors", ".whl": "application/zip"}
 BUILT_IN_NAMESPACES = frozenset({"aten", "prims", "trainload"})
 """Namespaces of operators that every reader has."""
 
 SAFE_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
 """What stands between the slashes of a path."""
 _PATH = re.compile(rf"{SAFE_PART}(/{SAFE_PART})*")
+_TOKEN = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"
 _FQN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 
 
-def _safe_path(path: str) -> str:
+def safe_path(path: str) -> str:
+    """A path that a package may hold.
+
+    Raises:
+        ValueError: it is none.
+    """
     parts = path.split("/")
     if len(path) > 512 or not _PATH.fullmatch(path) or any(part.endswith(".") or _RESERVED.fullmatch(part) for part in parts):
         raise ValueError(f"{path[:80]!r} is not a safe relative path (letters, digits and _ . + - between slashes)")
@@ -91,8 +96,10 @@ def _fqn(name: str) -> str:
 
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-SafePath = Annotated[str, AfterValidator(_safe_path)]
+SafePath = Annotated[str, AfterValidator(safe_path)]
 Fqn = Annotated[str, AfterValidator(_fqn)]
+MediaType = Annotated[str, Field(pattern=rf"^{_TOKEN}/{_TOKEN}(; charset={_TOKEN})?$")]
+"""As RFC 6838 spells them, with a charset at most: "text/plain", "text/csv; charset=utf-8"."""
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
@@ -107,7 +114,7 @@ Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Ann
 class FileEntry(Record):
     """A file: `size` in bytes."""
 
-    media_type: str
+    media_type: MediaType
     sha256: Sha256
     size: Size
 

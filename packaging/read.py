@@ -15,6 +15,7 @@ from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
+from trainload.packaging.assets import ASSETS, AssetFile, assets_of, no_such_asset, save_assets
 from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.compat import Verdict, compare_operators
 from trainload.packaging.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
@@ -178,6 +179,11 @@ class Package:
             for entry in self.manifest.updates
         )
 
+    @property
+    def assets(self) -> tuple[AssetFile, ...]:
+        """What travels along, in order of names."""
+        return assets_of(self.manifest)
+
     def asset(self, name: str) -> bytes:
         """The bytes of assets/NAME.
 
@@ -185,10 +191,26 @@ class Package:
             StorageError: there is none.
             IntegrityError: it is damaged.
         """
-        path = f"assets/{name}"
+        path = f"{ASSETS}{name}"
         if path not in self.manifest.files:
-            raise StorageError("the package has no such asset", where=path)
+            raise no_such_asset(self.manifest, name)
         return read_checked(self.path, path, self.manifest.files[path])
+
+    def save_asset(self, name: str, target: str | Path) -> tuple[AssetFile, ...]:
+        """Writes an asset, or all assets of a folder, to a path that does not exist; it appears there whole, or not at all.
+
+        Args:
+            name: an asset's, which becomes a file; a folder's ("tokenizer"), which becomes a folder; "": all of them, in a folder.
+            target: what it becomes.
+
+        Returns:
+            What was written.
+
+        Raises:
+            StorageError: there is none of this name, the path is taken or cannot be written.
+            IntegrityError: it is damaged.
+        """
+        return save_assets(self.path, self.manifest, name, Path(target))
 
     def _of_graphs(self, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in constants.items() if name.split("/")[0] in self.manifest.graphs}

@@ -12,19 +12,20 @@ from pydantic import ValidationError
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
-from trainload.capture.errors import IntegrityError, PackageError, StorageError
+from trainload.capture.errors import IntegrityError, PackageError
+from trainload.capture.job import AssetLike
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
+from trainload.packaging.assets import ASSETS, media_type_of, write_assets
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.debug import read_debug, write_debug
 from trainload.packaging.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
-from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes, write_copy
+from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes
 from trainload.packaging.graph_json import graph_to_json, operator_namespaces, running_schema
 from trainload.packaging.manifest import (
     BUILT_IN_NAMESPACES,
     CONSTANTS,
     EXTENSIONS,
     MANIFEST,
-    MEDIA_TYPES,
     OUTSIDE,
     AbstractEntry,
     ConstantEntry,
@@ -57,7 +58,7 @@ def write_package(
     updates: Sequence[UpdateGraph],
     recipe: Recipe,
     *,
-    assets: Mapping[str, Path] = MappingProxyType({}),
+    assets: Mapping[str, AssetLike] = MappingProxyType({}),
     parent: str | None = None,
     debug: Mapping[str, object] = _NOTHING,
     max_shard: int = MAX_SHARD,
@@ -72,7 +73,7 @@ def write_package(
         program: what was captured. Its state is read one tensor at a time.
         updates: one for each group of `recipe`.
         recipe: how the graphs are driven.
-        assets: file name -> path of files to copy into assets/.
+        assets: what goes into assets/, as `Job.assets` says.
         parent: digest of the package that this one was made from.
         debug: name -> JSON value of further files in debug/, outside the digest.
         max_shard: bytes of tensors in one file of weights.
@@ -93,8 +94,7 @@ def write_package(
         graphs.write(root)
         if constants:
             write_tensors(root / CONSTANTS, constants)
-        for name, source in assets.items():
-            _copy_asset(root, name, Path(source))
+        media_types = write_assets(root, assets)
         bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, (), parent, libraries)
         if bundle is not None and bare.op_libraries:
             bare = _with_libraries(bare, bundle(bare, root / EXTENSIONS))
@@ -102,7 +102,7 @@ def write_package(
             bare = bare.model_copy(update={"features": tuple(sorted({*bare.features, "abstract"})), "abstract": abstract})
         else:
             write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
-        _finish(root, bare)
+        _finish(root, bare, media_types)
         graphs.check(root)
         write_debug(root, {**debug, **graphs.debug({})})
     return open_package(path, namespaces=graphs.namespaces)
@@ -168,7 +168,7 @@ def with_graphs(package: Package, path: Path, program: Program, passes: Sequence
         kept += sorted({wheel for entry in bare.op_libraries.values() for wheel in entry.wheels})
         for file in kept:
             link_or_copy(package.path / file, root / file)
-        _finish(root, bare)
+        _finish(root, bare, _media_types(package.manifest))
         written = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
         for file in kept:
             if written[file] != package.manifest.files[file]:
@@ -216,7 +216,7 @@ def with_weights(package: Package, path: Path, tensors: Iterable[tuple[str, torc
         for file in kept:
             link_or_copy(package.path / file, root / file)
         write_weights(root, stored_tensors(old), complete(), max_shard)
-        _finish(root, old.model_copy(update={"parent": package.digest}))
+        _finish(root, old.model_copy(update={"parent": package.digest}), _media_types(old))
     return open_package(Path(path), namespaces=package.namespaces)
 
 
@@ -332,20 +332,15 @@ def _state_names(manifest: Manifest) -> list[str]:
     return [spec.name for specs in stored_tensors(manifest) for spec in specs]
 
 
-def _copy_asset(root: Path, name: str, source: Path) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name):
-        raise PackageError("an asset's name is not a plain file name", where=name, expected="letters, digits and _ . + -")
-    if not source.is_file():
-        raise StorageError("an asset is no file", where=str(source))
-    write_copy(source, root / "assets" / name)
+def _media_types(manifest: Manifest) -> dict[str, str]:
+    """Those of the assets, which need not be what their names say."""
+    return {file: entry.media_type for file, entry in manifest.files.items() if file.startswith(ASSETS)}
 
 
-def _finish(root: Path, bare: Manifest) -> None:
-    """Write the manifest, with every file that is part of the identity."""
+def _finish(root: Path, bare: Manifest, media_types: Mapping[str, str]) -> None:
+    """Write the manifest, with every file that is part of the identity. `media_types`: of files whose names do not say it."""
     files = {
-        file: FileEntry(
-            media_type=MEDIA_TYPES.get(Path(file).suffix, "application/octet-stream"), sha256=sha256_file(root / file), size=status.st_size
-        )
+        file: FileEntry(media_type=media_types.get(file) or media_type_of(file), sha256=sha256_file(root / file), size=status.st_size)
         for file, status in walk(root)
         if file.split("/")[0] not in OUTSIDE
     }

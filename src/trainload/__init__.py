@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trainload.api import open as open
     from trainload.api import plan as plan
     from trainload.api import resume as resume
+    from trainload.capture.job import Asset as Asset
     from trainload.capture.job import Ema as Ema
     from trainload.capture.job import Graph as Graph
     from trainload.capture.job import Job as Job
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from trainload.capture.job import Turn as Turn
     from trainload.capture.parameter_groups import parameter_groups as parameter_groups
     from trainload.capture.shape_report import ShapeReport as ShapeReport
+    from trainload.exporting import Exported as Exported
+    from trainload.exporting import export as export
     from trainload.packaging.read import Package as Package
     from trainload.passes import Pass as Pass
     from trainload.recording import record as record
@@ -66,12 +69,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Asset",
     "CaptureError",
     "CheckpointError",
     "Cluster",
     "ClusterError",
     "DataError",
     "Ema",
+    "Exported",
     "Graph",
     "IntegrityError",
     "Job",
@@ -100,6 +105,7 @@ __all__ = [
     "diff",
     "dry_run",
     "explain_shapes",
+    "export",
     "freeze",
     "launch",
     "open",
@@ -113,8 +119,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Asset": "trainload.capture.job",
     "Cluster": "trainload.sharding.plan",
     "Ema": "trainload.capture.job",
+    "Exported": "trainload.exporting",
     "Graph": "trainload.capture.job",
     "Job": "trainload.capture.job",
     "Loss": "trainload.capture.job",
@@ -127,6 +135,7 @@ _HOMES = {
     "diff": "trainload.trust",
     "dry_run": "trainload.api",
     "explain_shapes": "trainload.api",
+    "export": "trainload.exporting",
     "freeze": "trainload.api",
     "open": "trainload.api",
     "parameter_groups": "trainload.capture.parameter_groups",

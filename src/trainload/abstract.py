@@ -67,8 +67,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
         structure=proof.structure,
         check=check.value,
     )
-    assets = {name: Path(source) for name, source in job.assets.items()}
-    package = write_package(path, program, updates, recipe, assets=assets, abstract=entry)
+    package = write_package(path, program, updates, recipe, assets=job.assets, abstract=entry)
     keep_steps(package, steps)
     return package
 

@@ -27,6 +27,7 @@ from trainload.launch.libraries import absolute, demand_run, import_libraries, l
 from trainload.launch.result import RunResult, finish
 from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
+from trainload.packaging.assets import asset_sources
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.policy import find_policies
 from trainload.packaging.read import Package, demand_weights
@@ -79,14 +80,15 @@ def freeze(
     Raises:
         JobError: the job's description does not hold together.
         CaptureError: the model cannot be captured soundly.
-        PackageError: a library cannot be imported, or not be bundled so that it can be loaded alone.
-        StorageError: the path is taken, or cannot be written; there is no such wheel.
+        PackageError: a library cannot be imported, or not be bundled so that it can be loaded alone; an asset's name or media type is none.
+        StorageError: the path is taken, or cannot be written; there is no such wheel; an asset is missing.
     """
     path, check = Path(path), Check(check)
     if path.exists():
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+    asset_sources(job.assets)  # what is wrong with them is said before the work begins
     if abstract and strict:
         raise JobError("the strict mode needs a model that can be run, to see what it would lose", where="freeze", cure="Leave strict out.")
     import_libraries(libraries)
@@ -102,14 +104,13 @@ def freeze(
         if on_fix is not None:
             on_fix(fix)
     proven = prove(declared, check, strict)
-    assets = {name: Path(source) for name, source in job.assets.items()}
     debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value, "tracing": _tracing_record(proven.program)}}
     package = write_package(
         path,
         proven.program,
         proven.updates,
         proven.recipe,
-        assets=assets,
+        assets=job.assets,
         debug=debug,
         libraries=libraries,
         bundle=Bundler(wheels, libraries) if bundle_ops is not False else None,

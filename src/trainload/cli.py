@@ -8,6 +8,7 @@ torch is imported by the commands, not by this module, so that `--help` and wron
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import compare, graphs, packages, runs, trust
+from trainload.commands import compare, exports, graphs, packages, runs, trust
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import libraries as named_libraries
 from trainload.commands.shared import out as _out
@@ -59,6 +60,7 @@ def commands(
 @click.option("--reduced", metavar="SPEC", help="With --abstract: a smaller job, compared instead.")
 @click.option("--bundle-ops", is_flag=True, help="Put operator libraries into the package.")
 @click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="The wheel of one, to bundle as it is.")
+@click.option("--asset", "assets", multiple=True, metavar="NAME[:TYPE]=PATH", help="A file or folder that travels along.")
 @json_option
 def freeze(
     spec: str,
@@ -71,14 +73,14 @@ def freeze(
     reduced: str | None,
     bundle_ops: bool,
     wheels: tuple[str, ...],
+    assets: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write the package of the job that SPEC names.
 
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
-    captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written.
-
-    --explain-shapes prints its table even where torch refuses the sizes.
+    captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written. The table of
+    --explain-shapes is printed even where torch then refuses the sizes.
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
@@ -89,12 +91,13 @@ def freeze(
     if abstract and (bundle_ops or wheels):
         raise click.UsageError("--abstract goes without --bundle-ops and --wheel: an abstract package is not run.")
     libraries = named_libraries()
+    added = _asset_options(assets)
     demand_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job
 
     with redirect_stdout(sys.stderr):  # the job's own code may print
-        job = load_job(spec)
+        job = _with_assets(load_job(spec), added)
         from trainload import api
         from trainload.capture.replays import Check
 
@@ -131,6 +134,25 @@ def freeze(
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
 
 
+def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
+    """What --asset says: name -> path and media type, from "NAME=PATH" or "NAME:TYPE/SUBTYPE=PATH"."""
+    found = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        name, _, media_type = name.partition(":")
+        if not name or not path:
+            raise click.UsageError(f"--asset {text}: give NAME=PATH, or NAME:TYPE/SUBTYPE=PATH.")
+        found[name] = (path, media_type or None)
+    return found
+
+
+def _with_assets(job: Job, given: dict[str, tuple[str, str | None]]) -> Job:
+    """The job with further assets; those that it has by these names give way."""
+    from trainload.capture.job import Asset
+
+    return dataclasses.replace(job, assets={**job.assets, **{name: Asset(path, kind) for name, (path, kind) in given.items()}})
+
+
 def _trained(job: Job) -> list[str]:
     """The names of the job's training graphs."""
     from trainload.capture.targets import targets_of
@@ -151,6 +173,7 @@ for _command in (
     runs.resume,
 ):
     commands.add_command(_command)
+commands.add_command(exports.export)
 
 
 def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:

@@ -12,18 +12,22 @@ transformers itself is imported when a job is made, and only for the schedules (
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import json
 import math
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainload.capture.errors import JobError
-from trainload.capture.job import Job, Loss, SchedulerFactory
+from trainload.capture.job import AssetLike, Job, Loss, SchedulerFactory
 
 IGNORED = -100
 """A label of this value is not counted."""
@@ -46,18 +50,19 @@ _UNTABLED = ("reduce_lr_on_plateau", "greedy")
 """Schedules that read the loss, so that they are no function of the step."""
 
 
-def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, **options: Any) -> Job:
+def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenizer: Any = None, **options: Any) -> Job:
     """The job that `transformers.Trainer(model, args)` would train.
 
     The loss is the model's own. Its weight is the number of labels that are not -100 (without the first of each row where the model
     shifts its labels), so that microbatches and workers with unlike padding combine as Trainer's do; it is the number of rows where labels
     are no integers, where there are none, and for a CTC loss. The weight decay spares biases and norms. predict gives the model's logits;
-    an encoder-decoder has none, since it predicts token by token.
+    an encoder-decoder has none, since it predicts token by token. The assets are those of `assets_of`, and those that are given.
 
     Args:
         model: a transformers model with a loss of its own.
         batch: what a collator returns: name -> (rows, ...), of 2 rows or more, with labels.
         args: `transformers.TrainingArguments`, or anything with such attributes; what it lacks has Trainer's default.
+        tokenizer: the model's tokenizer or processor, which travels along; anything with `save_pretrained`.
         options: further fields of `trainload.Job` (dynamic, assets, predict, ...), or others than these.
 
     Raises:
@@ -109,7 +114,51 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, **options: 
     }
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         fields |= {"predict": predict, "predict_inputs": [name for name in entries if name not in LABELS]}
-    return Job(**(fields | options))
+    given_assets: Mapping[str, Any] = options.pop("assets", {})
+    return Job(**(fields | options), assets={**assets_of(model, tokenizer), **given_assets})
+
+
+def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | None = None) -> dict[str, AssetLike]:
+    """What `from_pretrained` needs of a transformers model beside its weights, as entries of `Job.assets`.
+
+    With them `trainload export --to huggingface` writes a folder that `from_pretrained` opens. `job_of` puts them into its job; this is for
+    a job that is made otherwise.
+
+    Args:
+        model: a transformers model.
+        tokenizer: its tokenizer or processor; anything with `save_pretrained`.
+        within: the job's model, where that is another one that holds this.
+
+    Returns:
+        config.json, generation_config.json where the model generates, the tokenizer's files below tokenizer/, and huggingface.json, which
+        says where in the job's model the transformers model is.
+
+    Raises:
+        JobError: the model has no configuration, or is not within the other.
+    """
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if not hasattr(config, "to_json_string"):
+        raise JobError("not a transformers model: it has no configuration", where="model", got=type(model).__name__)
+    part = next((name for name, module in (within or model).named_modules() if module is model), None)
+    if part is None:
+        raise JobError("the job's model does not hold the transformers model", where="within", got=type(within).__name__)
+    name = type(model).__name__
+    config.architectures = [name]
+    config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    found: dict[str, AssetLike] = {
+        "config.json": config.to_json_string().encode("utf-8"),
+        "huggingface.json": json.dumps({"class": name, "part": part}, sort_keys=True).encode("utf-8"),
+    }
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and getattr(model, "can_generate", lambda: False)():
+        found["generation_config.json"] = generation.to_json_string().encode("utf-8")
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            for file in sorted(Path(folder).rglob("*")):
+                if file.is_file():
+                    found[f"tokenizer/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
+    return found
 
 
 class _Settings:

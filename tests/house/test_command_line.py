@@ -13,7 +13,7 @@ from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
 from trainload.commands import runs, shared
 
-COMMANDS = ("freeze", "inspect", "verify", "sign", "diff", "show", "ops", "transform", "plan", "launch", "resume")
+COMMANDS = ("freeze", "inspect", "verify", "sign", "diff", "show", "ops", "transform", "export", "plan", "launch", "resume")
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -59,6 +59,8 @@ BAD_REQUESTS = {
     "a chain without a certificate": ["sign", "none.tl", "--key", "key.pem", "--chain", "ca.pem"],
     "a policy where none is asked": ["--policy", "policy.toml", "inspect", "none.tl"],
     "no such package to plan": ["plan", "none.tl"],
+    "no such package to export": ["export", "none.tl", "--to", "pt2"],
+    "an export of no kind": ["export", "none.tl"],
     "no such package to show": ["show", "none.tl", "--module", "layers.3"],
     "no such package to list operators of": ["ops", "none.tl"],
     "no such package to transform": ["transform", "none.tl", "--pass", "m:f", "-o", "new.tl"],

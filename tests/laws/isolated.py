@@ -79,6 +79,20 @@ def make_environment(folder: Path, wheel: Path) -> Environment:
     return Environment(folder / "bin" / "python", prefix)
 
 
+def make_plain_environment(folder: Path, *names: str) -> Environment:
+    """Makes one in `folder` without this project: it holds these distributions and what they declare to need."""
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in names:
+        root = importlib.metadata.distribution(name)
+        for distribution in [root, *_dependencies(root)]:
+            _link(distribution, site)
+    prefix = _cut_off()
+    if not prefix:
+        (site / "sitecustomize.py").write_text(REFUSING)
+    return Environment(folder / "bin" / "python", prefix)
+
+
 def _dependencies(root: importlib.metadata.Distribution) -> list[importlib.metadata.Distribution]:
     """Every distribution that one declares to need, and they in turn; extras are left out."""
     requirements: Any = importlib.import_module("packaging.requirements")  # PyPI's; mypy sees the project's folder of that name

@@ -318,7 +318,7 @@ def test_a_pipe_is_refused_without_waiting(copied: Path) -> None:
     "path", ["../outside", "/etc/passwd", "a/../b", "a//b", "a\\b", "./a", "a/", ".hidden", "con", "a\u0000b", "é", "a."]
 )
 def test_a_path_that_could_leave_the_folder_is_refused(copied: Path, path: str) -> None:
-    entry = {"media_type": "x", "sha256": "0" * 64, "size": 0}
+    entry = {"media_type": "text/plain", "sha256": "0" * 64, "size": 0}
     edit_manifest(copied, lambda m: m["files"].update({path: entry}))
     with pytest.raises(PackageError, match="safe relative path"):
         open_package(copied)
@@ -328,7 +328,7 @@ def test_a_path_that_could_leave_the_folder_is_refused(copied: Path, path: str) 
 def test_paths_that_differ_in_case_only_are_refused(copied: Path, path: str) -> None:
     (copied / path).parent.mkdir(exist_ok=True)
     (copied / path).write_bytes(b"{}")
-    edit_manifest(copied, lambda m: m["files"].update({path: {"media_type": "x", "sha256": "0" * 64, "size": 2}}))
+    edit_manifest(copied, lambda m: m["files"].update({path: {"media_type": "text/plain", "sha256": "0" * 64, "size": 2}}))
     with pytest.raises(UnsafePackageError, match="case"):
         open_package(copied)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +20,32 @@ from trainload.commands.shared import FAILED, err, json_option, out, package_arg
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
     from trainload.packaging.manifest import Manifest, OpLibraryEntry
+    from trainload.packaging.read import Package
 
 
 @click.command(short_help="Say what a package holds.")
 @package_argument
+@click.option("--asset", metavar="NAME", help="Give out a file of assets/, or a folder of them.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where --asset goes. Default: stdout.")
 @json_option
-def inspect(package: Path, as_json: bool) -> None:
-    """Say what a package holds: its inputs, parameters, graphs and recipe."""
+def inspect(package: Path, asset: str | None, output: Path | None, as_json: bool) -> None:
+    """Say what a package holds: its inputs, parameters, graphs, recipe and assets.
+
+    --asset NAME gives out one asset instead, checked against its digest.
+    """
+    if output is not None and asset is None:
+        raise click.UsageError("-o is where an asset goes: give --asset NAME.")
     opened = shared.open_package(package)
     manifest = opened.manifest
+    if asset is not None:
+        _give_out(opened, asset, output, as_json)
+        return
     if as_json:
-        told = {"captured": _captured(package), "signatures": _signatures(package)}
+        told = {"assets": opened.assets, "captured": _captured(package), "signatures": _signatures(package)}
         print_json({"path": package, "digest": opened.digest, "manifest": manifest, **told})
         return
     rows = _summary(package, opened.digest, manifest)
+    rows += [("asset", f"{a.name}  {a.media_type}, {view.size(a.size)}" + (f", {a.role}" if a.role else "")) for a in opened.assets]
     for signature in _signatures(package):
         said = signature.get("problem") or f"{signature['kind']} {signature['signer']} (not verified)"
         rows.append(("signature", f"{signature['file']}: {said}"))
@@ -39,6 +53,28 @@ def inspect(package: Path, as_json: bool) -> None:
     for name, (mode, why) in _captured(package).items():
         known.setdefault(f"{mode}: {why}", []).append(name)
     out().print(view.table([*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]))
+
+
+def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -> None:
+    """Writes assets to a path, or one to stdout."""
+    if output is not None:
+        written = package.save_asset(name, output)
+        if as_json:
+            print_json({"written": output, "assets": written})
+        else:
+            out().print(view.table([("written", str(output)), ("files", len(written)), ("bytes", sum(a.size for a in written))]))
+        return
+    data = package.asset(name)
+    if not as_json:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+        return
+    found = next(a for a in package.assets if a.name == name)
+    try:
+        told = {"text": data.decode("utf-8")}
+    except UnicodeDecodeError:
+        told = {"base64": base64.b64encode(data).decode("ascii")}
+    print_json({"asset": found, **told})
 
 
 @click.command(short_help="Check every byte, and who signed.")

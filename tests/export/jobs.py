@@ -1,0 +1,107 @@
+"""Jobs whose packages are exported, and what opens an export elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from tests.capture.jobs import job
+from tests.laws.isolated import Environment
+from torch import Tensor, nn
+
+from trainload.capture.job import Job
+from trainload.packaging.read import Package
+
+
+class Small(nn.Module):
+    """(rows, 8) -> (rows, 8), with tied weights, a count of its calls, a buffer in no state dict and a constant."""
+
+    calls: Tensor
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("offset", torch.linspace(-1, 1, 8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls.add_(1)
+        hidden = self.norm(self.first(x)).relu() + self.offset * torch.tensor([0.5])
+        result: Tensor = self.last(hidden) + 0.01 * self.calls
+        return result
+
+
+def predict(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    y = model(batch["x"]) * batch["scale"]
+    return {"y": y, "best": y.argmax(-1)}
+
+
+def small_job(**options: Any) -> Job:
+    torch.manual_seed(0)
+    return job(Small(), predict=predict, batch={"x": torch.randn(4, 8), "scale": torch.rand(4, 1)}, **options)
+
+
+_CHILD = """
+import importlib.util, json, sys
+import numpy, torch
+from safetensors.torch import save_file
+
+assert importlib.util.find_spec("trainload") is None
+kind, path, rows, written, calls = sys.argv[1:]
+batch = {name: torch.from_numpy(values) for name, values in numpy.load(rows).items()}
+if kind == "pt2":
+    files = {"trainload.json": ""}
+    call = torch.export.load(path, extra_files=files).module()
+    note = files["trainload.json"]
+else:
+    call = torch._inductor.aoti_load_package(path)
+    note = call.get_metadata()["trainload.json"]
+names = [output["name"] for output in json.loads(note)["outputs"]]
+for number in range(int(calls)):
+    results = dict(zip(names, call(batch) if kind == "pt2" else call(**batch), strict=True))
+    assert not any(value.requires_grad for value in results.values())
+    save_file({name: value.contiguous() for name, value in results.items()}, f"{written}.{number}")
+print(note)
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a process that cannot import trainload got: the outputs of each of its calls, by name, and the note."""
+
+    results: tuple[dict[str, Tensor], ...]
+    note: dict[str, Any]
+
+
+def opened_elsewhere(outside: Environment, kind: str, path: Path, batch: Mapping[str, Tensor], folder: Path, calls: int = 1) -> Found:
+    """Opens a .pt2 or an AOTInductor package in such a process, and calls it with one batch."""
+    rows: dict[str, Any] = {name: value.numpy() for name, value in batch.items()}
+    np.savez(folder / "rows.npz", **rows)
+    note = outside.run(_CHILD, folder, kind, path, folder / "rows.npz", folder / "results", str(calls))
+    return Found(tuple(load_file(folder / f"results.{number}") for number in range(calls)), json.loads(note))
+
+
+def own_results(package: Package, graph: str, batch: Mapping[str, Tensor], calls: int = 1) -> tuple[dict[str, Tensor], ...]:
+    """What the package's own graph gives in each call, by name."""
+    module = package.graph(graph).module(check_guards=False)
+    names = [output.name for output in package.manifest.graphs[graph].outputs]
+    with torch.no_grad():
+        return tuple(dict(zip(names, module(dict(sorted(batch.items()))), strict=True)) for _ in range(calls))
+
+
+def model_of(package: Package, model: nn.Module) -> nn.Module:
+    """A model of the same code with the package's weights, in evaluation mode."""
+    names = model.state_dict().keys()
+    model.load_state_dict({name: package.weights.tensor(name) for name in names})
+    return model.eval()
