@@ -18,6 +18,7 @@ from trainload.capture.errors import (
     CaptureError,
     CheckpointError,
     ClusterError,
+    ConflictError,
     DataError,
     IntegrityError,
     JobError,
@@ -56,6 +57,12 @@ if TYPE_CHECKING:
     from trainload.recording import record as record
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
+    from trainload.stores import Store as Store
+    from trainload.stores import gc as gc
+    from trainload.stores import promote as promote
+    from trainload.stores import pull as pull
+    from trainload.stores import push as push
+    from trainload.stores import releases as releases
     from trainload.transformation import transform as transform
 
 __version__ = "0.1.0"
@@ -65,6 +72,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "ClusterError",
+    "ConflictError",
     "DataError",
     "Ema",
     "Graph",
@@ -83,6 +91,7 @@ __all__ = [
     "RunInterrupted",
     "ShapeReport",
     "StorageError",
+    "Store",
     "TrainingError",
     "TrainloadError",
     "Turn",
@@ -93,11 +102,16 @@ __all__ = [
     "dry_run",
     "explain_shapes",
     "freeze",
+    "gc",
     "launch",
     "open",
     "parameter_groups",
     "plan",
+    "promote",
+    "pull",
+    "push",
     "record",
+    "releases",
     "resume",
     "transform",
 ]
@@ -112,15 +126,21 @@ _HOMES = {
     "Package": "trainload.packaging.read",
     "Pass": "trainload.passes",
     "Plan": "trainload.sharding.plan",
+    "Store": "trainload.stores",
     "Turn": "trainload.capture.job",
     "ShapeReport": "trainload.capture.shape_report",
     "dry_run": "trainload.api",
     "explain_shapes": "trainload.api",
     "freeze": "trainload.api",
+    "gc": "trainload.stores",
     "open": "trainload.api",
     "parameter_groups": "trainload.capture.parameter_groups",
     "plan": "trainload.api",
+    "promote": "trainload.stores",
+    "pull": "trainload.stores",
+    "push": "trainload.stores",
     "record": "trainload.recording",
+    "releases": "trainload.stores",
     "resume": "trainload.api",
     "transform": "trainload.transformation",
 }

@@ -21,7 +21,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import graphs, packages, runs
+from trainload.commands import graphs, packages, runs, stores
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
@@ -126,6 +126,8 @@ def _trained(job: Job) -> list[str]:
 
 
 for _command in (packages.inspect, packages.verify, graphs.show, graphs.ops, graphs.transform, runs.plan, runs.launch, runs.resume):
+    commands.add_command(_command)
+for _command in (stores.push, stores.pull, stores.releases, stores.promote, stores.gc):
     commands.add_command(_command)
 
 

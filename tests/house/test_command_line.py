@@ -13,7 +13,22 @@ from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
 from trainload.commands import runs, shared
 
-COMMANDS = ("freeze", "inspect", "verify", "show", "ops", "transform", "plan", "launch", "resume")
+COMMANDS = (
+    "freeze",
+    "inspect",
+    "verify",
+    "show",
+    "ops",
+    "transform",
+    "plan",
+    "launch",
+    "resume",
+    "push",
+    "pull",
+    "releases",
+    "promote",
+    "gc",
+)
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -63,6 +78,16 @@ BAD_REQUESTS = {
     "a package of no chosen set": ["ops", "none.tl", "-o", "new.tl"],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
     "no such run": ["resume", "none"],
+    "no such package to push": ["push", "none.tl", "store"],
+    "a release that is rejected and promoted": ["push", "none.tl", "store", "--reject", "worse", "--promote"],
+    "a condition on no promotion": ["push", "none.tl", "store", "--no-promote", "--only-if", "3"],
+    "a fact without a value": ["push", "none.tl", "store", "--fact", "loss"],
+    "no such store to pull from": ["pull", "none", "-o", "new.tl"],
+    "no such store to list": ["releases", "none"],
+    "no such store to promote in": ["promote", "none", "1"],
+    "no such store to clean": ["gc", "none"],
+    "nothing to keep": ["gc", "none", "--keep", "0"],
+    "a store of no known kind": ["releases", "nowhere://bucket/store"],
     "no such command": ["fly"],
     "no such option": ["inspect", "none.tl", "--fast"],
     "a number that is none": ["plan", "none.tl", "--nodes", "two"],
