@@ -216,10 +216,10 @@ class RemoteFiles:
     def _unreachable(self, path: str, error: BaseException) -> StorageError:
         if isinstance(error, PermissionError):
             return StorageError(f"the store refuses: {error}", where=f"{self.url}/{path}", cure="Check the credentials and their rights.")
-        return StorageError(f"the store cannot be reached: {error or type(error).__name__}", where=f"{self.url}/{path}")
+        return StorageError(f"the store cannot be reached: {str(error) or type(error).__name__}", where=f"{self.url}/{path}")
 
 
-class _Counter(Callback):
+class _Counter(Callback):  # type: ignore[misc]  # fsspec ships no types
     """Hands on how many bytes fsspec has sent."""
 
     def __init__(self, on_bytes: OnBytes) -> None:
@@ -254,7 +254,13 @@ def _code(error: BaseException) -> str:
 
 def _failures() -> tuple[type[BaseException], ...]:
     """What the libraries behind fsspec raise where a place cannot be reached; of those alone that are loaded."""
-    named = (("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"), ("aiohttp", "ClientError"))
-    named += (("azure.core.exceptions", "AzureError"), ("gcsfs.retry", "HttpError"), ("google.auth.exceptions", "GoogleAuthError"))
+    named = (
+        ("botocore.exceptions", "BotoCoreError"),
+        ("botocore.exceptions", "ClientError"),
+        ("aiohttp", "ClientError"),
+        ("azure.core.exceptions", "AzureError"),
+        ("gcsfs.retry", "HttpError"),
+        ("google.auth.exceptions", "GoogleAuthError"),
+    )
     loaded = (getattr(sys.modules.get(module), name, None) for module, name in named)
     return (OSError, TimeoutError, *(kind for kind in loaded if isinstance(kind, type)))

@@ -89,7 +89,7 @@ def last_of_shard(package: Package, shard: str) -> str:
     """The name of a float parameter in a shard."""
     index = json.loads((package.path / "weights/model.safetensors.index.json").read_bytes())
     names = [name for name, file in index["weight_map"].items() if file == shard]
-    return next(name for name in reversed(names) if package.weights.dtype(name).is_floating_point)
+    return next(str(name) for name in reversed(names) if package.weights.dtype(name).is_floating_point)
 
 
 def travelling(path: Path) -> dict[str, bytes]:

@@ -2,8 +2,8 @@
 
     pushing.py push STORE LINE PACKAGE...     says "ready", waits for a line of input, pushes one package after another; where the
                                               environment has DIE_AFTER, it is killed when it reports progress for the so-manieth time
-    pushing.py killed STORES PACKAGE          for every kind of operation that a push does to a store in a folder, children that are killed by
-                                              SIGKILL just before it, in stores of their own; then what is seen, and a push that goes on
+    pushing.py killed STORES PACKAGE          for every kind of operation that a push does to a store in a folder, children that are killed
+                                              by SIGKILL just before it, in stores of their own; then what is seen, and a push that goes on
 
 Prints a line of JSON for each push.
 """

@@ -50,7 +50,8 @@ def manifest_of(name: str, tag: str) -> dict[str, Any]:
 
 def blob_of(name: str, digest: str) -> bytes:
     host, _, repository = name.partition("/")
-    return requests.get(f"http://{host}/v2/{repository}/blobs/{digest}", timeout=30).content
+    content: bytes = requests.get(f"http://{host}/v2/{repository}/blobs/{digest}", timeout=30).content
+    return content
 
 
 def put_manifest(name: str, tag: str, manifest: dict[str, Any]) -> None:
