@@ -22,6 +22,7 @@ from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import graphs, packages, runs, stores
+from trainload.commands.overview import Overview
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from trainload.capture.job import Job
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s")
 @click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="Import MODULE; let packages call its operators.")
 def commands(library: tuple[str, ...]) -> None:  # read by commands.shared.libraries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,10 @@ def test_every_command_has_a_json_form(command: str, monkeypatch: pytest.MonkeyP
     assert any(line.split()[:1] == ["--json"] for line in help_text(monkeypatch, capsys, command))
 
 
-def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_text(monkeypatch, capsys)
-    assert [name for name in COMMANDS if not any(line.split()[:1] == [name] for line in text)] == []
+def test_help_names_every_command_and_says_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(help_text(monkeypatch, capsys))
+    assert [name for name in COMMANDS if not re.search(rf"(^|  ){name}  +[A-Z][^.]+\.", text, re.MULTILINE)] == []
+    assert "..." not in text.partition("Commands:")[2]
 
 
 def test_help_imports_neither_torch_nor_ray() -> None:

@@ -36,7 +36,7 @@ def inspect(package: Path, as_json: bool) -> None:
     out().print(view.table([*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]))
 
 
-@click.command(short_help="Check every byte of a package.")
+@click.command(short_help="Check every byte.")
 @package_argument
 @json_option
 def verify(package: Path, as_json: bool) -> None:

@@ -64,7 +64,7 @@ class Transfer:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-@click.command(short_help="Publish a package in a store.")
+@click.command(short_help="Publish a package.")
 @click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
 @store_argument
 @click.option("--line", metavar="NAME", help="The line. Default: the store's only one, or main.")
@@ -133,7 +133,7 @@ def push(
     out().print(view.table(rows))
 
 
-@click.command(short_help="Get a package from a store.")
+@click.command(short_help="Get a package.")
 @store_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
 @line_option
@@ -210,7 +210,7 @@ def promote(store: str, release: str, line: str | None, only_if: str | None, rea
         out().print(view.table([("line", pointer.line), ("current", name), ("digest", pointer.package)]))
 
 
-@click.command(short_help="Remove from a store what no release needs.")
+@click.command(short_help="Clean a store.")
 @store_argument
 @click.option("--keep", type=positive, metavar="N", help="Keep the files of each line's last N releases only.")
 @click.option(
