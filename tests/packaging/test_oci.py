@@ -22,6 +22,8 @@ from trainload.packaging.oci_records import files_of
 from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package
 
+pytest.importorskip("oras", reason="oras is not installed: make env")
+
 MODELPACK = "application/vnd.cncf.model."
 
 
