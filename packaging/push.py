@@ -199,8 +199,9 @@ def _send(store: Store, local: LocalPackage, lease: Lease, on_progress: OnProgre
         on_progress(done, total)
 
     on_progress(0, total)
+    there = store.blob_sizes(blobs)
     for digest, (path, entry) in blobs.items():
-        if store.files.size(blob_path(digest)) == entry.size:
+        if there[digest] == entry.size:
             moved(entry.size)
             continue
         store.files.send(blob_path(digest), local.path / path, entry, moved)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -170,6 +170,12 @@ class Store:
         promoted = {pointer.release: pointer.reason for pointer in history}
         current = history[-1].release if history else None
         return tuple(_state(release, marks[release.id], promoted, current) for release in releases if release is not None)
+
+    def blob_sizes(self, digests: Iterable[str]) -> dict[str, int | None]:
+        """Digest -> size in bytes of its blob; None: the store has none."""
+        asked = list(digests)
+        with ThreadPoolExecutor(_READERS) as pool:
+            return dict(zip(asked, pool.map(lambda digest: self.files.size(blob_path(digest)), asked), strict=True))
 
     def publish(
         self,

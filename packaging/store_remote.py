@@ -9,9 +9,12 @@ import os
 import secrets
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ _MAX_PARTS = 10_000
 _MEMORY = threading.Lock()
 """fsspec's memory file system looks and then writes; only threads share it."""
 _TRIES = 20
+_AHEAD = 4
+"""Blocks that are fetched at once."""
 
 
 class RemoteFiles:
@@ -171,18 +176,31 @@ class RemoteFiles:
             raise IntegrityError("a file was changed while it was sent", where=str(source), cure="Write packages once; then push them.")
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
-        """As `StoreFiles.receive`."""
-        start = 0
-        while start < size:
-            with self._reaching(path):
-                try:
-                    block = self._fs.cat_file(self._full(path), start=start, end=min(size, start + BLOCK))
-                except FileNotFoundError as error:
-                    raise IntegrityError("a file of the store is missing", where=f"{self.url}/{path}") from error
-            if not block:
-                return
-            start += len(block)
-            yield bytes(block)
+        """As `StoreFiles.receive`. A few blocks are on their way at once: each is a request of its own, and most of its time is waiting."""
+        starts = iter(range(0, size, BLOCK))
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            coming = deque(pool.submit(self._block, path, start, size) for start in islice(starts, _AHEAD))
+            while coming:
+                block = coming.popleft().result()
+                if not block:
+                    break
+                yield block
+                if (start := next(starts, None)) is not None:
+                    coming.append(pool.submit(self._block, path, start, size))
+            for block_to_come in coming:
+                block_to_come.cancel()
+
+    def _block(self, path: str, start: int, size: int) -> bytes:
+        """The block that begins at `start`; b"" where the file ends before."""
+        with self._reaching(path):
+            try:
+                return bytes(self._fs.cat_file(self._full(path), start=start, end=min(size, start + BLOCK)))
+            except FileNotFoundError as error:
+                raise IntegrityError("a file of the store is missing", where=f"{self.url}/{path}") from error
+            except _failures() as error:
+                if start and _code(error) in ("InvalidRange", "416"):
+                    return b""
+                raise
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/") if path else self._root
