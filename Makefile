@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev,transformers]"
 	mkdir -p $(REGISTRY)
-	cd $(REGISTRY) && apt-get download --quiet docker-registry && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb \
+	cd $(REGISTRY) && (apt-get download --quiet docker-registry || (apt-get update -qq && apt-get download --quiet docker-registry)) && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb \
 		|| echo "Debian's docker-registry cannot be had here: the tests that need a registry will be skipped."
 	touch $@
 

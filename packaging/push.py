@@ -37,11 +37,6 @@ class LocalPackage:
     manifest: Manifest
     files: Mapping[str, FileEntry]
 
-    @property
-    def bytes(self) -> int:
-        """Of all files."""
-        return sum(entry.size for entry in self.files.values())
-
 
 @dataclass(frozen=True, slots=True)
 class PushReport:

@@ -131,8 +131,8 @@ class Release(Sealed):
 
     @property
     def bytes(self) -> int:
-        """Of all its files."""
-        return sum(entry.size for entry in self.files.values())
+        """Of all its files; those of equal bytes count once."""
+        return sum({entry.sha256: entry.size for entry in self.files.values()}.values())
 
 
 class Pointer(Sealed):
