@@ -72,6 +72,8 @@ class Store:
         if self._read(StoreInfo, INFO) is not None:
             return
         there = self.files.names("")
+        if there and self._read(StoreInfo, INFO) is not None:  # another writer has just made it; its store.json came first
+            return
         if there:
             raise StorageError("there is no store here, but something else", where=self.url, got=", ".join(there[:5]))
         if not create:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.packaging.places import Place, travelling
+from tests.packaging.places import Place, memory_place, travelling
 from tests.packaging.tampering import flip
 
 from trainload.capture.errors import ConflictError, StorageError
@@ -17,8 +17,10 @@ from trainload.packaging.manifest import FileEntry
 from trainload.packaging.pull import pull
 from trainload.packaging.push import local_package, push
 from trainload.packaging.read import Package, open_package
+from trainload.packaging.releases import StoreInfo
 from trainload.packaging.store import Store
 from trainload.packaging.store_folder import FolderFiles
+from trainload.packaging.store_remote import RemoteFiles
 from trainload.packaging.verify import verify_package
 
 CHANGED = ("manifest.json", "weights/chunks.json", "weights/model-00002-of-00002.safetensors")
@@ -214,6 +216,19 @@ def test_a_folder_of_other_things_does_not_become_a_store(packaged: Package, tmp
         push(packaged.path, tmp_path)
 
 
+def test_a_store_that_another_writer_makes_meanwhile_is_used(folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = FolderFiles.names
+
+    def overtaken(self: FolderFiles, inner: str) -> list[str]:
+        monkeypatch.undo()
+        self.replace("store.json", StoreInfo().to_bytes())
+        self.replace("pushes/x.json", b"{}")
+        return names(self, inner)
+
+    monkeypatch.setattr(FolderFiles, "names", overtaken)
+    assert Store(folder.url, create=True).lines() == ()
+
+
 def test_a_damaged_package_is_not_published(copied: Path, place: Place) -> None:
     weights = copied / "weights/model-00002-of-00002.safetensors"
     flip(weights, -1)
@@ -239,6 +254,37 @@ def test_a_place_that_ignores_conditions_gets_ids_that_cannot_collide(
     assert store.release("main").name == report.release == report.current
     with pytest.raises(StorageError, match="cannot write under a condition"):
         store.promote("main", report.release, only_if="none")
+
+
+def test_a_server_that_ignores_conditions_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RemoteFiles(memory_place().url, {})
+    put_file = files._fs.pipe_file
+    monkeypatch.setattr(files._fs, "pipe_file", lambda path, data, mode="overwrite": put_file(path, data))
+    assert not files.exclusive
+    assert list(files.walk("")) == []
+
+
+def test_a_put_that_was_repeated_since_its_answer_was_lost_finds_its_own_file(place: Place) -> None:
+    files = Store(place.url, place.options, create=True).files
+    assert files.create("lines/x", b"mine")
+    assert files.create("lines/x", b"mine")
+    assert not files.create("lines/x", b"another's")
+
+
+def test_where_a_put_is_not_atomic_files_are_moved_to_their_names(
+    packaged: Package, second: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_remote, "_ATOMIC_PUT", frozenset())
+    place = memory_place()
+    moved: list[str] = []
+    fs = RemoteFiles(place.url, {})._fs
+    move = fs.mv
+    monkeypatch.setattr(fs, "mv", lambda draft, path: (moved.append(draft), move(draft, path)))
+    put(packaged.path, place)
+    put(second.path, place)
+    assert all("/." in draft and draft.endswith(".part") for draft in moved)
+    assert len(moved) > 20
+    assert get(place, tmp_path / "back.tl").digest == second.digest
 
 
 def test_a_store_can_be_moved(packaged: Package, folder: Place, tmp_path: Path) -> None:
