@@ -279,7 +279,12 @@ def test_where_a_put_is_not_atomic_files_are_moved_to_their_names(
     moved: list[str] = []
     fs = RemoteFiles(place.url, {})._fs
     move = fs.mv
-    monkeypatch.setattr(fs, "mv", lambda draft, path: (moved.append(draft), move(draft, path)))
+
+    def noted(draft: str, path: str) -> None:
+        moved.append(draft)
+        move(draft, path)
+
+    monkeypatch.setattr(fs, "mv", noted)
     put(packaged.path, place)
     put(second.path, place)
     assert all("/." in draft and draft.endswith(".part") for draft in moved)
