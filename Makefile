@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+REGISTRY := $(VENV)/registry
 
 .PHONY: env test check format demo demo-gan fuzz hostile mutate bench freeze kills gpu parity remat coverage-suite clean
 
@@ -18,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev,transformers]"
+	mkdir -p $(REGISTRY)
+	cd $(REGISTRY) && (apt-get download --quiet docker-registry || (apt-get update -qq && apt-get download --quiet docker-registry)) && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb \
+		|| echo "Debian's docker-registry cannot be had here: the tests that need a registry will be skipped."
 	touch $@
 
 # Tests on a Ray cluster have the machine to themselves: they end workers by their names. The others run two at a time.

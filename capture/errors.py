@@ -14,6 +14,7 @@
     │   ├── PlanError                   no plan can be made, or a plan does not fit its package
     │   ├── ClusterError                the cluster cannot hold the plan
     │   ├── StorageError                a path is taken, missing, not writable or full
+    │   │   └── ConflictError           somebody else changed first what this was to change
     │   └── VersionError                the installed torch is not supported
     └── WorkError (RuntimeError)        the work failed; the command line exits with 1
         ├── TrainingError               a run ended before its last step
@@ -148,6 +149,10 @@ class ClusterError(RequestError):
 
 class StorageError(RequestError):
     """A path is taken, missing, not writable or full."""
+
+
+class ConflictError(StorageError):
+    """Somebody else changed first what this was to change; nothing was done."""
 
 
 class VersionError(RequestError):

@@ -397,4 +397,37 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            _write_durably(self._folder / folder_name(index.step) / INDEX, encode_index(index))\n",
         "test_law_7.py::test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all",
     ),
+    Mutation(
+        5,
+        "a pulled file is taken though its digest is another one",
+        "packaging/pull.py",
+        "    if size != entry.size or digest.hexdigest() != entry.sha256:\n        raise _damaged(file",
+        "    if size != entry.size:\n        raise _damaged(file",
+        "../packaging/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
+    ),
+    Mutation(
+        7,
+        "a second writer takes the number of the first",
+        "packaging/store_folder.py",
+        "                os.link(draft, target)\n            except FileExistsError:",
+        "                draft.replace(target)\n            except FileExistsError:",
+        "../packaging/test_stores_writers.py::test_processes_that_write_at_once_lose_nothing[folder]",
+    ),
+    Mutation(
+        7,
+        "a release appears before its files",
+        "packaging/push.py",
+        "        sent = _send(target, local, lease, on_progress)\n        lease.demand()\n",
+        "        target.publish(name, local.manifest, local.digest, local.files)\n"
+        "        sent = _send(target, local, lease, on_progress)\n        lease.demand()\n",
+        "../packaging/test_stores_writers.py::test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on",
+    ),
+    Mutation(
+        7,
+        "gc does not look what pushes rely on",
+        "packaging/collect.py",
+        "    needed = {digest for path in live for digest in pushes[path].blobs}\n",
+        "    needed = set[str]()\n",
+        "../packaging/test_stores_gc.py::test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it[folder]",
+    ),
 )

@@ -18,6 +18,7 @@ from trainload.capture.errors import (
     CaptureError,
     CheckpointError,
     ClusterError,
+    ConflictError,
     DataError,
     IntegrityError,
     JobError,
@@ -61,6 +62,12 @@ if TYPE_CHECKING:
     from trainload.recording import record as record
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
+    from trainload.stores import Store as Store
+    from trainload.stores import gc as gc
+    from trainload.stores import promote as promote
+    from trainload.stores import pull as pull
+    from trainload.stores import push as push
+    from trainload.stores import releases as releases
     from trainload.transformation import transform as transform
     from trainload.trust import diff as diff
     from trainload.trust import sign as sign
@@ -74,6 +81,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "ClusterError",
+    "ConflictError",
     "DataError",
     "Ema",
     "Exported",
@@ -95,6 +103,7 @@ __all__ = [
     "ShapeReport",
     "SignatureError",
     "StorageError",
+    "Store",
     "TrainingError",
     "TrainloadError",
     "Turn",
@@ -107,11 +116,16 @@ __all__ = [
     "explain_shapes",
     "export",
     "freeze",
+    "gc",
     "launch",
     "open",
     "parameter_groups",
     "plan",
+    "promote",
+    "pull",
+    "push",
     "record",
+    "releases",
     "resume",
     "sign",
     "transform",
@@ -130,6 +144,7 @@ _HOMES = {
     "Package": "trainload.packaging.read",
     "Pass": "trainload.passes",
     "Plan": "trainload.sharding.plan",
+    "Store": "trainload.stores",
     "Turn": "trainload.capture.job",
     "ShapeReport": "trainload.capture.shape_report",
     "diff": "trainload.trust",
@@ -137,10 +152,15 @@ _HOMES = {
     "explain_shapes": "trainload.api",
     "export": "trainload.exporting",
     "freeze": "trainload.api",
+    "gc": "trainload.stores",
     "open": "trainload.api",
     "parameter_groups": "trainload.capture.parameter_groups",
     "plan": "trainload.api",
+    "promote": "trainload.stores",
+    "pull": "trainload.stores",
+    "push": "trainload.stores",
     "record": "trainload.recording",
+    "releases": "trainload.stores",
     "resume": "trainload.api",
     "sign": "trainload.trust",
     "transform": "trainload.transformation",

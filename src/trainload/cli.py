@@ -22,7 +22,8 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import compare, exports, graphs, packages, runs, trust
+from trainload.commands import compare, exports, graphs, packages, runs, stores, trust
+from trainload.commands.overview import Overview
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import libraries as named_libraries
 from trainload.commands.shared import out as _out
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from trainload.capture.job import Job
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s")
 @click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="Import MODULE; let packages call its operators.")
 @click.option("--trust-extensions", is_flag=True, help="Load the libraries that a package brings.")
@@ -174,6 +175,8 @@ for _command in (
 ):
     commands.add_command(_command)
 commands.add_command(exports.export)
+for _command in (stores.push, stores.pull, stores.releases, stores.promote, stores.gc):
+    commands.add_command(_command)
 
 
 def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:

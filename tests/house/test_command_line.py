@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,25 @@ from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
 from trainload.commands import runs, shared
 
-COMMANDS = ("freeze", "inspect", "verify", "sign", "diff", "show", "ops", "transform", "export", "plan", "launch", "resume")
+COMMANDS = (
+    "freeze",
+    "inspect",
+    "verify",
+    "sign",
+    "diff",
+    "show",
+    "ops",
+    "transform",
+    "export",
+    "plan",
+    "launch",
+    "resume",
+    "push",
+    "pull",
+    "releases",
+    "promote",
+    "gc",
+)
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -36,9 +55,10 @@ def test_every_command_has_a_json_form(command: str, monkeypatch: pytest.MonkeyP
     assert any(line.split()[:1] == ["--json"] for line in help_text(monkeypatch, capsys, command))
 
 
-def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_text(monkeypatch, capsys)
-    assert [name for name in COMMANDS if not any(line.split()[:1] == [name] for line in text)] == []
+def test_help_names_every_command_and_says_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(help_text(monkeypatch, capsys))
+    assert [name for name in COMMANDS if not re.search(rf"(^|  ){name}  +[A-Z][^.]+\.", text, re.MULTILINE)] == []
+    assert "..." not in text.partition("Commands:")[2]
 
 
 def test_help_imports_neither_torch_nor_ray() -> None:
@@ -72,6 +92,16 @@ BAD_REQUESTS = {
     "operators bundled without weights": ["freeze", "job.py:job", "-o", "out.tl", "--abstract", "--bundle-ops"],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
     "no such run": ["resume", "none"],
+    "no such package to push": ["push", "none.tl", "store"],
+    "a release that is rejected and promoted": ["push", "none.tl", "store", "--reject", "worse", "--promote"],
+    "a condition on no promotion": ["push", "none.tl", "store", "--no-promote", "--only-if", "3"],
+    "a fact without a value": ["push", "none.tl", "store", "--fact", "loss"],
+    "no such store to pull from": ["pull", "none", "-o", "new.tl"],
+    "no such store to list": ["releases", "none"],
+    "no such store to promote in": ["promote", "none", "1"],
+    "no such store to clean": ["gc", "none"],
+    "nothing to keep": ["gc", "none", "--keep", "0"],
+    "a store of no known kind": ["releases", "nowhere://bucket/store"],
     "no such command": ["fly"],
     "no such option": ["inspect", "none.tl", "--fast"],
     "a number that is none": ["plan", "none.tl", "--nodes", "two"],

@@ -28,7 +28,7 @@ FILES = "files"
 _package = click.Path(path_type=Path)
 
 
-@click.command(short_help="Say what differs between two packages.")
+@click.command(short_help="Compare two packages.")
 @click.argument("before", metavar="A", type=_package)
 @click.argument("after", metavar="B", type=_package)
 @click.option("--weights", "rows", type=click.IntRange(min=0), default=10, metavar="N", help="How many tensors are listed. Default: 10.")

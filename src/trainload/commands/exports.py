@@ -16,7 +16,7 @@ from trainload.commands.shared import json_option, out, package_argument, print_
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 
 
-@click.command(short_help="Write a model for plain torch or transformers.")
+@click.command(short_help="Write it for plain torch.")
 @package_argument
 @click.option("--to", required=True, type=click.Choice(list(_SUFFIXES)), help="What is written.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where. Default: beside PKG.")

@@ -26,7 +26,7 @@ data_option = click.option("--data", metavar="PATH", help="Rows to compare on. D
 allow_option = click.option("--allow-change", is_flag=True, help="Keep what changes values; record it.")
 
 
-@click.command(short_help="Print a module's graph beside its source.")
+@click.command(short_help="Show a module's graph.")
 @package_argument
 @click.option("--module", default="", metavar="PATH", help="A module, such as layers.3. Default: all.")
 @click.option("--graph", metavar="NAME", help="One of the package's. Default: the main training graph.")
@@ -55,7 +55,7 @@ def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
     out().print(table)
 
 
-@click.command(short_help="Apply passes to a package's graphs.")
+@click.command(short_help="Apply passes to graphs.")
 @package_argument
 @click.option("--pass", "specs", multiple=True, required=True, metavar="MODULE:FUNCTION[,NAME=VALUE...]", help="A pass; may be repeated.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
@@ -83,7 +83,7 @@ def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change:
     out().print(view.table([("package", str(output)), ("digest", made.digest)]))
 
 
-@click.command(short_help="List a package's operators; choose a set.")
+@click.command(short_help="List or choose operators.")
 @package_argument
 @click.option("--set", "chosen", metavar="full|core|FILE", help="Which operators to decompose.")
 @click.option("--interactive", is_flag=True, help="Choose operator by operator.")

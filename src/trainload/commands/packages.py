@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainload.packaging.read import Package
 
 
-@click.command(short_help="Say what a package holds.")
+@click.command(short_help="Say what it holds.")
 @package_argument
 @click.option("--asset", metavar="NAME", help="Give out a file of assets/, or a folder of them.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where --asset goes. Default: stdout.")
@@ -77,7 +77,7 @@ def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -
     print_json({"asset": found, **told})
 
 
-@click.command(short_help="Check every byte, and who signed.")
+@click.command(short_help="Check every byte.")
 @package_argument
 @click.option("--identity", "identities", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="Who must have signed it.")
 @json_option

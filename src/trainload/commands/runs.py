@@ -45,7 +45,7 @@ def strategy_option(command: Command) -> Command:
     return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help=f"One of {', '.join(STRATEGIES)}.")(command)
 
 
-@click.command(short_help="Spread a package over a cluster.")
+@click.command(short_help="Plan for a cluster.")
 @package_argument
 @click.option("--nodes", type=positive, metavar="N", default=1, help="Nodes of the cluster. Default: 1.")
 @click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
@@ -171,7 +171,7 @@ def launch(
         show_record(result, as_json)
 
 
-@click.command(short_help="Continue a run that was interrupted.")
+@click.command(short_help="Continue a run.")
 @click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--workers", type=positive, metavar="N", help="Workers. Default: as before.")
 @strategy_option

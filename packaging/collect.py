@@ -1,0 +1,139 @@
+"""Removing from a store what no release needs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainload.capture.errors import StorageError
+from trainload.packaging.leases import GRACE, GcGuard, push_leases
+from trainload.packaging.releases import now
+from trainload.packaging.store import Store
+from trainload.packaging.store_files import NO_OPTIONS, StoredFile
+
+_BLOB = re.compile(r"blobs/sha256/([0-9a-f]{2})/(\1[0-9a-f]{62})")
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What `gc` removed, or would have. `removed_releases`: "LINE NUMBER" whose files went; `drafts`: left by killed writers."""
+
+    store: str
+    dry_run: bool
+    removed_releases: tuple[str, ...]
+    removed_blobs: int
+    removed_bytes: int
+    kept_blobs: int
+    kept_bytes: int
+    live_pushes: int
+    dead_pushes: int
+    drafts: int
+
+
+def gc(
+    store: str | Path,
+    *,
+    keep: int | None = None,
+    grace: float = GRACE,
+    dry_run: bool = False,
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> GcReport:
+    """Remove the blobs of a store that no release needs: of pushes that were broken off long ago, and of old releases, if asked for.
+
+    Records of releases stay: the line's history can be read for ever.
+
+    Args:
+        store: a folder or fsspec URL.
+        keep: of each line, keep the files of its last `keep` releases and of its current one; None: of all.
+        grace: seconds after which a push that has said nothing is taken for dead.
+        dry_run: say what would be removed.
+        options: for fsspec.
+
+    Raises:
+        StorageError: another gc is at work, or the store cannot be written.
+        IntegrityError: a record is damaged: nothing is removed, since nobody knows what it needs.
+    """
+    if keep is not None and keep < 1:
+        raise StorageError("gc keeps one release of a line at least", where="keep", got=str(keep))
+    if grace < 0:
+        raise StorageError("a grace period is not negative", where="grace", got=str(grace))
+    place = Store(store, options)
+    if dry_run:
+        return _collect(place, None, keep, grace)
+    guard = GcGuard(place)
+    try:
+        return _collect(place, guard, keep, grace)
+    finally:
+        guard.end()
+
+
+def _collect(store: Store, guard: GcGuard | None, keep: int | None, grace: float) -> GcReport:
+    # The order matters: pushes before releases, since a push gives back its lease after its release was published.
+    pushes = push_leases(store)
+    began = time.time()
+    live = {path for path, lease in pushes.items() if began - lease.renewed < grace}
+    removed = _retire(store, guard, keep) if keep is not None else ()
+    needed = {digest for path in live for digest in pushes[path].blobs}
+    for line in store.lines():
+        for state in store.releases(line):
+            if state.status != "removed" and f"{line} {state.release.name}" not in removed:
+                needed |= {entry.sha256 for entry in state.release.files.values()}
+    unneeded: list[StoredFile] = []
+    kept: list[StoredFile] = []
+    drafts: list[StoredFile] = []
+    for file in store.files.walk(""):
+        blob = _BLOB.fullmatch(file.path)
+        if blob is not None:
+            (kept if blob[2] in needed else unneeded).append(file)
+        elif _is_draft(file.path) and file.modified is not None and began - file.modified >= grace:
+            drafts.append(file)
+    dead = [path for path in pushes if path not in live]
+    if guard is not None:
+        for path in dead:  # first: a push that was taken for dead and is not sees that its lease is gone
+            guard.check()
+            store.files.delete(path)
+        for file in (*unneeded, *drafts):
+            guard.check()
+            store.files.delete(file.path)
+    return GcReport(
+        store=store.url,
+        dry_run=guard is None,
+        removed_releases=removed,
+        removed_blobs=len(unneeded),
+        removed_bytes=sum(file.size for file in unneeded),
+        kept_blobs=len(kept),
+        kept_bytes=sum(file.size for file in kept),
+        live_pushes=len(live),
+        dead_pushes=len(dead),
+        drafts=len(drafts),
+    )
+
+
+def _retire(store: Store, guard: GcGuard | None, keep: int) -> tuple[str, ...]:
+    """Mark the releases whose files go. Returns: "LINE NUMBER" of each."""
+    retired: list[str] = []
+    for line in store.lines():
+        for state in store.releases(line)[:-keep]:
+            if state.status in ("removed", "current"):
+                continue
+            release = state.release
+            if guard is not None:
+                guard.check()
+                before = store.mark_of(line, release.id)
+                store.mark(line, release.name, "removed", f"gc kept the last {keep} releases, {now()}")
+                pointer = store.current(line)
+                if pointer is not None and pointer.release == release.id:  # promoted meanwhile: it stays
+                    verdict, reason = (before.verdict, before.reason) if before is not None else (release.verdict, release.reason)
+                    store.mark(line, release.name, verdict, reason)
+                    continue
+            retired.append(f"{line} {release.name}")
+    return tuple(retired)
+
+
+def _is_draft(path: str) -> bool:
+    """Whether a writer leaves a file of this name only if it is killed."""
+    return path.rpartition("/")[2].startswith(".") or path.startswith("probes/")

@@ -1,0 +1,168 @@
+"""What keeps `gc` from removing the blobs of a push that is under way.
+
+A push writes down which blobs it relies on before it asks which of them are there, and waits while `gc` is at work. `gc` says that it is at
+work before it reads what pushes have written down. So, whichever comes first, one of the two sees the other.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from trainload.capture.errors import StorageError
+from trainload.packaging.manifest import Sha256
+from trainload.packaging.releases import MAX_RECORD, Nonce, Sealed
+from trainload.packaging.store import Store
+
+LOCK = "gc.json"
+PUSHES = "pushes"
+GRACE = 24 * 3600.0
+"""Seconds after which a push that has said nothing is taken for dead."""
+LOCK_SECONDS = 600.0
+"""Seconds for which gc holds its lock before it must renew it."""
+_RENEW = 600.0
+_POLL = 0.2
+
+
+class PushLease(Sealed):
+    """pushes/NONCE.json: a push is under way, or was broken off. `renewed`: seconds since 1970."""
+
+    nonce: Nonce
+    blobs: tuple[Sha256, ...]
+    renewed: int
+
+
+class GcLock(Sealed):
+    """gc.json: until `expires`, seconds since 1970, gc may be removing blobs."""
+
+    nonce: Nonce
+    expires: int
+
+
+class Lease:
+    """A push's lease on blobs."""
+
+    def __init__(self, store: Store, blobs: Iterable[str]) -> None:
+        self._store = store
+        self._blobs = tuple(sorted(set(blobs)))
+        self._nonce = secrets.token_hex(16)
+        self._renewed = 0.0
+        self.renew()
+
+    @property
+    def path(self) -> str:
+        """Its file."""
+        return f"{PUSHES}/{self._nonce}.json"
+
+    def renew(self) -> None:
+        """Say that the push is under way, unless that was said a moment ago.
+
+        Raises:
+            StorageError: gc took this push for dead.
+        """
+        if time.time() - self._renewed < _RENEW:
+            return
+        if self._renewed:
+            self.demand()
+        record = PushLease(nonce=self._nonce, blobs=self._blobs, renewed=int(time.time()))
+        self._store.files.replace(self.path, record.to_bytes())
+        self._renewed = time.time()
+
+    def demand(self) -> None:
+        """Demand that nobody took this push for dead.
+
+        Raises:
+            StorageError: gc did.
+        """
+        if self._store.files.size(self.path) is None:
+            raise StorageError(
+                "the push was silent for so long that gc took it for dead", where=f"{self._store.url}/{self.path}", cure="Push again."
+            )
+
+    def end(self) -> None:
+        """Give the lease back."""
+        self._store.files.delete(self.path)
+
+
+@contextmanager
+def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -> Iterator[Lease]:
+    """A lease on blobs, held from before the block until it has ended without an error.
+
+    After an error the lease stays: the blobs that were sent wait for the push to be repeated.
+
+    Args:
+        store: theirs.
+        blobs: their sha256.
+        on_wait: told, once, if gc is at work and has to be waited for.
+    """
+    lease = Lease(store, blobs)
+    told = False
+    while (lock := _read_lock(store)) is not None and lock.expires > time.time():
+        if not told:
+            on_wait(f"{store.url}: gc is at work; waiting for it, at most {max(1, round(lock.expires - time.time()))} s")
+            told = True
+        time.sleep(_POLL)
+    yield lease
+    lease.end()
+
+
+class GcGuard:
+    """gc's lock. `check` before every removal."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._nonce = secrets.token_hex(16)
+        self._expires = 0.0
+        held = _read_lock(store)
+        if held is not None:
+            if held.expires > time.time():
+                raise StorageError(
+                    "another gc is at work",
+                    where=store.url,
+                    cure=f"Wait for it; if it was killed, its lock ends in {max(1, round(held.expires - time.time()))} s.",
+                )
+            store.files.delete(LOCK)
+        if not store.files.create(LOCK, self._record()):
+            raise StorageError("another gc has just begun", where=store.url, cure="Wait for it.")
+
+    def check(self) -> None:
+        """Renew the lock in time.
+
+        Raises:
+            StorageError: somebody else has it, or this process slept past its end.
+        """
+        left = self._expires - time.time()
+        if left > LOCK_SECONDS / 2:
+            return
+        held = _read_lock(self._store)
+        if left <= LOCK_SECONDS / 10 or held is None or held.nonce != self._nonce:
+            raise StorageError("gc lost its lock", where=self._store.url, got="a removal that took too long", cure="Run it again.")
+        self._store.files.replace(LOCK, self._record())
+
+    def end(self) -> None:
+        """Give the lock back."""
+        held = _read_lock(self._store)
+        if held is not None and held.nonce == self._nonce:
+            self._store.files.delete(LOCK)
+
+    def _record(self) -> bytes:
+        self._expires = time.time() + LOCK_SECONDS
+        return GcLock(nonce=self._nonce, expires=int(self._expires)).to_bytes()
+
+
+def push_leases(store: Store) -> dict[str, PushLease]:
+    """Path -> lease of every push that has not ended."""
+    found: dict[str, PushLease] = {}
+    for name in store.files.names(PUSHES):
+        path = f"{PUSHES}/{name}"
+        data = store.files.read(path, MAX_RECORD)
+        if data is not None:
+            found[path] = PushLease.from_bytes(data, f"{store.url}/{path}")
+    return found
+
+
+def _read_lock(store: Store) -> GcLock | None:
+    data = store.files.read(LOCK, MAX_RECORD)
+    return None if data is None else GcLock.from_bytes(data, f"{store.url}/{LOCK}")

@@ -1,0 +1,268 @@
+"""Packages in OCI registries: oci://HOST[:PORT]/NAME[:TAG] or oci://HOST[:PORT]/NAME@sha256:DIGEST.
+
+The library oras speaks with the registry: it finds credentials where docker keeps them, asks for tokens, and repeats what failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainload.capture.errors import IntegrityError, StorageError, TrainloadError, UnsafePackageError
+from trainload.packaging.canonical import sha256_bytes
+from trainload.packaging.manifest import FileEntry
+from trainload.packaging.oci_records import IMAGE_MANIFEST, MAX_MANIFEST, config_bytes, files_of, manifest_bytes
+from trainload.packaging.pull import PullReport, pull_report, write_pulled
+from trainload.packaging.push import OnProgress, local_package, unwatched
+from trainload.packaging.store_files import BLOCK, NO_OPTIONS
+
+if TYPE_CHECKING:
+    import requests
+    from oras.container import Container
+    from oras.provider import Registry
+
+_SCHEME = "oci://"
+_REFERENCE = re.compile(
+    r"(?P<host>[A-Za-z0-9.-]+(?::[0-9]{1,5})?|\[[0-9a-fA-F:]+\](?::[0-9]{1,5})?)"
+    r"/(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
+    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+_LOOPBACK = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?")
+_SECONDS = 30.0
+"""Until a registry that does not answer is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class OciPushReport:
+    """What `push` to a registry did. `artifact`: the digest by which to pull or sign it. Files of equal bytes count once.
+
+    Law: bytes == sent_bytes + present_bytes.
+    """
+
+    store: str
+    artifact: str
+    digest: str
+    files: int
+    bytes: int
+    sent_files: int
+    sent_bytes: int
+    present_bytes: int
+
+
+def is_oci(store: str | Path) -> bool:
+    """Whether this names a repository of a registry."""
+    return str(store).startswith(_SCHEME)
+
+
+def push_oci(
+    package: Path,
+    reference: str,
+    *,
+    message: str = "",
+    debug: bool = True,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    on_progress: OnProgress = unwatched,
+) -> OciPushReport:
+    """Push a package as an artifact. Blobs that the repository has are not sent; the tag appears last, and moves as a whole.
+
+    Args:
+        package: its folder.
+        reference: oci://HOST/NAME:TAG; the tag is "latest" where there is none.
+        message: kept as the artifact's description.
+        debug: whether debug/ travels.
+        options: `insecure`: speak HTTP (by default with this machine alone); `tls_verify`: False, or a file of certificates.
+        on_progress: told of bytes.
+
+    Raises:
+        StorageError: the registry cannot be reached, or refuses.
+        PackageError: the package is not whole.
+    """
+    local = local_package(package, debug=debug)
+    place = _Repository(reference, options)
+    if place.digest is not None:
+        raise StorageError("a push needs a tag, not a digest", where=reference)
+    blobs: dict[str, tuple[Path, int]] = {}
+    for path, entry in local.files.items():
+        blobs.setdefault(entry.sha256, (local.path / path, entry.size))
+    total, done, sent = sum(size for _, size in blobs.values()), 0, []
+    on_progress(0, total)
+    for digest, (file, size) in blobs.items():
+        if not place.has(digest, size):
+            place.send(file, digest, size)
+            sent.append(digest)
+        done += size
+        on_progress(done, total)
+    config = config_bytes(place.name, local.manifest, local.files)
+    if not place.has(sha256_bytes(config), len(config)):
+        place.send_bytes(config)
+    artifact = place.publish(manifest_bytes(local.digest, config, local.files, message))
+    sent_bytes = sum(blobs[digest][1] for digest in sent)
+    return OciPushReport(place.url, artifact, local.digest, len(blobs), total, len(sent), sent_bytes, total - sent_bytes)
+
+
+def pull_oci(
+    reference: str,
+    path: Path,
+    *,
+    debug: bool = True,
+    reuse: Sequence[str | Path] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
+    on_progress: OnProgress = unwatched,
+) -> PullReport:
+    """Get a package from a registry, as `trainload.packaging.pull.pull` does from a store.
+
+    Args:
+        reference: oci://HOST/NAME:TAG, or with @sha256:DIGEST of the artifact, which is then demanded.
+        path: the package to write; a folder that does not exist.
+        debug: whether debug/ is wanted.
+        reuse: further packages whose files may be used.
+        options: as `push_oci`.
+        on_progress: told of bytes.
+
+    Raises:
+        StorageError: the registry cannot be reached or refuses, or there is no such artifact.
+        IntegrityError: what came is damaged.
+        UnsafePackageError: the artifact is no package.
+    """
+    place = _Repository(reference, options)
+    data = place.manifest()
+    files = {file: entry for file, entry in files_of(data, reference).items() if debug or not file.startswith("debug/")}
+
+    def fetch(entry: FileEntry) -> Iterator[bytes]:
+        return place.receive(entry.sha256, entry.size)
+
+    fetched = write_pulled(path, files, fetch, reuse=reuse, on_progress=on_progress)
+    return pull_report(place.url, None, f"sha256:{sha256_bytes(data)}", path, files, fetched)
+
+
+class _Repository:
+    """A repository of a registry, as a place of blobs and manifests."""
+
+    def __init__(self, reference: str, options: Mapping[str, Any]) -> None:
+        self.url = reference
+        match = _REFERENCE.fullmatch(reference.removeprefix(_SCHEME))
+        if match is None:
+            raise StorageError("this is no reference to an artifact", where=reference, expected="oci://HOST/NAME:TAG")
+        unknown = set(options) - {"insecure", "tls_verify"}
+        if unknown:
+            raise StorageError("a registry has no such option", where=reference, expected="insecure, tls_verify", got=", ".join(unknown))
+        self.name = match["name"]
+        self.digest = match["digest"]
+        insecure = bool(options.get("insecure", _LOOPBACK.fullmatch(match["host"]) is not None))
+        try:
+            from oras.container import Container
+            from oras.provider import Registry
+        except ImportError as error:
+            raise StorageError("oras is not installed", where=reference, cure='Install it: pip install "trainload[oci]".') from error
+        whole = reference.removeprefix(_SCHEME)
+        known = set(match["host"]) & {".", ":"}  # oras takes other hosts for part of the name
+        self._container: Container = Container(whole if known else whole.partition("/")[2], registry=match["host"])
+        with self._reaching():
+            self._registry: Registry = Registry(match["host"], insecure=insecure, tls_verify=options.get("tls_verify", True))
+            # oras repeats for minutes what fails; so a registry that is not there is found out first, by one request.
+            url = f"{self._registry.prefix}://{match['host']}/v2/"
+            self._registry.session.get(url, timeout=_SECONDS, verify=options.get("tls_verify", True))
+            self._registry.auth.load_configs(self._container)
+
+    def has(self, digest: str, size: int) -> bool:
+        """Whether the repository has a blob."""
+        layer = {"digest": f"sha256:{digest}", "size": size}
+        with self._reaching():
+            return bool(self._registry.blob_exists(layer, self._container))
+
+    def send(self, file: Path, digest: str, size: int) -> None:
+        """Send a file. The registry compares its digest."""
+        layer = {"digest": f"sha256:{digest}", "size": size}
+        with self._reaching():
+            chunked = size > BLOCK  # else oras reads the file at once
+            answer = self._registry.upload_blob(str(file), self._container, layer, do_chunked=chunked, chunk_size=BLOCK)
+        if answer.status_code not in (200, 201, 202):
+            cure = "Check with `trainload verify` that the package is whole." if answer.status_code == 400 else ""
+            raise self._refusal("a file", answer, str(file), cure)
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a small blob."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "blob"
+            file.write_bytes(data)
+            self.send(file, sha256_bytes(data), len(data))
+
+    def publish(self, data: bytes) -> str:
+        """Put the manifest under the tag. Returns: its digest."""
+        with self._reaching():
+            answer = self._request("PUT", self._container.manifest_url(), data=data, headers={"Content-Type": IMAGE_MANIFEST})
+        if answer.status_code not in (200, 201, 202):
+            raise self._refusal("the manifest", answer, self.url)
+        return f"sha256:{sha256_bytes(data)}"
+
+    def manifest(self) -> bytes:
+        """The bytes of the manifest that the reference names.
+
+        Raises:
+            IntegrityError: they are not of the digest that was asked for.
+        """
+        with self._reaching():
+            answer = self._request("GET", self._container.manifest_url(), headers={"Accept": IMAGE_MANIFEST}, stream=True)
+            if answer.status_code == 404:
+                raise StorageError("the registry has no such artifact", where=self.url)
+            if answer.status_code != 200:
+                raise self._refusal("the manifest", answer, self.url)
+            data = b"".join(_limited(answer, MAX_MANIFEST + 1))
+        if len(data) > MAX_MANIFEST:
+            raise UnsafePackageError("the artifact's manifest is too large", where=self.url, expected=f"at most {MAX_MANIFEST} bytes")
+        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if self.digest is not None and self.digest != found:
+            raise IntegrityError("the artifact is another one", where=self.url, expected=self.digest, got=found)
+        return data
+
+    def receive(self, digest: str, size: int) -> Iterator[bytes]:
+        """A blob's bytes in blocks, at most `size` and a block."""
+        with self._reaching():
+            answer = self._registry.get_blob(self._container, f"sha256:{digest}", stream=True)
+            if answer.status_code == 404:
+                raise IntegrityError("a file of the artifact is missing", where=f"{self.url}, sha256:{digest}")
+            if answer.status_code != 200:
+                raise self._refusal("a file", answer, f"sha256:{digest}")
+            yield from _limited(answer, size)
+
+    def _request(self, method: str, url: str, **arguments: Any) -> requests.Response:
+        ask: Callable[..., requests.Response] = self._registry.do_request
+        return ask(f"{self._registry.prefix}://{url}", method, **arguments)
+
+    def _refusal(self, what: str, answer: requests.Response, where: str, cure: str = "") -> StorageError:
+        told = " ".join(answer.text[:200].split())
+        cure = cure or ("Log in: docker login, or oras login." if answer.status_code in (401, 403) else "")
+        return StorageError(f"the registry does not take or give {what}", where=where, got=f"status {answer.status_code} {told}", cure=cure)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        import requests
+        from oras.auth import AuthenticationException
+
+        try:
+            yield
+        except TrainloadError:
+            raise
+        except (requests.exceptions.RequestException, OSError) as error:
+            raise StorageError(f"the registry cannot be reached: {error}", where=self.url) from error
+        except AuthenticationException as error:
+            raise StorageError(f"the registry refuses: {error}", where=self.url, cure="Log in: docker login, or oras login.") from error
+        except ValueError as error:  # oras's own, for answers that it does not understand
+            raise StorageError(f"the registry refuses: {error}", where=self.url) from error
+
+
+def _limited(answer: requests.Response, most: int) -> Iterator[bytes]:
+    """The body, cut off after the block that goes past `most` bytes."""
+    size = 0
+    with answer:
+        for block in answer.iter_content(BLOCK):
+            size += len(block)
+            yield block
+            if size > most:
+                return

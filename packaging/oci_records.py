@@ -1,0 +1,172 @@
+"""What a package is in an OCI registry: an artifact with the media types of ModelPack.
+
+ModelPack (github.com/modelpack/model-spec) is the CNCF's form for models in registries: an image manifest with an artifact type, a config
+that describes the model, and a layer for each file, which is neither packed nor compressed. `org.opencontainers.image.title` of a layer is
+its path too, so that `oras pull` writes the package's folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainload.capture.errors import IntegrityError, UnsafePackageError
+from trainload.packaging.assets import media_type_of
+from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.packaging.manifest import MANIFEST, FileEntry, Manifest, SafePath
+from trainload.packaging.releases import check_files
+
+MAX_MANIFEST = 4 * 2**20
+"""Bytes of an OCI manifest: what registries take."""
+IMAGE_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
+CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
+WEIGHT = "application/vnd.cncf.model.weight.v1.raw"
+WEIGHT_CONFIG = "application/vnd.cncf.model.weight.config.v1.raw"
+CODE = "application/vnd.cncf.model.code.v1.raw"
+DOC = "application/vnd.cncf.model.doc.v1.raw"
+FILEPATH = "org.cncf.model.filepath"
+TITLE = "org.opencontainers.image.title"
+DESCRIPTION = "org.opencontainers.image.description"
+PACKAGE = "trainload.package"
+"""Annotation of the manifest: the package's digest."""
+
+
+class Descriptor(BaseModel):
+    """What an OCI manifest says of a blob. Fields that are not named here are of no interest."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, populate_by_name=True)
+
+    media_type: Annotated[str, Field(alias="mediaType", max_length=256)]
+    digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+    size: Annotated[int, Field(ge=0, lt=2**63)]
+    annotations: dict[str, str] = {}
+
+
+class Layer(Descriptor):
+    """A file."""
+
+    @property
+    def path(self) -> str:
+        """Its path in the package, as it was told."""
+        return self.annotations.get(FILEPATH, "")
+
+
+class OciManifest(BaseModel):
+    """An OCI manifest of an artifact."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, populate_by_name=True)
+
+    artifact_type: Annotated[str, Field(alias="artifactType", max_length=256)]
+    config: Descriptor
+    layers: Annotated[list[Layer], Field(max_length=100_000)]
+
+
+class _Path(BaseModel):
+    path: SafePath
+
+
+def media_type(path: str) -> str:
+    """ModelPack's media type for a package's file."""
+    top, name = path.split("/")[0], path.rpartition("/")[2]
+    if path.endswith(".safetensors"):
+        return WEIGHT
+    if top == "graphs":
+        return CODE
+    if (
+        top in ("debug", "signatures")
+        or name.endswith((".md", ".txt"))
+        or name.upper().startswith(("LICENSE", "LICENCE", "NOTICE", "README"))
+    ):
+        return DOC
+    return WEIGHT_CONFIG
+
+
+def config_bytes(name: str, manifest: Manifest, files: Mapping[str, FileEntry]) -> bytes:
+    """The artifact's config: what ModelPack's readers show of a model."""
+    owners = [entry for entry in manifest.parameters if entry.alias_of is None]
+    count = 0
+    for entry in owners:
+        elements = 1
+        for length in entry.shape:
+            elements *= length
+        count += elements
+    precisions = sorted({entry.dtype for entry in owners})
+    config = {"format": "trainload", "paramSize": _short(count), **({"precision": precisions[0]} if len(precisions) == 1 else {})}
+    layers = [f"sha256:{entry.sha256}" for _, entry in sorted(files.items())]
+    return canonical_json({"descriptor": {"name": name}, "config": config, "modelfs": {"type": "layers", "diffIds": layers}})
+
+
+def manifest_bytes(digest: str, config: bytes, files: Mapping[str, FileEntry], message: str) -> bytes:
+    """The artifact's manifest. Law: the same package and message give the same bytes."""
+    return canonical_json(
+        {
+            "schemaVersion": 2,
+            "mediaType": IMAGE_MANIFEST,
+            "artifactType": ARTIFACT_TYPE,
+            "config": {"mediaType": CONFIG_TYPE, "digest": f"sha256:{sha256_bytes(config)}", "size": len(config)},
+            "layers": [
+                {
+                    "mediaType": media_type(path),
+                    "digest": f"sha256:{entry.sha256}",
+                    "size": entry.size,
+                    "annotations": {FILEPATH: path, TITLE: path},
+                }
+                for path, entry in sorted(files.items())
+            ],
+            "annotations": {PACKAGE: digest, **({DESCRIPTION: message} if message else {})},
+        }
+    )
+
+
+def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
+    """The files that an OCI manifest lists, which may be hostile.
+
+    Raises:
+        IntegrityError: it is not readable.
+        UnsafePackageError: it is too large, no package, or lists what no package may hold.
+    """
+    if len(data) > MAX_MANIFEST:
+        raise UnsafePackageError("the artifact's manifest is too large", where=where, expected=f"at most {MAX_MANIFEST} bytes")
+    try:
+        raw: Any = json.loads(data)
+        found = OciManifest.model_validate_json(data)
+    except RecursionError as error:
+        raise UnsafePackageError("the artifact's manifest is nested too deeply", where=where) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        told = raw.get("mediaType") if isinstance(raw, dict) else None
+        raise UnsafePackageError(
+            f"this is no artifact of a package: {place}: {first['msg']}", where=where, expected=ARTIFACT_TYPE, got=str(told)[:80]
+        ) from error
+    except ValueError as error:
+        raise IntegrityError("the artifact's manifest is not readable as JSON", where=where) from error
+    if found.artifact_type != ARTIFACT_TYPE:
+        raise UnsafePackageError("this is no artifact of a model", where=where, expected=ARTIFACT_TYPE, got=found.artifact_type)
+    files: dict[str, FileEntry] = {}
+    for layer in found.layers:
+        try:
+            path = _Path(path=layer.path).path
+        except ValidationError as error:
+            raise UnsafePackageError("a layer has no safe relative path", where=where, expected=FILEPATH, got=layer.path[:80]) from error
+        if path in files:
+            raise UnsafePackageError("two layers have one path", where=where, got=path)
+        files[path] = FileEntry(media_type=media_type_of(path), sha256=layer.digest.removeprefix("sha256:"), size=layer.size)
+    if MANIFEST not in files:
+        raise UnsafePackageError(
+            "the artifact holds no package", where=where, expected=f"a layer {MANIFEST}", got=", ".join(sorted(files)[:5])
+        )
+    check_files(files, where)
+    return files
+
+
+def _short(count: int) -> str:
+    """`1234567` -> "1.2M"."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)

@@ -1,0 +1,263 @@
+"""Getting a release out of a store: what is not on this machine is fetched, and the package appears whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.packaging.canonical import MAX_BYTES, sha256_bytes, sha256_file
+from trainload.packaging.files import link_or_copy, new_folder, write_bytes
+from trainload.packaging.manifest import MANIFEST, OUTSIDE, FileEntry, Manifest
+from trainload.packaging.push import OnProgress, unwatched
+from trainload.packaging.read import check_tree, read_manifest
+from trainload.packaging.store import Store, blob_path
+from trainload.packaging.store_files import NO_OPTIONS
+
+Fetch = Callable[[FileEntry], Iterator[bytes]]
+"""The bytes of a file that a manifest or record lists, in blocks; they may be hostile."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """What `pull` did. `fetched_*` moved; `local_bytes` were on this machine already. Files of equal bytes count once.
+
+    Law: bytes == fetched_bytes + local_bytes.
+    """
+
+    source: str
+    line: str | None
+    release: str
+    path: Path
+    digest: str
+    files: int
+    bytes: int
+    fetched_files: int
+    fetched_bytes: int
+    local_bytes: int
+
+
+def pull(
+    store: str | Path,
+    path: str | Path,
+    *,
+    line: str | None = None,
+    release: str | int | None = None,
+    debug: bool = True,
+    reuse: Sequence[str | Path] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
+    on_progress: OnProgress = unwatched,
+) -> PullReport:
+    """Get a release as a package. Every byte is compared with its digest before the package is visible.
+
+    Files that packages beside `path` have already are not fetched: they are linked, where the file system can, after their digests were
+    compared. So only what changed is moved.
+
+    Args:
+        store: a folder or fsspec URL.
+        path: the package to write; a folder that does not exist.
+        line: which line. None: the store's only one.
+        release: its number, or "latest". None: the current one.
+        debug: whether debug/ is wanted.
+        reuse: further packages whose files may be used.
+        options: for fsspec.
+        on_progress: told of bytes.
+
+    Raises:
+        StorageError: there is no such store, line or release; `path` is taken; or the disk has no room.
+        IntegrityError: something in the store is damaged; nothing is left at `path`.
+        UnsafePackageError: something in the store is not what the format allows.
+    """
+    path = Path(path)
+    source = Store(store, options)
+    name = source.line(line)
+    found = source.release(name, release)
+    mark = source.mark_of(name, found.id)
+    if mark is not None and mark.verdict == "removed":
+        raise StorageError("the release's files were removed", where=f"{source.url}, line {name}, release {found.name}", got=mark.reason)
+    files = {file: entry for file, entry in found.files.items() if debug or not file.startswith("debug/")}
+
+    def fetch(entry: FileEntry) -> Iterator[bytes]:
+        return source.files.receive(blob_path(entry.sha256), entry.size)
+
+    fetched = write_pulled(path, files, fetch, reuse=reuse, on_progress=on_progress)
+    return pull_report(source.url, name, found.name, path, files, fetched)
+
+
+def pull_report(source: str, line: str | None, release: str, path: Path, files: Mapping[str, FileEntry], fetched: list[str]) -> PullReport:
+    """What was done, counted."""
+    blobs = {entry.sha256: entry.size for entry in files.values()}
+    moved = {files[file].sha256: files[file].size for file in fetched}
+    return PullReport(
+        source=source,
+        line=line,
+        release=release,
+        path=path,
+        digest=files[MANIFEST].sha256,
+        files=len(blobs),
+        bytes=sum(blobs.values()),
+        fetched_files=len(moved),
+        fetched_bytes=sum(moved.values()),
+        local_bytes=sum(blobs.values()) - sum(moved.values()),
+    )
+
+
+def write_pulled(
+    path: Path,
+    files: Mapping[str, FileEntry],
+    fetch: Fetch,
+    *,
+    reuse: Sequence[str | Path] = (),
+    on_progress: OnProgress = unwatched,
+) -> list[str]:
+    """Write the package of these files at `path`, whole or not at all.
+
+    Args:
+        path: a folder that does not exist.
+        files: manifest.json, exactly what that lists, and files of debug/ and signatures/.
+        fetch: where bytes come from.
+        reuse: packages whose files may be used, beside those that lie beside `path`.
+        on_progress: told of bytes.
+
+    Returns:
+        The files that were fetched.
+
+    Raises:
+        IntegrityError: what came is not of the size and digest of `files`.
+        UnsafePackageError: `files` is not what the manifest says.
+        StorageError: `path` is taken, or the disk has no room.
+    """
+    if os.path.lexists(path):
+        raise StorageError("the path is taken", where=str(path), cure="Choose another; files of packages beside it are not fetched again.")
+    manifest_bytes = _fetch_manifest(files, fetch)
+    manifest = Manifest.from_bytes(manifest_bytes, MANIFEST)
+    listed = {file: _content(entry) for file, entry in files.items() if file != MANIFEST and file.split("/")[0] not in OUTSIDE}
+    wanted = {file: _content(entry) for file, entry in manifest.files.items()}
+    if listed != wanted:
+        wrong = sorted(file for file in {*listed, *wanted} if listed.get(file) != wanted.get(file))
+        raise UnsafePackageError("the release lists other files than its manifest", where=MANIFEST, got=", ".join(wrong[:5]))
+    here = _local_files(files, [*_beside(path), *map(Path, reuse)])
+    total, done = sum(entry.size for entry in files.values()), 0
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, total)
+
+    _demand_room(path, sum(entry.size for entry in files.values() if entry.sha256 not in here))
+    fetched = [MANIFEST]
+    with new_folder(path) as root:
+        write_bytes(root / MANIFEST, manifest_bytes)
+        moved(len(manifest_bytes))
+        made: dict[str, Path] = {}
+        for file, entry in sorted(files.items()):
+            if file == MANIFEST:
+                continue
+            target = root / file
+            candidates = [made[entry.sha256]] if entry.sha256 in made else here.get(entry.sha256, [])
+            if _link(candidates, target, entry):
+                moved(entry.size)
+            else:
+                _write(fetch(entry), target, entry, file, moved)
+                fetched.append(file)
+            made[entry.sha256] = target
+        check_tree(root, manifest)
+    return fetched
+
+
+def _content(entry: FileEntry) -> tuple[str, int]:
+    return entry.sha256, entry.size
+
+
+def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
+    entry = files[MANIFEST]
+    if entry.size > MAX_BYTES:
+        raise UnsafePackageError("a manifest is too large", where=MANIFEST, expected=f"at most {MAX_BYTES} bytes", got=str(entry.size))
+    data = bytearray()
+    for block in fetch(entry):
+        data += block
+        if len(data) > entry.size:
+            break
+    if len(data) != entry.size or sha256_bytes(bytes(data)) != entry.sha256:
+        raise _damaged(MANIFEST, entry, len(data), sha256_bytes(bytes(data)))
+    return bytes(data)
+
+
+def _write(blocks: Iterator[bytes], target: Path, entry: FileEntry, file: str, moved: Callable[[int], None]) -> None:
+    """Write a file through to disk, and compare it with its entry. No more than it says is written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest, size = hashlib.sha256(), 0
+    with target.open("xb") as write:
+        for block in blocks:
+            size += len(block)
+            if size > entry.size:
+                break
+            digest.update(block)
+            write.write(block)
+            moved(len(block))
+        write.flush()
+        os.fsync(write.fileno())
+    if size != entry.size or digest.hexdigest() != entry.sha256:
+        raise _damaged(file, entry, size, digest.hexdigest())
+
+
+def _damaged(file: str, entry: FileEntry, size: int, digest: str) -> IntegrityError:
+    return IntegrityError(
+        "what was fetched is not what was published",
+        where=file,
+        expected=f"{entry.size} bytes of sha256 {entry.sha256}",
+        got=f"{'more' if size > entry.size else size} bytes of sha256 {digest}",
+        cure="It is damaged where it is stored: push the package again from where it is whole, after removing that file.",
+    )
+
+
+def _link(candidates: Sequence[Path], target: Path, entry: FileEntry) -> bool:
+    """Make `target` of a local file, if one still has the bytes."""
+    for source in candidates:
+        with suppress(OSError):
+            link_or_copy(source, target)
+            if target.stat().st_size == entry.size and sha256_file(target) == entry.sha256:
+                return True
+        target.unlink(missing_ok=True)
+    return False
+
+
+def _beside(path: Path) -> Iterator[Path]:
+    """The packages in the folder that `path` will be in, and what pulls that were killed have left there."""
+    with suppress(OSError):
+        yield from sorted(found for found in path.absolute().parent.iterdir() if (found / MANIFEST).is_file())
+
+
+def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> dict[str, list[Path]]:
+    """Digest -> files of local packages that may have these bytes: their manifests say so, or, where those say nothing, path and size do.
+
+    What cannot be read is left out: whatever is found is compared with its digest before it is used.
+    """
+    sizes = {entry.sha256: entry.size for entry in wanted.values()}
+    outside = {file: entry.sha256 for file, entry in wanted.items() if file.split("/")[0] in OUTSIDE}
+    found: dict[str, list[Path]] = {}
+    for package in packages:
+        try:
+            entries = Manifest.from_bytes(read_manifest(package), MANIFEST).files
+        except (PackageError, StorageError):
+            continue
+        for file, digest in (*((file, entry.sha256) for file, entry in entries.items()), *outside.items()):
+            place = package / file
+            if digest in sizes and not place.is_symlink() and place.is_file() and place.stat().st_size == sizes[digest]:
+                found.setdefault(digest, []).append(place)
+    return found
+
+
+def _demand_room(path: Path, count: int) -> None:
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise StorageError("there is no such folder", where=str(parent), cure="Make it first.")
+    free = shutil.disk_usage(parent).free
+    if free < count:
+        raise StorageError("the disk has no room", where=str(parent), expected=f"{count} bytes", got=f"{free} bytes free")

@@ -1,0 +1,379 @@
+"""A store of releases: blobs by digest, releases by line and number, and which release of a line is current.
+
+    store.json                              it says that this is a store
+    blobs/sha256/ab/abcd...                 files, by the sha256 of their bytes
+    lines/LINE/releases/00000007.json       what was published: `Release`
+    lines/LINE/current/00000003.json        which release became current, one after another: `Pointer`; the last one holds
+    lines/LINE/marks/00000007.json          what became of a release since: `Mark`
+    pushes/..., gc.json                     what is being pushed, and whether what nobody needs is being removed
+
+Everything but marks is written once. Two writers agree by trying to create the file of the next number: one of them does, and the other
+reads what that one wrote and takes the number after it. So nothing is lost, and no lock outlives a writer.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from trainload.capture.errors import ConflictError, IntegrityError, StorageError
+from trainload.packaging.manifest import FileEntry, Manifest
+from trainload.packaging.releases import (
+    MAX_RECORD,
+    Mark,
+    Pointer,
+    Release,
+    ReleaseState,
+    Sealed,
+    StoreInfo,
+    Verdict,
+    check_files,
+    is_id,
+    is_line,
+    now,
+    release_id,
+    shown,
+)
+from trainload.packaging.store_files import NO_OPTIONS, open_files
+
+INFO = "store.json"
+NOBODY = "none"
+"""For `only_if`: the line has no current release."""
+_READERS = 8
+_TRIES = 1000
+
+R = TypeVar("R", bound=Sealed)
+
+
+def blob_path(sha256: str) -> str:
+    """Where a store keeps the file of a digest."""
+    return f"blobs/sha256/{sha256[:2]}/{sha256}"
+
+
+class Store:
+    """A store, in a folder or at an fsspec URL.
+
+    Laws: a release is there with all its files, or not at all; releases that were published are never lost, whoever writes at the same
+    time; what is read was compared with its checksum.
+
+    Raises:
+        StorageError: there is no store, or it cannot be reached.
+    """
+
+    def __init__(self, url: str | Path, options: Mapping[str, Any] = NO_OPTIONS, *, create: bool = False) -> None:
+        self.files = open_files(url, options)
+        if self._read(StoreInfo, INFO) is not None:
+            return
+        there = self.files.names("")
+        if there and self._read(StoreInfo, INFO) is not None:  # another writer has just made it; its store.json came first
+            return
+        if there:
+            raise StorageError("there is no store here, but something else", where=self.url, got=", ".join(there[:5]))
+        if not create:
+            raise StorageError("there is no store here", where=self.url, cure="`trainload push` makes one.")
+        self.files.replace(INFO, StoreInfo().to_bytes())
+
+    @property
+    def url(self) -> str:
+        """What it is called in messages."""
+        return self.files.url
+
+    def lines(self) -> tuple[str, ...]:
+        """The names of its lines, sorted."""
+        return tuple(name for name in self.files.names("lines") if is_line(name))
+
+    def line(self, name: str | None, default: str | None = None) -> str:
+        """The line of this name; of no name, the only one that there is, or `default` where there is none.
+
+        Raises:
+            StorageError: there is no such line, or there are several.
+        """
+        if name is not None:
+            if not is_line(name):
+                raise StorageError("this is no name of a line", where=name, expected="small letters, digits and _ . -, at most 64")
+            return name
+        found = self.lines()
+        if len(found) == 1 or (not found and default is not None):
+            return found[0] if found else str(default)
+        if not found:
+            raise StorageError("the store has no releases", where=self.url)
+        raise StorageError("the store has several lines", where=self.url, got=", ".join(found[:10]), cure="Name one with --line.")
+
+    def known_line(self, name: str) -> str:
+        """The line of this name.
+
+        Raises:
+            StorageError: there is none.
+        """
+        if name not in self.lines():
+            raise StorageError(
+                "there is no such line", where=f"{self.url}, line {name}", expected=f"one of {', '.join(self.lines()[:10]) or 'none'}"
+            )
+        return name
+
+    def release_ids(self, line: str) -> list[str]:
+        """The ids of a line's releases, in order."""
+        return self._ids(f"lines/{line}/releases")
+
+    def release(self, line: str, release: str | int | None = None) -> Release:
+        """A release of a line.
+
+        Args:
+            line: its line.
+            release: its number, "latest", or None: the current one.
+
+        Raises:
+            StorageError: there is none.
+            IntegrityError: its record is damaged.
+        """
+        wanted = self._wanted(line, release)
+        found = self._read_release(line, wanted)
+        if found is None:
+            known = ", ".join(shown(each) for each in self.release_ids(line)[-5:]) or "none"
+            raise StorageError("there is no such release", where=f"{self.url}, line {line}", expected=f"one of {known}", got=shown(wanted))
+        return found
+
+    def current(self, line: str) -> Pointer | None:
+        """What says which release of a line is current; None: none is."""
+        ids = self._ids(f"lines/{line}/current")
+        return self._read_pointer(line, ids[-1]) if ids else None
+
+    def history(self, line: str) -> tuple[Pointer, ...]:
+        """What was current, one after another."""
+        found = self._many(lambda each: self._read_pointer(line, each), self._ids(f"lines/{line}/current"))
+        return tuple(pointer for pointer in found if pointer is not None)
+
+    def mark_of(self, line: str, release: str) -> Mark | None:
+        """What became of a release since it was published; None: nothing."""
+        path = f"lines/{line}/marks/{release}.json"
+        found = self._read(Mark, path)
+        if found is not None and (found.line, found.release) != (line, release):
+            raise IntegrityError("a record of the store is of something else", where=f"{self.url}/{path}")
+        return found
+
+    def releases(self, line: str) -> tuple[ReleaseState, ...]:
+        """A line's releases, in order, and what is known of them.
+
+        Raises:
+            IntegrityError: a record is damaged.
+        """
+        ids = self.release_ids(line)
+        releases = self._many(lambda each: self._read_release(line, each), ids)
+        marked = {name.removesuffix(".json") for name in self.files.names(f"lines/{line}/marks")}
+        marks = dict(zip(ids, self._many(lambda each: self.mark_of(line, each) if each in marked else None, ids), strict=True))
+        history = self.history(line)
+        promoted = {pointer.release: pointer.reason for pointer in history}
+        current = history[-1].release if history else None
+        return tuple(_state(release, marks[release.id], promoted, current) for release in releases if release is not None)
+
+    def blob_sizes(self, digests: Iterable[str]) -> dict[str, int | None]:
+        """Digest -> size in bytes of its blob; None: the store has none."""
+        asked = list(digests)
+        with ThreadPoolExecutor(_READERS) as pool:
+            return dict(zip(asked, pool.map(lambda digest: self.files.size(blob_path(digest)), asked), strict=True))
+
+    def publish(
+        self,
+        line: str,
+        manifest: Manifest,
+        digest: str,
+        files: Mapping[str, FileEntry],
+        *,
+        verdict: Verdict = "candidate",
+        reason: str = "",
+        message: str = "",
+        facts: Mapping[str, bool | int | float | str] | None = None,
+    ) -> tuple[Release, bool]:
+        """Publish a release whose blobs are in the store already. One that the line has already is not published twice.
+
+        Returns:
+            It, and whether it is new.
+
+        Raises:
+            StorageError: a text is too long, or the store cannot be written.
+        """
+        found = self._many(lambda each: self._read_release(line, each), self.release_ids(line))
+        known = [release for release in found if release is not None]
+        for release in reversed(known):
+            same = release.package == digest and release.files == dict(files) and release.verdict == verdict
+            if same and ((mark := self.mark_of(line, release.id)) is None or mark.verdict != "removed"):
+                return release, False
+        parent = next((release.id for release in reversed(known) if release.package == manifest.parent), None)
+        nonce = secrets.token_hex(16)
+
+        def make(name: str, _last: str | None) -> Release:
+            return _checked(
+                Release,
+                line=line,
+                id=name,
+                package=digest,
+                program=manifest.program_digest,
+                weights=manifest.weights_digest,
+                parent=parent,
+                files=dict(sorted(files.items())),
+                verdict=verdict,
+                reason=reason,
+                message=message,
+                facts=dict(facts or {}),
+                created=now(),
+                nonce=nonce,
+            )
+
+        return self._append(f"lines/{line}/releases", make), True
+
+    def promote(self, line: str, release: str | int, *, only_if: str | int | None = None, reason: str = "") -> Pointer:
+        """Make a release current.
+
+        Args:
+            line: its line.
+            release: its number.
+            only_if: the number of the release that must be current now, or "none"; None: whatever is.
+            reason: why, for who reads the history.
+
+        Raises:
+            ConflictError: another release is current than `only_if` says; nothing was changed.
+            StorageError: there is no such release, it was rejected, its files were removed, or the store offers no conditions.
+        """
+        found = self.release(line, release)
+        self._demand_usable(found)
+        expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
+        if only_if is not None and not self.files.exclusive:
+            raise StorageError("this store cannot write under a condition", where=self.url, cure="Leave only_if out: the last writer wins.")
+        nonce = secrets.token_hex(16)
+
+        def make(name: str, last: str | None) -> Pointer:
+            before = self._read_pointer(line, last) if last is not None else None
+            if only_if is not None and (before.release if before else None) != expected:
+                raise ConflictError(
+                    "another release is current by now",
+                    where=f"{self.url}, line {line}",
+                    expected=f"release {shown(expected)}" if expected else "none",
+                    got=f"release {shown(before.release)}" if before else "none",
+                    cure="See `trainload releases`, and decide again.",
+                )
+            return _checked(Pointer, line=line, id=name, release=found.id, package=found.package, reason=reason, created=now(), nonce=nonce)
+
+        pointer = self._append(f"lines/{line}/current", make)
+        self._take_back_if_removed(line, found, pointer)
+        return pointer
+
+    def mark(self, line: str, release: str | int, verdict: str, reason: str) -> Mark:
+        """Say what became of a release: "rejected", "candidate" again, or "removed". The last word holds.
+
+        Raises:
+            StorageError: there is no such release.
+        """
+        found = self.release(line, release)
+        mark = _checked(Mark, line=line, release=found.id, verdict=verdict, reason=reason, created=now(), nonce=secrets.token_hex(16))
+        self.files.replace(f"lines/{line}/marks/{found.id}.json", mark.to_bytes())
+        return mark
+
+    def _take_back_if_removed(self, line: str, release: Release, pointer: Pointer) -> None:
+        """A gc marks a release and then looks what is current; this looks in the other order, so that one of the two sees the other."""
+        mark = self.mark_of(line, release.id)
+        if mark is None or mark.verdict != "removed":
+            return
+        before = [each for each in self.history(line) if each.id != pointer.id and each.release != release.id]
+        if before:
+            self.promote(line, before[-1].release, reason=f"the files of release {release.name} were removed")
+        raise StorageError("the release's files were removed", where=f"{self.url}, line {line}, release {release.name}", got=mark.reason)
+
+    def _demand_usable(self, release: Release) -> None:
+        mark = self.mark_of(release.line, release.id)
+        verdict = mark.verdict if mark is not None else release.verdict
+        where = f"{self.url}, line {release.line}, release {release.name}"
+        if verdict == "removed":
+            raise StorageError("the release's files were removed", where=where, got=mark.reason if mark else "")
+        if verdict == "rejected":
+            raise StorageError("the release was rejected", where=where, got=mark.reason if mark else release.reason)
+
+    def _wanted(self, line: str, release: str | int | None) -> str:
+        where = f"{self.url}, line {line}"
+        if release is not None and release != "latest":
+            return release_id(release)
+        ids = self.release_ids(line)
+        if not ids:
+            self.known_line(line)
+        if release == "latest" and ids:
+            return ids[-1]
+        pointer = self.current(line)
+        if pointer is None:
+            raise StorageError("no release is current", where=where, cure="Name one, or `trainload promote` one.")
+        return pointer.release
+
+    def _append(self, folder: str, make: Callable[[str, str | None], R]) -> R:
+        """Write the record of the next number. `make` is given its id, and the id of the one before."""
+        for attempt in range(_TRIES):
+            ids = self._ids(folder)
+            number = int(ids[-1][:8]) + 1 if ids else 1
+            name = f"{number:08d}" if self.files.exclusive else f"{number:08d}-{secrets.token_hex(8)}"
+            record = make(name, ids[-1] if ids else None)
+            if not self.files.exclusive:  # two writers may take one number: their ids differ, and both are kept
+                self.files.replace(f"{folder}/{name}.json", record.to_bytes())
+                return record
+            if self.files.create(f"{folder}/{name}.json", record.to_bytes()):
+                return record
+            time.sleep(random.uniform(0, min(1.0, 0.005 * (attempt + 1))))
+        raise StorageError("others write here without end", where=f"{self.url}/{folder}", cure="Try again later.")
+
+    def _ids(self, folder: str) -> list[str]:
+        names = (name.removesuffix(".json") for name in self.files.names(folder) if name.endswith(".json"))
+        return sorted(name for name in names if is_id(name))
+
+    def _many(self, read: Callable[[str], R | None], ids: list[str]) -> list[R | None]:
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(read, ids))
+
+    def _read(self, kind: type[R], path: str) -> R | None:
+        data = self.files.read(path, MAX_RECORD)
+        return None if data is None else kind.from_bytes(data, f"{self.url}/{path}")
+
+    def _read_release(self, line: str, release: str) -> Release | None:
+        path = f"lines/{line}/releases/{release}.json"
+        found = self._read(Release, path)
+        if found is not None:
+            if (found.line, found.id) != (line, release):
+                raise IntegrityError("a record of the store is of something else", where=f"{self.url}/{path}")
+            check_files(found.files, f"{self.url}/{path}")
+        return found
+
+    def _read_pointer(self, line: str, pointer: str) -> Pointer | None:
+        path = f"lines/{line}/current/{pointer}.json"
+        found = self._read(Pointer, path)
+        if found is not None and (found.line, found.id) != (line, pointer):
+            raise IntegrityError("a record of the store is of something else", where=f"{self.url}/{path}")
+        return found
+
+
+def _checked(kind: type[R], **fields: object) -> R:
+    """A record of fields that a caller gave.
+
+    Raises:
+        StorageError: one is not allowed.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise StorageError(f"{first['loc'][0]} cannot be recorded: {first['msg']}", where=kind.__name__.lower()) from error
+
+
+def _state(release: Release, mark: Mark | None, promoted: Mapping[str, str], current: str | None) -> ReleaseState:
+    verdict = mark.verdict if mark is not None else release.verdict
+    reason = mark.reason if mark is not None else release.reason
+    if verdict == "removed":
+        return ReleaseState(release, "removed", reason)
+    if release.id == current:
+        return ReleaseState(release, "current", promoted[release.id])
+    if verdict == "rejected":
+        return ReleaseState(release, "rejected", reason)
+    if release.id in promoted:
+        return ReleaseState(release, "promoted", promoted[release.id])
+    return ReleaseState(release, "candidate", reason)

@@ -1,0 +1,99 @@
+"""What a store asks of the place that it lies in, and the one that a URL names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from trainload.capture.errors import StorageError
+from trainload.packaging.manifest import FileEntry
+
+BLOCK = 8 * 2**20
+"""Bytes of a file that are in memory at once."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+OnBytes = Callable[[int], None]
+"""Told how many bytes more have been moved; the number is negative where a transfer begins again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a store: its path in it, its size in bytes, and when it was last written (seconds since 1970), where that is known."""
+
+    path: str
+    size: int
+    modified: float | None
+
+
+class StoreFiles(Protocol):
+    """The files of a store. Paths are relative to it, parts joined by `/`.
+
+    Laws: a file is there whole or not at all, whenever its writer is killed; what `create`, `replace` or `send` has returned from is seen
+    by every reader that begins later. Names that begin with `.` are being written, or were left by a killed writer.
+
+    All of them raise StorageError where the place cannot be reached, or refuses.
+    """
+
+    @property
+    def url(self) -> str:
+        """What the store is called in messages."""
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether `create` notices that another writer was first. It is found out, not believed."""
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """A file's bytes; None: there is no such file. UnsafePackageError: it has more than `limit` bytes."""
+
+    def size(self, path: str) -> int | None:
+        """A file's size in bytes; None: there is no such file."""
+
+    def names(self, folder: str) -> list[str]:
+        """The names of what lies directly in a folder, sorted, without those that begin with `.`; [] where there is no such folder."""
+
+    def walk(self, folder: str) -> Iterator[StoredFile]:
+        """All files below a folder, those that begin with `.` too."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a file unless there is one. Returns: whether the file is this one. `data` must be like no other writer's."""
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a file, in the place of one that is there. Readers see the one or the other."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file, if there is one."""
+
+    def send(self, path: str, source: Path, entry: FileEntry, on_bytes: OnBytes) -> None:
+        """Write a file from a local one. IntegrityError: that is not of the size and digest of `entry`, and nothing was written."""
+
+    def receive(self, path: str, size: int) -> Iterator[bytes]:
+        """A file's bytes in blocks, `size` in all, or fewer. IntegrityError: there is no such file."""
+
+
+def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> StoreFiles:
+    """The files that a path or fsspec URL names.
+
+    Args:
+        url: a folder, or s3://BUCKET/FOLDER, gs://..., memory://..., whatever fsspec and the libraries that are installed know.
+        options: for fsspec's file system of that kind, such as `endpoint_url` for S3.
+
+    Raises:
+        StorageError: no such kind is known, or the library for it is not installed.
+    """
+    text = str(url)
+    if text.startswith("oci://"):
+        raise StorageError(
+            "a registry holds packages under tags: it has no lines and releases",
+            where=text,
+            cure="Use push and pull; its own tools list tags.",
+        )
+    if "://" not in text or text.startswith(("file://", "local://")):
+        from trainload.packaging.store_folder import FolderFiles
+
+        return FolderFiles(Path(text.partition("://")[2] if "://" in text else text))
+    from trainload.packaging.store_remote import RemoteFiles
+
+    return RemoteFiles(text, options)

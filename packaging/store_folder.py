@@ -1,0 +1,182 @@
+"""A store in a folder: files appear by rename or link, after they have been brought to disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+
+from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
+from trainload.packaging.files import is_full, open_inside, sync_folder
+from trainload.packaging.manifest import FileEntry
+from trainload.packaging.store_files import BLOCK, OnBytes, StoredFile
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class FolderFiles:
+    """`StoreFiles` of a folder. Links in it are not followed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    @property
+    def url(self) -> str:
+        """The folder's path."""
+        return str(self._root)
+
+    @cached_property
+    def exclusive(self) -> bool:
+        """Whether the file system has hard links: a link is made whole, and never over a file that is there."""
+        with self._writing("."), self._draft("probe", b"") as draft:
+            other = draft.with_suffix(".link.part")
+            try:
+                os.link(draft, other)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    return False
+                raise
+            other.unlink()
+            return True
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """As `StoreFiles.read`."""
+        if self.size(path) is None:
+            return None
+        with self._reading(path), open_inside(self._root, path) as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise UnsafePackageError("a file of the store is too large", where=f"{self.url}/{path}", expected=f"at most {limit} bytes")
+        return data
+
+    def size(self, path: str) -> int | None:
+        """As `StoreFiles.size`."""
+        with self._reading(path):
+            try:
+                return (self._root / path).lstat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def names(self, folder: str) -> list[str]:
+        """As `StoreFiles.names`."""
+        with self._reading(folder):
+            try:
+                return sorted(name for name in os.listdir(self._root / folder) if not name.startswith("."))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def walk(self, folder: str) -> Iterator[StoredFile]:
+        """As `StoreFiles.walk`."""
+        for inner, _, files in os.walk(self._root / folder):
+            for name in sorted(files):
+                path = Path(inner) / name
+                with suppress(FileNotFoundError):  # another writer may just have renamed it
+                    status = path.lstat()
+                    yield StoredFile(path.relative_to(self._root).as_posix(), status.st_size, status.st_mtime)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """As `StoreFiles.create`."""
+        target = self._root / path
+        with self._writing(path), self._draft(path, data) as draft:
+            try:
+                os.link(draft, target)
+            except FileExistsError:
+                # Over a network a link whose answer was lost is made again, and then finds itself.
+                return self.size(path) == len(data) and self.read(path, len(data)) == data
+            sync_folder(target.parent)
+            return True
+
+    def replace(self, path: str, data: bytes) -> None:
+        """As `StoreFiles.replace`."""
+        target = self._root / path
+        with self._writing(path), self._draft(path, data) as draft:
+            draft.replace(target)
+            sync_folder(target.parent)
+
+    def delete(self, path: str) -> None:
+        """As `StoreFiles.delete`."""
+        with self._writing(path):
+            (self._root / path).unlink(missing_ok=True)
+
+    def send(self, path: str, source: Path, entry: FileEntry, on_bytes: OnBytes) -> None:
+        """As `StoreFiles.send`. Read once: what is written is what was checked."""
+        target = self._root / path
+        digest, size = hashlib.sha256(), 0
+        with self._writing(path), self._draft(path, b"") as draft, open_inside(source.parent, source.name) as read:
+            with draft.open("r+b") as write:
+                while block := read.read(BLOCK):
+                    digest.update(block)
+                    size += len(block)
+                    write.write(block)
+                    on_bytes(len(block))
+                write.flush()
+                os.fsync(write.fileno())
+            if size != entry.size or digest.hexdigest() != entry.sha256:
+                on_bytes(-size)
+                raise changed_file(source, entry, size, digest.hexdigest())
+            draft.replace(target)
+            sync_folder(target.parent)
+
+    def receive(self, path: str, size: int) -> Iterator[bytes]:
+        """As `StoreFiles.receive`."""
+        with self._reading(path), open_inside(self._root, path) as file:
+            while size > 0 and (block := file.read(min(BLOCK, size))):
+                size -= len(block)
+                yield block
+
+    @contextmanager
+    def _draft(self, path: str, data: bytes) -> Iterator[Path]:
+        """A hidden file with `data`, on disk, beside the one at `path`. It is removed unless it was renamed."""
+        target = self._root / path
+        self._make_folders(target.parent)
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
+        try:
+            with draft.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield draft
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _make_folders(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        if folder != self._root:
+            self._make_folders(folder.parent)
+        elif not folder.parent.is_dir():
+            raise StorageError("there is no such folder", where=str(folder.parent), cure="Make it first.")
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"the store cannot be read: {error.strerror or error}", where=f"{self.url}/{path}") from error
+
+    @contextmanager
+    def _writing(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if is_full(error):
+                raise StorageError("the disk is full", where=self.url, cure="Free some space; then repeat the command.") from error
+            raise StorageError(f"the store cannot be written: {error.strerror or error}", where=f"{self.url}/{path}") from error
+
+
+def changed_file(source: Path, entry: FileEntry, size: int, digest: str) -> IntegrityError:
+    """For a local file that is not what the manifest says."""
+    return IntegrityError(
+        "a file is not the one that the manifest lists",
+        where=str(source),
+        expected=f"{entry.size} bytes of sha256 {entry.sha256}",
+        got=f"{size} bytes of sha256 {digest}",
+        cure="trainload verify says what else is wrong with the package.",
+    )

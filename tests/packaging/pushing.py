@@ -1,0 +1,131 @@
+"""Run by a test, in a child of its own.
+
+    pushing.py push STORE LINE PACKAGE...     says "ready", waits for a line of input, pushes one package after another; where the
+                                              environment has DIE_AFTER, it is killed when it reports progress for the so-manieth time
+    pushing.py killed STORES PACKAGE          for every kind of operation that a push does to a store in a folder, children that are killed
+                                              by SIGKILL just before it, in stores of their own; then what is seen, and a push that goes on
+
+Prints a line of JSON for each push.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainload.packaging.push import push
+from trainload.packaging.store import Store
+
+_DRAWN = re.compile(r"[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16}|(?<=sha256/)[0-9a-f]{2}")
+"""What differs from one operation to the next of its kind."""
+OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.link"}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def pushes(store: str, line: str, packages: list[str]) -> None:
+    left = int(os.environ.get("DIE_AFTER", "-1"))
+
+    def on_progress(_done: int, _total: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            die()
+
+    say("ready")
+    sys.stdin.readline()
+    for package in packages:
+        say(asdict(push(package, store, line=line, on_progress=on_progress)))
+
+
+def hear(folder: Path, see: Callable[[str], None]) -> None:
+    """Calls `see` before every operation that writes below a folder, with its kind: what it does to what."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event not in OPERATIONS or not str(args[0]).startswith(str(folder)):
+            return
+        if event == "open" and not (isinstance(args[1], str) and set(args[1]) & set("wxa+")):
+            return
+        see(f"{event} {_DRAWN.sub('#', str(args[0]).removeprefix(str(folder)))}")
+
+    sys.addaudithook(hook)
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Runs it in a fork. Returns: the number of the signal that ended it, or 0."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def moments(folder: Path, package: str) -> list[int]:
+    """The first and the last operation of each kind that a push does, by number. Found out in a fork, since a hook stays."""
+    notes = folder / "kinds"
+
+    def work() -> None:
+        kinds: list[str] = []
+        hear(folder / "whole", kinds.append)
+        push(package, folder / "whole")
+        notes.write_text(json.dumps(kinds))
+
+    assert in_child(work) == 0
+    kinds = json.loads(notes.read_text())
+    last = {kind: number for number, kind in enumerate(kinds, 1)}
+    return sorted({*last.values(), *(kinds.index(kind) + 1 for kind in last)})
+
+
+def killed(folder: Path, package: str) -> None:
+    for number in moments(folder, package):
+        place = folder / f"store{number}"
+
+        def work(place: Path = place, number: int = number) -> None:
+            left = number
+
+            def see(_kind: str) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    die()
+
+            hear(place, see)
+            push(package, place)
+
+        ended = in_child(work)
+        store = Store(place, create=True)
+        seen = [state.release for line in store.lines() for state in store.releases(line)]
+        whole = all(store.files.size(f"blobs/sha256/{e.sha256[:2]}/{e.sha256}") == e.size for r in seen for e in r.files.values())
+        pointer = store.current("main")
+        blobs = [file for file in store.files.walk("blobs") if "/." not in file.path]
+        say(
+            {
+                "killed": ended == -signal.SIGKILL,
+                "releases": len(seen),
+                "whole": whole and (pointer is None or pointer.release in store.release_ids("main")),
+                "blobs": len(blobs),
+                "then": asdict(push(package, place)),
+                "after": [state.status for state in store.releases("main")],
+            }
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "killed":
+        killed(Path(sys.argv[2]), sys.argv[3])
+    else:
+        pushes(sys.argv[2], sys.argv[3], sys.argv[4:])

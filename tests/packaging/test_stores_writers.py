@@ -1,0 +1,146 @@
+"""Several processes that write to one store, and processes that are killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.packaging.places import Place, child, retrained, s3_place
+
+from trainload.capture.errors import ConflictError
+from trainload.packaging.pull import pull
+from trainload.packaging.push import push
+from trainload.packaging.read import Package
+from trainload.packaging.verify import verify_package
+
+WRITERS = 3
+EACH = 3
+
+
+def started(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.strip() == '"ready"', process.stderr.read() if process.stderr else ""
+
+
+def finished(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    out, errors = process.communicate("go\n", timeout=120)
+    assert process.returncode == 0, errors
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def writer(place: Place, *packages: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    return child("pushing.py", "push", place.url, "main", *packages, environment={**place.environment, **(environment or {})})
+
+
+@pytest.fixture(scope="session")
+def many(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> list[Package]:
+    """Packages with different weights."""
+    folder = tmp_path_factory.mktemp("many")
+    return [retrained(packaged, folder / f"{i}.tl", "lin.weight", by=float(i + 1)) for i in range(WRITERS * EACH)]
+
+
+@pytest.fixture(params=["folder", "s3"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A place that several processes can write to."""
+    return Place(str(tmp_path / "store")) if request.param == "folder" else s3_place(request.getfixturevalue("s3"))
+
+
+def test_processes_that_write_at_once_lose_nothing(many: list[Package], shared: Place) -> None:
+    if shared.kind == "s3":
+        many = many[: 2 * WRITERS]  # a server of one thread takes its time
+    processes = [writer(shared, *(package.path for package in many[i::WRITERS])) for i in range(WRITERS)]
+    for process in processes:
+        started(process)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    reports = [report for process in processes for report in finished(process)]
+    store = shared.store()
+    states = store.releases("main")
+    assert {state.release.package for state in states} == {package.digest for package in many}
+    assert [state.release.name for state in states] == [str(number + 1) for number in range(len(many))]
+    assert sorted(int(report["release"]) for report in reports) == list(range(1, len(many) + 1))
+    assert Counter(state.status for state in states) == {"current": 1, "promoted": len(many) - 1}
+    assert len(store.history("main")) == len(many)
+
+
+def test_of_writers_with_one_condition_one_is_first_and_the_others_are_told(many: list[Package], shared: Place) -> None:
+    for package in many[:4]:
+        push(package.path, shared.url, line="main", promote=False, options=shared.options)
+    stores = [shared.store() for _ in range(4)]
+    begin = threading.Barrier(len(stores))
+
+    def promote(number: int) -> bool:
+        begin.wait()
+        try:
+            stores[number].promote("main", number + 1, only_if="none")
+        except ConflictError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        won = list(pool.map(promote, range(len(stores))))
+    assert sum(won) == 1
+    (pointer,) = stores[0].history("main")
+    assert pointer.release == stores[0].release("main", won.index(True) + 1).id
+
+
+def test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on(packaged: Package, tmp_path: Path) -> None:
+    process = child("pushing.py", "killed", tmp_path, packaged.path)
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    reports = [json.loads(line) for line in out.splitlines()]
+    assert len(reports) > 15
+    assert all(report["killed"] for report in reports)
+    assert [report for report in reports if not report["whole"]] == []
+    assert [report["after"] for report in reports] == [["current"]] * len(reports)
+    assert {report["releases"] for report in reports} == {0, 1}
+    for report in reports:
+        then = report["then"]
+        assert then["sent_files"] == then["files"] - report["blobs"]
+        assert then["new"] == (report["releases"] == 0)
+    assert {0, reports[0]["then"]["files"]} <= {report["then"]["sent_files"] for report in reports}
+
+
+def test_a_push_to_s3_that_is_killed_shows_nothing_and_goes_on_where_it_stopped(many: list[Package], s3: str) -> None:
+    place = s3_place(s3)
+    process = writer(place, many[0].path, environment={"DIE_AFTER": "9"})
+    started(process)
+    process.communicate("go\n", timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert place.store().lines() == ()
+    report = push(many[0].path, place.url, options=place.options)
+    assert report.sent_files < report.files
+    assert report.sent_bytes + report.present_bytes == report.bytes
+    assert place.store().release("main").package == many[0].digest
+
+
+def test_a_pull_that_is_killed_leaves_no_package_and_the_next_one_uses_what_it_left(
+    packaged: Package, folder: Place, tmp_path: Path
+) -> None:
+    push(packaged.path, folder.url)
+    target = tmp_path / "packages" / "pulled.tl"
+    target.parent.mkdir()
+    code = (
+        "import os, signal, sys, trainload\n"
+        "def die(done, total):\n"
+        "    if done > total / 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "trainload.pull(sys.argv[1], sys.argv[2], on_progress=die)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, folder.url, str(target)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not target.exists()
+    report = pull(folder.url, target)
+    assert report.local_bytes > 0
+    assert verify_package(target).ok
