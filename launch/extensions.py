@@ -37,9 +37,9 @@ def may_load_extensions(path: Path, manifest: Manifest, *, trusted: bool) -> str
     Args:
         path: the package's folder.
         manifest: its manifest.
-        trusted: whether the user said that this package's extensions are trusted.
+        trusted: whether the user said that this package's extensions are trusted, or a policy that it satisfies.
     """
-    return "the user said so" if trusted else None
+    return "the user or a policy said so" if trusted else None
 
 
 def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozenset[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.launch.commands import TRAINLOAD, json_of, refused_process
 from tests.launch.test_libraries import LIBRARY, expected_loss
+from tests.packaging.signers import Signers
 from tests.packaging.tampering import edit_manifest, flip, reseal
 
 import trainload
@@ -24,6 +25,7 @@ from trainload.launch.spec import default_cache_dir
 from trainload.packaging.manifest import MANIFEST, Manifest
 from trainload.packaging.read import read_manifest
 from trainload.packaging.verify import verify_package
+from trainload.trust import sign
 
 NAMESPACE, MODULE = "bundled_ops", "bundled_operators"
 TRUSTING = (*TRAINLOAD, "--trust-extensions")
@@ -190,7 +192,28 @@ def test_without_the_word_nothing_of_the_wheel_runs(copied: Path, tmp_path: Path
 def test_one_place_decides(copied: Path) -> None:
     manifest = Manifest.from_bytes(read_manifest(copied), MANIFEST)
     assert may_load_extensions(copied, manifest, trusted=False) is None
-    assert may_load_extensions(copied, manifest, trusted=True) == "the user said so"
+    assert may_load_extensions(copied, manifest, trusted=True) == "the user or a policy said so"
+
+
+def test_a_policy_that_takes_signed_libraries_stands_for_the_word(copied: Path, elsewhere: Path, signers: Signers, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f'extensions = "signed"\nidentities = ["{signers.alice.public}"]\n')
+    launch: list[str | Path] = [
+        "launch",
+        str(copied),
+        "--data",
+        str(elsewhere / "data.npz"),
+        "--run-dir",
+        "run",
+        "--backend",
+        "local",
+        "--no-compile",
+    ]
+    assert "it is not signed as it must be" in refused_process(["--policy", str(policy), *launch], tmp_path)
+    sign(copied, signers.alice.key, name="alice")
+    told = json_of(*launch, cwd=tmp_path, program=(*TRAINLOAD, "--policy", str(policy)))
+    assert told["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
+    assert NAMESPACE in refused_process(launch, tmp_path)
 
 
 # What cannot be loaded

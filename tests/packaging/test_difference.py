@@ -284,7 +284,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "what is trained": lambda m: m["buffers"][0].update(persistent=not m["buffers"][0]["persistent"]),
     "state of an optimizer": lambda m: m["updates"][0]["state"][0].update(name="momentum"),
     "a schema": lambda m: m["ops"].update({"torch.ops.aten.sin.default": "aten::sin(Tensor self) -> Tensor[]"}),
-    "a media type": lambda m: m["files"]["assets/LICENSE"].update(media_type="text/plain"),
+    "a media type": lambda m: m["files"]["assets/LICENSE"].update(media_type="text/html"),
     "a pass": lambda m: m["passes"].append(
         {"name": "a:b", "distribution": None, "version": None, "source": None, "options": {}, "preserving": True}
     ),

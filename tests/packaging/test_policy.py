@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from trainload.capture.errors import PolicyError, SignatureError
 from trainload.packaging import policy as policies
 from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.keys import read_private_key
-from trainload.packaging.policy import POLICY, Policy, demand_policies, find_policies, read_policy
+from trainload.packaging.policy import POLICY, Policy, demand_policies, find_policies, read_policy, which_trusts_extensions
 from trainload.packaging.read import open_package
 from trainload.packaging.signing import sign_package
 
@@ -149,8 +150,11 @@ def test_operators_of_other_namespaces_than_the_policy_s_are_refused(copied: Pat
 def with_extension(package: Path) -> None:
     (package / "extensions").mkdir()
     name = "extensions/fast-1-py3-none-any.whl"
-    (package / name).write_bytes(b"wheel")
-    entry = {"media_type": "application/zip", "sha256": sha256_bytes(b"wheel"), "size": 5}
+    with zipfile.ZipFile(package / name, "w") as wheel:
+        wheel.writestr(zipfile.ZipInfo("fast.py"), "")
+        wheel.writestr(zipfile.ZipInfo("fast-1.dist-info/METADATA"), "Name: fast\nVersion: 1\n")
+    data = (package / name).read_bytes()
+    entry = {"media_type": "application/zip", "sha256": sha256_bytes(data), "size": len(data)}
     library = {**UNKNOWN_LIBRARY, "distribution": "fast", "version": "1", "modules": ["fast"], "wheels": [name]}
 
     def change(manifest: dict[str, Any]) -> None:
@@ -177,6 +181,14 @@ def test_a_package_with_operator_libraries_in_it_must_be_signed_where_only_signe
     assert "it is not signed as it must be" in refusal(copied, path)
     sign(copied, signers.alice.key, "alice")
     demand_policies(copied, [read_policy(path)])
+
+
+def test_a_policy_that_wants_operator_libraries_signed_says_that_signed_ones_may_be_loaded(signers: Signers, write: Write) -> None:
+    signed = read_policy(write('extensions = "signed"', f'identities = ["{signers.alice.public}"]', f'allow = ["{"a" * 64}"]'))
+    silent = read_policy(write(*signed_by(signers), name="other.toml"))
+    assert which_trusts_extensions([silent, signed], "b" * 64) == signed
+    assert which_trusts_extensions([silent, signed], "a" * 64) is None  # it was not asked who signed that one
+    assert which_trusts_extensions([silent], "b" * 64) is None
 
 
 WRONG = {

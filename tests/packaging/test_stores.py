@@ -303,7 +303,7 @@ def test_a_large_file_is_moved_in_blocks(tmp_path: Path, place: Place, monkeypat
     (tmp_path / "large").write_bytes(bytes(range(256)) * (size // 256))
     monkeypatch.setattr(store_folder, "BLOCK", size // 16)
     monkeypatch.setattr(store_remote, "BLOCK", size // 16)
-    entry = FileEntry(media_type="x", sha256=sha256_file(tmp_path / "large"), size=size)
+    entry = FileEntry(media_type="text/plain", sha256=sha256_file(tmp_path / "large"), size=size)
     files = Store(place.url, place.options, create=True).files
     files.send("blobs/large", tmp_path / "large", entry, lambda _count: None)
     blocks = list(files.receive("blobs/large", entry.size))
