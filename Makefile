@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test check format demo demo-gan fuzz hostile mutate bench freeze kills gpu parity remat coverage-suite clean
+.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze kills gpu parity remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -55,6 +55,9 @@ demo-gan: env
 fuzz: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[fuzz]"
 	$(BIN)/python -m tests.fuzz.run
+
+compat: env
+	$(BIN)/python -m tests.compat.matrix
 
 hostile: env
 	$(BIN)/python -m tests.hostile.table

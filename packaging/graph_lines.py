@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainload.packaging.signature import SCALAR_TYPES
+from trainload.packaging.graph_signature import SCALAR_TYPES
 from trainload.packaging.source_map import module_path
 
 _SYMBOL = re.compile(r"Symbol\('([a-z]+\d+)'[^)]*\)")

@@ -21,9 +21,9 @@ from trainload.packaging.compat import Verdict, compare_operators
 from trainload.packaging.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
 from trainload.packaging.files import open_inside, read_checked, walk
 from trainload.packaging.graph_json import graph_from_json
+from trainload.packaging.graph_signature import check_signature
 from trainload.packaging.manifest import CONSTANTS, MANIFEST, MAX_MANIFEST, OUTSIDE, BufferEntry, Manifest, OpLibraryEntry, ParameterEntry
 from trainload.packaging.op_libraries import spelled_library
-from trainload.packaging.signature import check_signature
 from trainload.packaging.tensors import DTYPES, TensorSpec, read_tensors, tensor_places
 from trainload.packaging.validate import parse_graph, validate_graph
 from trainload.packaging.weights import LazyState, WeightReader

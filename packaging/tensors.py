@@ -213,9 +213,13 @@ def header_length(head: bytes, size: int, where: str) -> int:
 def tensor_of(data: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of its own memory from raw bytes."""
     tensor = torch.empty(shape, dtype=DTYPES[dtype])
-    if tensor.numel():
-        memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)[:] = memoryview(data)
+    bytes_of(tensor)[:] = memoryview(data)
     return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on CPU."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
 
 
 def tensor_places(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, Place]:

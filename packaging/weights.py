@@ -7,7 +7,9 @@ therefore lists the sha256 of every CHUNK bytes, and the reader checks each chun
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,16 @@ from trainload.capture.errors import IntegrityError, PackageError
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import open_inside, read_checked, write_bytes
 from trainload.packaging.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
-from trainload.packaging.tensors import DTYPES, Place, TensorFileWriter, TensorSpec, header_length, parse_header, tensor_of
+from trainload.packaging.tensors import DTYPES, Place, TensorFileWriter, TensorSpec, bytes_of, header_length, parse_header
 
 CHUNK = 4 * 2**20
 """Bytes under one digest."""
+_SPAN = 16 * CHUNK
+"""Bytes that are checked at a time where they are not kept."""
+_READERS = 4
+"""Threads that read and check: the disk answers one while others reckon digests, for which Python lets go of its lock."""
+_FEW = 4
+"""Chunks for which threads are not worth it."""
 MAX_SHARD = 2 * 2**30
 """Bytes of tensors in one shard, unless one tensor alone is larger."""
 
@@ -140,7 +148,9 @@ class WeightReader:
         """
         path, spec = self._find(name)
         place = self._place(path, name)
-        return tensor_of(self._bytes(path, place.start, place.stop), spec.dtype, spec.shape)
+        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        self._fill(path, place.start, bytes_of(tensor))
+        return tensor
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor: (stop - start,). Only the chunks that hold them are read.
@@ -155,8 +165,9 @@ class WeightReader:
         item = DTYPES[spec.dtype].itemsize
         if not 0 <= start <= stop <= (place.stop - place.start) // item:
             raise ValueError(f"elements {start} to {stop} are not within {name} of shape {spec.shape}")
-        data = self._bytes(path, place.start + start * item, place.start + stop * item)
-        return tensor_of(data, spec.dtype, (stop - start,))
+        tensor = torch.empty(stop - start, dtype=DTYPES[spec.dtype])
+        self._fill(path, place.start + start * item, bytes_of(tensor))
+        return tensor
 
     def check_headers(self) -> None:
         """Demand that every file of weights holds the tensors that the manifest says, by what its header says. No tensor is made.
@@ -193,8 +204,8 @@ class WeightReader:
         """
         path, _ = self._find(name)
         place = self._place(path, name)
-        for number in range(place.start // CHUNK, -(-place.stop // CHUNK)):
-            self._chunk(path, number)
+        for start in range(place.start, place.stop, _SPAN):
+            self._fill(path, start, memoryview(bytearray(min(_SPAN, place.stop - start))))
 
     def _find(self, name: str) -> tuple[str, TensorSpec]:
         return self._specs[self._aliases.get(name, name)]
@@ -208,22 +219,49 @@ class WeightReader:
             places = self._places[path] = parse_header(bytes(self._bytes(path, 0, 8 + length)), size, path, specs)
         return places[self._aliases.get(name, name)]
 
-    def _bytes(self, path: str, start: int, stop: int) -> bytearray:
+    def _bytes(self, path: str, start: int, stop: int) -> bytes:
         data = bytearray(stop - start)
-        if start == stop:
-            return data
-        for number in range(start // CHUNK, (stop - 1) // CHUNK + 1):
-            block = self._chunk(path, number)
-            low, high = max(start, number * CHUNK), min(stop, (number + 1) * CHUNK)
-            data[low - start : high - start] = memoryview(block)[low - number * CHUNK : high - number * CHUNK]
-        return data
+        self._fill(path, start, memoryview(data))
+        return bytes(data)
 
-    def _chunk(self, path: str, number: int) -> bytes:
-        if self._last is not None and self._last[:2] == (path, number):
-            return self._last[2]
+    def _fill(self, path: str, start: int, into: memoryview) -> None:
+        """Read bytes of a file from `start` on, as many as `into` has, and check every chunk that they touch.
+
+        Chunks that lie wholly within are read and checked where they are to be, some at a time; of the others a copy is kept, since the
+        next tensor often needs the same.
+        """
+        stop = start + len(into)
+        numbers = range(start // CHUNK, -(-stop // CHUNK)) if len(into) else range(0)
         with open_inside(self._root, path) as file:
-            file.seek(number * CHUNK)
-            block = file.read(min(CHUNK, self._manifest.files[path].size - number * CHUNK))
+            size = self._manifest.files[path].size
+
+            def whole(number: int) -> None:
+                low, high = number * CHUNK, min((number + 1) * CHUNK, size)
+                _read_at(file.fileno(), low, into[low - start : high - start])
+                self._demand(path, number, into[low - start : high - start])
+
+            inner = [number for number in numbers if start <= number * CHUNK and min((number + 1) * CHUNK, size) <= stop]
+            for number in sorted(set(numbers) - set(inner)):
+                low, high = max(start, number * CHUNK), min(stop, (number + 1) * CHUNK)
+                block = memoryview(self._edge(path, number, file.fileno()))
+                into[low - start : high - start] = block[low - number * CHUNK : high - number * CHUNK]
+            if len(inner) < _FEW:
+                for number in inner:
+                    whole(number)
+                return
+            with ThreadPoolExecutor(_READERS) as pool:
+                for _ in pool.map(whole, inner):
+                    pass
+
+    def _edge(self, path: str, number: int, descriptor: int) -> bytes:
+        if self._last is None or self._last[:2] != (path, number):
+            block = bytearray(min(CHUNK, self._manifest.files[path].size - number * CHUNK))
+            _read_at(descriptor, number * CHUNK, memoryview(block))
+            self._demand(path, number, memoryview(block))
+            self._last = (path, number, bytes(block))
+        return self._last[2]
+
+    def _demand(self, path: str, number: int, block: memoryview) -> None:
         if hashlib.sha256(block).hexdigest() != self._chunks[path][number]:
             raise IntegrityError(
                 "a file of weights is damaged",
@@ -232,8 +270,16 @@ class WeightReader:
                 got="another",
                 cure="Fetch the package again.",
             )
-        self._last = (path, number, block)
-        return block
+
+
+def _read_at(descriptor: int, start: int, into: memoryview) -> None:
+    """Read bytes of a file into memory. Where it ends too early the rest stays as it was, and the digest is another."""
+    at = 0
+    while at < len(into):
+        count = os.preadv(descriptor, [into[at:]], start + at)
+        if count == 0:
+            return
+        at += count
 
 
 class LazyState(Mapping[str, torch.Tensor]):

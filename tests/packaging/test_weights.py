@@ -160,6 +160,17 @@ def test_a_slice_reads_only_its_own_chunks(job: Job, tmp_path: Path, small_chunk
         reader.slice("emb.weight", 120, 128)
 
 
+@pytest.mark.parametrize("byte", [0, 300, -1])
+def test_a_flipped_bit_in_any_chunk_of_a_large_tensor_is_noticed(job: Job, tmp_path: Path, small_chunks: int, byte: int) -> None:
+    package = _written(job, tmp_path / "p.tl")
+    path, _ = package.weights._find("emb.weight")
+    place = package.weights._place(path, "emb.weight")
+    assert (place.stop - place.start) // small_chunks >= 2 * weights_module._FEW
+    flip(package.path / path, place.start + byte if byte >= 0 else place.stop + byte)
+    with pytest.raises(IntegrityError, match="model-00001"):
+        open_package(package.path).weights.tensor("emb.weight")
+
+
 @pytest.mark.parametrize("name", ["emb.weight", "norm.bias", "mask"])
 def test_a_flipped_bit_is_noticed_when_the_tensor_is_read(copied: Path, name: str) -> None:
     package = open_package(copied)

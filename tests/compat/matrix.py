@@ -1,0 +1,147 @@
+"""`make compat`: every supported torch, side by side: packages frozen by each are opened and trained by each, and so are the goldens.
+
+Environments are made in .compat/, one for each torch (CUDA builds from PyPI, which run on CPU: some 7 GB each), and used again.
+Writes docs/compat.md and benchmarks/results/compat.json.
+
+    python -m tests.compat.matrix [2.11 2.12 ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.golden.goldens import goldens
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".compat"
+VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
+OTHERS = ("safetensors", "pydantic", "numpy", "pyarrow", "filelock", "packaging", "fsspec", "click", "rich")
+"""What trainload declares to need beside torch."""
+TOLERANCES = {"plain": 3e-3}
+"""Relative, of losses, where another rounding of bfloat16 counts; else FP32. tests/golden/test_golden.py says why."""
+FP32 = 2e-5
+
+HEAD = """# Frozen by one torch, opened by another
+
+Five jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond; graphs in turns; variants; operators of
+another library; shapes without weights) are frozen by each torch, and opened and trained two steps by each. A cell says how many of the
+packages load, train, and give the losses that their maker got ({fp32:g} relative, {bf16:g} for the one with a bfloat16 region), and the
+greatest relative difference of a loss between float32 ones. `make compat` writes this page; the packages of older formats in
+`tests/golden/` are opened by each torch too.
+
+"""
+
+
+def python_of(version: str) -> Path:
+    return FOLDER / version / "bin" / "python"
+
+
+def make_environment(version: str) -> None:
+    """An environment with this torch and what trainload needs, once."""
+    stamp = FOLDER / version / ".stamp"
+    if stamp.exists():
+        return
+    venv.EnvBuilder(with_pip=True, clear=True).create(FOLDER / version)
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not re.match(r"(torch|setuptools)==|#", line)]
+    constraints = FOLDER / f"constraints-{version}.txt"
+    constraints.write_text("\n".join([*pins, f"torch=={version}.*", "setuptools<82" if version == "2.11" else "setuptools"]) + "\n")
+    command = [str(python_of(version)), "-m", "pip", "install", "--quiet", "-c", str(constraints), "torch", "setuptools", *OTHERS]
+    subprocess.run(command, check=True)
+    stamp.touch()
+
+
+def asked(version: str, verb: str, folders: Sequence[Path]) -> dict[str, Any]:
+    """What tests/compat/one.py tells in the environment of a torch."""
+    file = FOLDER / f"{verb}-{version}.json"
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"TRAINLOAD_CACHE_DIR": str(FOLDER / f"cache-{version}"), "TRAINLOAD_STATE_DIR": str(FOLDER / f"state-{version}")}
+    command = [str(python_of(version)), "-m", "tests.compat.one", verb, str(file), *map(str, folders)]
+    subprocess.run(command, check=True, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+    found: dict[str, Any] = json.loads(file.read_bytes())
+    return found
+
+
+def fine(name: str, result: dict[str, Any]) -> bool:
+    """Whether a package loads, and trains to its maker's losses if it has weights."""
+    if result["trains"] is None:
+        return bool(result["loads"])
+    return bool(result["trains"]) and result["apart"] <= TOLERANCES.get(name, FP32)
+
+
+def cell(results: dict[str, dict[str, Any]]) -> str:
+    """One of the matrix: case -> result."""
+    good = sum(fine(name, result) for name, result in results.items())
+    apart = [result["apart"] for name, result in results.items() if result["apart"] is not None and name not in TOLERANCES]
+    return f"{good} of {len(results)}" + (f", {max(apart):.0e}" if apart else "")
+
+
+def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]) -> str:
+    """docs/compat.md."""
+    told = {version: opened[version]["results"] for version in versions}
+    lines = [HEAD.format(fp32=FP32, bf16=TOLERANCES["plain"]).rstrip(), "", f"| frozen by \\ opened by | {' | '.join(versions)} |"]
+    lines.append("|---" * (len(versions) + 1) + "|")
+
+    def row(label: str, folders: dict[str, Path]) -> None:
+        cells = [cell({name: told[version][str(folder)] for name, folder in folders.items()}) for version in versions]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+
+    for version in versions:
+        row(
+            f"{frozen[version]['torch']}",
+            {name: folder for name, folder in packages(version).items() if not frozen[version]["results"][name]},
+        )
+    for number in sorted({golden.version for golden in goldens()}):
+        row(f"goldens of format {number}", {golden.name: golden.folder for golden in goldens() if golden.version == number})
+    wrong = [
+        f"- {version} does not freeze {name}: {why}" for version in versions for name, why in frozen[version]["results"].items() if why
+    ]
+    for version in versions:
+        for folder, result in told[version].items():
+            if not fine(Path(folder).name, result):
+                why = result["why"] or f"a loss is {result['apart']:.1e} apart"
+                wrong.append(f"- {version} opens {Path(folder).relative_to(ROOT)}: {why}")
+    lines += ["", "What is not so:", "", *wrong] if wrong else ["", "Every package loads, trains and gives its maker's losses everywhere."]
+    return "\n".join(lines) + "\n"
+
+
+def packages(version: str) -> dict[str, Path]:
+    """Case -> folder of what a torch has frozen, whether or not it could."""
+    from tests.golden.jobs import CASES
+
+    return {name: FOLDER / f"frozen-{version}" / name for name in CASES}
+
+
+def main(versions: Sequence[str]) -> None:
+    """Make the matrix."""
+    FOLDER.mkdir(exist_ok=True)
+    frozen = {}
+    for version in versions:
+        print(f"torch {version}: environment", flush=True)
+        make_environment(version)
+        target = FOLDER / f"frozen-{version}"
+        subprocess.run(["rm", "-rf", str(target)], check=True)
+        target.mkdir()
+        print(f"torch {version}: freezes", flush=True)
+        frozen[version] = asked(version, "freeze", [target])
+    made = [folder for version in versions for name, folder in packages(version).items() if not frozen[version]["results"][name]]
+    opened = {}
+    for version in versions:
+        print(f"torch {version}: opens {len(made)} packages and the goldens", flush=True)
+        opened[version] = asked(version, "open", [*made, *(golden.folder for golden in goldens())])
+    text = page(versions, frozen, opened)
+    (ROOT / "docs" / "compat.md").write_text(text, encoding="utf-8")
+    relative = json.dumps({"frozen": frozen, "opened": opened}, indent=1, sort_keys=True).replace(f"{ROOT}/", "")
+    (ROOT / "benchmarks" / "results" / "compat.json").write_text(relative + "\n", encoding="utf-8")
+    print(text.split("\n\n", 2)[2])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or VERSIONS)
