@@ -355,7 +355,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         6,
         "wheels in a package are loaded without a word",
         "launch/extensions.py",
-        'return "the user said so" if trusted else None',
+        'return "the user or a policy said so" if trusted else None',
         'return "the user said so"',
         "../launch/test_extensions.py::test_without_the_word_nothing_of_the_wheel_runs",
     ),
