@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.packaging.canonical import MAX_BYTES, sha256_bytes, sha256_file
+from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.files import link_or_copy, new_folder, write_bytes
-from trainload.packaging.manifest import MANIFEST, OUTSIDE, FileEntry, Manifest
+from trainload.packaging.manifest import MANIFEST, MAX_MANIFEST, OUTSIDE, FileEntry, Manifest
 from trainload.packaging.push import OnProgress, unwatched
 from trainload.packaging.read import check_tree, read_manifest
 from trainload.packaging.store import Store, blob_path
@@ -177,8 +177,8 @@ def _content(entry: FileEntry) -> tuple[str, int]:
 
 def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
     entry = files[MANIFEST]
-    if entry.size > MAX_BYTES:
-        raise UnsafePackageError("a manifest is too large", where=MANIFEST, expected=f"at most {MAX_BYTES} bytes", got=str(entry.size))
+    if entry.size > MAX_MANIFEST:
+        raise UnsafePackageError("a manifest is too large", where=MANIFEST, expected=f"at most {MAX_MANIFEST} bytes", got=str(entry.size))
     data = bytearray()
     for block in fetch(entry):
         data += block
