@@ -71,12 +71,26 @@ def _make(module: GraphModule, grad_enabled: bool) -> None:
             _make(child, grad_enabled)
     if not marked:
         return
+    _place_bodies(module.graph)
     _forget_conversions(module.graph)
     _place_hooks(module.graph)
     _place_variables(module.graph)
     module.graph = _Builder(module, _parse(module.graph, grad_enabled)).graph
     _forget_unused(module)
     module.recompile()
+
+
+def _place_bodies(graph: Graph) -> None:
+    """Puts the bodies of control flow before the operators that take them: torch leaves them in an autocast region that came before."""
+    for node in graph.find_nodes(op="get_attr"):
+        users = list(node.users)
+        for user in users[:1]:
+            user.prepend(node)
+        for user in users[1:]:
+            with graph.inserting_before(user):
+                own = graph.get_attr(str(node.target))
+            own.meta = dict(node.meta)
+            user.replace_input_with(node, own)
 
 
 def _forget_unused(module: GraphModule) -> None:

@@ -282,6 +282,32 @@ def no_grad_around_cond() -> nn.Module:
 
 
 @model
+def autocast_before_cond() -> nn.Module:
+    def middle(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m.part(x)
+        y = y.float()
+        z: Tensor = torch.cond(y.sum() > 0, lambda z: m.part(z), lambda z: z * 2, (y,))
+        return x * z
+
+    return Model(middle, **linear())
+
+
+@model
+def no_grad_and_autocast_before_cond() -> nn.Module:
+    def middle(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = m.part(x)
+        z: Tensor = torch.cond(y.sum() > 0, lambda z: m.part(z), lambda z: z * 2, (x,))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            w = m.part(z)
+        v: Tensor = torch.cond(w.sum() > 0, lambda z: m.part(z), lambda z: z * 2, (w.float(),))
+        return x * z + v
+
+    return Model(middle, **linear())
+
+
+@model
 def no_grad_around_autocast() -> nn.Module:
     def middle(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
