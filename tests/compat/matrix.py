@@ -34,7 +34,7 @@ HEAD = """# Frozen by one torch, opened by another
 Five jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond; graphs in turns; variants; operators of
 another library; shapes without weights) are frozen by each torch, and opened and trained two steps by each. A cell says how many of the
 packages load, train, and give the losses that their maker got ({fp32:g} relative, {bf16:g} for the one with a bfloat16 region), and the
-greatest relative difference of a loss between float32 ones. `make compat` writes this page; the packages of older formats in
+greatest relative difference of a loss between float32 ones (exact: none). `make compat` writes this page; the packages of older formats in
 `tests/golden/` are opened by each torch too.
 
 """
@@ -80,7 +80,7 @@ def cell(results: dict[str, dict[str, Any]]) -> str:
     """One of the matrix: case -> result."""
     good = sum(fine(name, result) for name, result in results.items())
     apart = [result["apart"] for name, result in results.items() if result["apart"] is not None and name not in TOLERANCES]
-    return f"{good} of {len(results)}" + (f", {max(apart):.0e}" if apart else "")
+    return f"{good} of {len(results)}" + (f", {max(apart):.0e}" if any(apart) else ", exact" if apart else "")
 
 
 def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]) -> str:
