@@ -5,7 +5,6 @@ A wheel is the maker's code. `may_load_extensions` is the one place that decides
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import shutil
 import sys
@@ -14,21 +13,18 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from importlib.metadata import Distribution
 from pathlib import Path
-from typing import BinaryIO
 
 import filelock
 
-from trainload.capture.errors import IntegrityError, PackageError, StorageError
+from trainload.capture.errors import PackageError, StorageError
 from trainload.launch.cache import LOCK_SECONDS, private_folder
 from trainload.launch.spec import default_cache_dir
-from trainload.packaging.files import open_inside
+from trainload.packaging.files import copy_checked
 from trainload.packaging.graph_json import running_schema
 from trainload.packaging.manifest import FileEntry, Manifest, OpLibraryEntry
 from trainload.packaging.providers import installed_version
 from trainload.packaging.read import told_library, ways_to_allow
 from trainload.packaging.wheels import fits, missing_requirements, required_names, running_tag, tags_of, unpack_wheel
-
-_BLOCK = 2**20
 
 
 def may_load_extensions(path: Path, manifest: Manifest, *, trusted: bool) -> str | None:
@@ -151,8 +147,8 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=root))
         try:
             # What is checked is what is unpacked: a copy that nobody else writes to.
-            with (draft / "wheel").open("w+b") as copy:
-                _copy_checked(path, wheel, entry, copy)
+            copy_checked(path, wheel, entry, draft / "wheel")
+            with (draft / "wheel").open("rb") as copy:
                 unpack_wheel(copy, file_name, draft / "unpacked")
             (draft / "unpacked").rename(final)
         except OSError as error:
@@ -164,24 +160,6 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return final
-
-
-def _copy_checked(path: Path, wheel: str, entry: FileEntry, copy: BinaryIO) -> None:
-    digest, size = hashlib.sha256(), 0
-    with open_inside(path, wheel) as file:
-        while (block := file.read(_BLOCK)) and size <= entry.size:
-            digest.update(block)
-            size += len(block)
-            copy.write(block)
-    if (size, digest.hexdigest()) != (entry.size, entry.sha256):
-        raise IntegrityError(
-            "a file is not the one that the manifest lists",
-            where=wheel,
-            expected=f"{entry.size} bytes of sha256 {entry.sha256}",
-            got=f"{size} bytes of sha256 {digest.hexdigest()}",
-            cure="Fetch the package again.",
-        )
-    copy.flush()
 
 
 def _demand_requirements(folder: Path, wheel: str) -> None:

@@ -52,7 +52,7 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
     """
     if len(data) > max_bytes:
         raise UnsafePackageError("JSON file is too large", where=where, expected=f"at most {max_bytes} bytes", got=str(len(data)))
-    depth = _depth(data)
+    depth = nesting(data)
     if depth > max_depth:
         raise UnsafePackageError("JSON is nested too deeply", where=where, expected=f"at most {max_depth} levels", got=str(depth))
 
@@ -73,8 +73,8 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
     return value
 
 
-def _depth(data: bytes) -> int:
-    """How deep objects and arrays are nested, in a fraction of the time that parsing takes.
+def nesting(data: bytes) -> int:
+    """How deep the objects and arrays of JSON are nested, in a fraction of the time that parsing takes.
 
     Where the text is no JSON, it is right up to the character at which a parser stops.
     """

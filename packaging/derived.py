@@ -184,22 +184,20 @@ def _read_step(root: Path, key: str, seal: Seal) -> bytes:
     return data
 
 
-def _check_document(document: Any, where: str, namespaces: Set[str]) -> GraphFacts:
-    """Demand that a parsed step.json is safe. Returns what its graph calls."""
+def _check_document(document: Any, where: str, namespaces: Set[str]) -> tuple[GraphFacts, tuple[Port, ...], tuple[Port, ...]]:
+    """Demand that a parsed step.json is safe. Returns what its graph calls, its inputs and its outputs."""
     if not isinstance(document, dict) or set(document) != {"graph", "inputs", "outputs", "tags"}:
         raise UnsafePackageError("a derived graph has graph, inputs, outputs and tags", where=where)
     facts = validate_graph(document["graph"], where, namespaces)
     _check_tags(document["tags"], where)
-    for side in ("inputs", "outputs"):
-        _ports(document[side], where)
-    return facts
+    return facts, _ports(document["inputs"], where), _ports(document["outputs"], where)
 
 
 def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
-    unknown = sorted(name for name in _check_document(document, where, namespaces).operators if running_schema(name) is None)
+    facts, inputs, outputs = _check_document(document, where, namespaces)
+    unknown = sorted(name for name in facts.operators if running_schema(name) is None)
     if unknown:
         raise PackageError("a derived graph calls an operator that the running torch has not", where=where, got=", ".join(unknown[:5]))
-    inputs, outputs = _ports(document["inputs"], where), _ports(document["outputs"], where)
     module = flat_from_json(document["graph"], where)
     nodes = {node.name: node for node in module.graph.nodes}
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]

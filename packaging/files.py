@@ -62,15 +62,19 @@ def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:
         raise UnsafePackageError("a file is too large", where=path, expected=f"at most {MAX_BYTES} bytes", got=str(entry.size))
     with open_inside(root, path) as file:
         data = file.read(entry.size + 1)
-    if len(data) != entry.size or sha256_bytes(data) != entry.sha256:
+    _demand_listed(path, entry, len(data), sha256_bytes(data))
+    return data
+
+
+def _demand_listed(path: str, entry: FileEntry, size: int, digest: str) -> None:
+    if (size, digest) != (entry.size, entry.sha256):
         raise IntegrityError(
             "a file is not the one that the manifest lists",
             where=path,
             expected=f"{entry.size} bytes of sha256 {entry.sha256}",
-            got=f"{'more' if len(data) > entry.size else len(data)} bytes of sha256 {sha256_bytes(data)}",
+            got=f"{'more' if size > entry.size else size} bytes of sha256 {digest}",
             cure="Fetch the package again.",
         )
-    return data
 
 
 def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -148,30 +152,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
     """
-    path = Path(path)
-    if os.path.lexists(path):
-        raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
-    except OSError as error:
-        raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
-    try:
+    with _draft_beside(Path(path)) as folder:
         yield folder
         folder.chmod(0o755)
         for inner, _, _ in os.walk(folder):
             sync_folder(Path(inner))
-        if os.path.lexists(path):
-            raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")
-        folder.rename(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if is_full(error):
-            raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
-        raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        _put(folder, Path(path))
 
 
 @contextmanager
@@ -185,6 +171,16 @@ def new_file(path: Path) -> Iterator[Path]:
         StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
     """
     path = Path(path)
+    with _draft_beside(path) as folder:
+        yield folder / path.name
+        with (folder / path.name).open("rb") as written:
+            os.fsync(written.fileno())
+        _put(folder / path.name, path)
+
+
+@contextmanager
+def _draft_beside(path: Path) -> Iterator[Path]:
+    """A hidden folder beside a path that is free. What is left of it when the block ends is removed."""
     if os.path.lexists(path):
         raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
     try:
@@ -192,19 +188,21 @@ def new_file(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
     try:
-        yield folder / path.name
-        with (folder / path.name).open("rb") as written:
-            os.fsync(written.fileno())
-        if os.path.lexists(path):
-            raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")
-        (folder / path.name).rename(path)
-        sync_folder(path.parent)
+        yield folder
     except OSError as error:
         if is_full(error):
             raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
         raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put(made: Path, path: Path) -> None:
+    """Move what was made to its path, on disk too."""
+    if os.path.lexists(path):
+        raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")
+    made.rename(path)
+    sync_folder(path.parent)
 
 
 def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
@@ -222,8 +220,7 @@ def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
             write.write(block)
         write.flush()
         os.fsync(write.fileno())
-    if size != entry.size or digest.hexdigest() != entry.sha256:
-        raise IntegrityError("a file is not the one that the manifest lists", where=path, cure="Fetch the package again.")
+    _demand_listed(path, entry, size, digest.hexdigest())
 
 
 def is_full(error: OSError) -> bool:

@@ -75,7 +75,7 @@ class Package:
             PackageError: the running torch refuses a graph.
         """
         state = self._state(meta=True)
-        constants = self._constants()
+        constants = self.all_constants()
         graphs = {name: self._captured(name, state, constants) for name in self.manifest.graphs}
         return Program(
             graphs=graphs,
@@ -98,7 +98,7 @@ class Package:
         Raises:
             IntegrityError: the file is damaged.
         """
-        return self._of_graphs(self._constants())
+        return self._of_graphs(self.all_constants())
 
     def all_constants(self) -> dict[str, torch.Tensor]:
         """The constants of updates as well, by the manifest's names.
@@ -106,7 +106,7 @@ class Package:
         Raises:
             IntegrityError: the file is damaged.
         """
-        return self._constants()
+        return read_tensors(*self._constants_file()) if self.manifest.constants else {}
 
     def captured(self, name: str) -> GraphCapture:
         """Load one graph of `program`, without the others.
@@ -114,7 +114,7 @@ class Package:
         Raises:
             PackageError: there is none of this name; otherwise as `program`.
         """
-        return self._captured(name, self._state(meta=True), self._constants())
+        return self._captured(name, self._state(meta=True), self.all_constants())
 
     def graph(self, name: str) -> ExportedProgram:
         """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
@@ -122,7 +122,7 @@ class Package:
         Raises:
             PackageError: there is none of this name, or the package is abstract; otherwise as `program`.
         """
-        return self._captured(name, self._state(meta=False), self._constants()).exported
+        return self._captured(name, self._state(meta=False), self.all_constants()).exported
 
     def dispatcher(self, graph: str = MAIN) -> Dispatcher:
         """What picks the variant of a graph for a batch.
@@ -167,7 +167,7 @@ class Package:
         Raises:
             PackageError: as `program` does.
         """
-        constants = self._constants()
+        constants = self.all_constants()
         return tuple(
             UpdateGraph(
                 group=entry.group,
@@ -260,9 +260,6 @@ class Package:
             tensor_places(*self._constants_file())
         if self.manifest.abstract is None:
             self.weights.check_headers()
-
-    def _constants(self) -> dict[str, torch.Tensor]:
-        return read_tensors(*self._constants_file()) if self.manifest.constants else {}
 
     def _constants_file(self) -> tuple[bytes, str, tuple[TensorSpec, ...]]:
         specs = tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in self.manifest.constants)

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from trainload.capture.errors import IntegrityError, UnsafePackageError
+from trainload.packaging.canonical import nesting
 from trainload.packaging.files import open_inside, walk
 from trainload.packaging.manifest import MANIFEST, Manifest, SafePath, Sha256
 
@@ -254,22 +255,12 @@ def _parse(data: bytes, where: str) -> Any:
     """Decode JSON of anybody's writing: it need not be canonical, but says everything once."""
     if len(data) > MAX_SIGNATURE:
         raise UnsafePackageError("a signature is too large", where=where, expected=f"at most {MAX_SIGNATURE} bytes", got="more")
-    if (depth := _depth(data)) > MAX_DEPTH:
+    if (depth := nesting(data)) > MAX_DEPTH:
         raise UnsafePackageError("JSON is nested too deeply", where=where, expected=f"at most {MAX_DEPTH} levels", got=str(depth))
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _once(pairs, where))
     except ValueError as error:
         raise IntegrityError(f"the signature is malformed: no JSON in UTF-8: {error}", where=where) from error
-
-
-def _depth(data: bytes) -> int:
-    """How deep objects and arrays are nested, before anything recurses into them."""
-    plain = re.sub(rb'"[^"]*"?', b"", data.replace(rb"\\", b"").replace(rb"\"", b""))
-    depth = deepest = 0
-    for mark in re.findall(rb"[\[\]{}]", plain):
-        depth += 1 if mark in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:

@@ -214,9 +214,9 @@ class WeightReader:
         places = self._places.get(path)
         if places is None:
             size = self._manifest.files[path].size
-            length = header_length(bytes(self._bytes(path, 0, min(8, size))), size, path)
+            length = header_length(self._bytes(path, 0, min(8, size)), size, path)
             specs = [spec for home, spec in self._specs.values() if home == path]
-            places = self._places[path] = parse_header(bytes(self._bytes(path, 0, 8 + length)), size, path, specs)
+            places = self._places[path] = parse_header(self._bytes(path, 0, 8 + length), size, path, specs)
         return places[self._aliases.get(name, name)]
 
     def _bytes(self, path: str, start: int, stop: int) -> bytes:

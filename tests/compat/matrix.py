@@ -18,16 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.golden.goldens import goldens
+from tests.golden.goldens import BF16, FP32, TOLERANCES, goldens
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".compat"
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 OTHERS = ("safetensors", "pydantic", "numpy", "pyarrow", "filelock", "packaging", "fsspec", "click", "rich")
 """What trainload declares to need beside torch."""
-TOLERANCES = {"plain": 3e-3}
-"""Relative, of losses, where another rounding of bfloat16 counts; else FP32. tests/golden/test_golden.py says why."""
-FP32 = 2e-5
 
 HEAD = """# Frozen by one torch, opened by another
 
@@ -86,7 +83,7 @@ def cell(results: dict[str, dict[str, Any]]) -> str:
 def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]) -> str:
     """docs/compat.md."""
     told = {version: opened[version]["results"] for version in versions}
-    lines = [HEAD.format(fp32=FP32, bf16=TOLERANCES["plain"]).rstrip(), "", f"| frozen by \\ opened by | {' | '.join(versions)} |"]
+    lines = [HEAD.format(fp32=FP32, bf16=BF16).rstrip(), "", f"| frozen by \\ opened by | {' | '.join(versions)} |"]
     lines.append("|---" * (len(versions) + 1) + "|")
 
     def row(label: str, folders: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.packages import INDEX, MANIFEST, SEAL, STEP, put, reseal_step
+from tests.hostile.packages import MANIFEST, SEAL, STEP, reseal_step
 from tests.packaging.tampering import rechunk, reseal, write_manifest
 
 from trainload.packaging.canonical import canonical_json
@@ -277,6 +277,3 @@ def mutant(files: Files, rng: random.Random) -> Mutant:
     """A mutant of a package."""
     ((_, make),) = rng.choices(_KINDS, [weight for weight, _ in _KINDS])
     return make(files, rng)
-
-
-__all__ = ["INDEX", "Files", "Mutant", "files_of", "mutant", "mutate_bytes", "mutate_value", "put", "restore"]

@@ -14,6 +14,12 @@ from trainload.packaging.read import Package
 HERE = Path(__file__).parent
 LIBRARIES = {"golden_ops": str(HERE / "golden_library.py")}
 """What the golden with another library's operators needs where it brings no wheel."""
+FP32 = 2e-5
+"""Another torch, or another processor, adds in another order: some units in the last of float32's 24 bits, more of them after an update."""
+BF16 = 3e-3
+"""In a bfloat16 region such a difference may round a value to its neighbour, 2**-8 away; it is one of several that make a loss."""
+TOLERANCES = {"plain": BF16}
+"""Golden -> how far its losses may be apart, relative, where it is not FP32."""
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.golden.goldens import Golden, goldens, train
+from tests.golden.goldens import FP32, TOLERANCES, Golden, goldens, train
 
 import trainload
 from trainload.packaging.manifest import FEATURES, FORMAT_VERSION
 from trainload.packaging.verify import verify_package
 
 GOLDENS = list(goldens())
-FP32 = 2e-5
-"""Another torch, or another processor, adds in another order: some units in the last of float32's 24 bits, more of them after an update."""
-BF16 = 3e-3
-"""In a bfloat16 region such a difference may round a value to its neighbour, 2**-8 away; it is one of several that make a loss."""
-TOLERANCES = {"plain": BF16}
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)

@@ -168,16 +168,9 @@ def _socket(package: Path) -> None:
             os.close(here)
 
 
-def _two_million_nodes(package: Path) -> None:
+def _two_million_nodes(data: bytes) -> bytes:
     node = b'{"inputs":[],"is_hop_single_tensor_return":null,"metadata":{},"name":"n","outputs":[],"target":"torch.ops.aten.t.default"}'
-    data = (package / TRAIN).read_bytes()
-    put(package, TRAIN, data.replace(b'"nodes":[', b'"nodes":[' + (node + b",") * 2_000_000, 1))
-
-
-def _two_million_nodes_in_a_step(package: Path) -> None:
-    node = b'{"inputs":[],"is_hop_single_tensor_return":null,"metadata":{},"name":"n","outputs":[],"target":"torch.ops.aten.t.default"}'
-    data = (package / STEP).read_bytes()
-    put(package, STEP, data.replace(b'"nodes":[', b'"nodes":[' + (node + b",") * 2_000_000, 1))
+    return data.replace(b'"nodes":[', b'"nodes":[' + (node + b",") * 2_000_000, 1)
 
 
 def _sparse(file: str, size: int) -> Attack:
@@ -372,8 +365,8 @@ def _tensor_cases() -> Iterator[Case]:
 
 
 def _graph_cases() -> Iterator[Case]:
-    yield Case("a graph of two million nodes", TRAIN, _two_million_nodes)
-    yield Case("a step graph of two million nodes", STEP, _two_million_nodes_in_a_step)
+    yield Case("a graph of two million nodes", TRAIN, text(TRAIN, _two_million_nodes))
+    yield Case("a step graph of two million nodes", STEP, text(STEP, _two_million_nodes))
     for what, change in ATTACKS.items():
         yield Case(what, TRAIN, lambda package, change=change: edit_graph(package, change))  # type: ignore[misc]
         yield Case(what, STEP, lambda package, change=change: edit_step(package, change))  # type: ignore[misc]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.launch.commands import TRAINLOAD, json_of, refused_process
-from tests.launch.test_libraries import LIBRARY, expected_loss
+from tests.launch.test_libraries import JOB, LIBRARY, expected_loss
 from tests.packaging.signers import Signers
 from tests.packaging.tampering import edit_manifest, flip, reseal
 
@@ -29,32 +29,6 @@ from trainload.trust import sign
 
 NAMESPACE, MODULE = "bundled_ops", "bundled_operators"
 TRUSTING = (*TRAINLOAD, "--trust-extensions")
-JOB = """
-import torch
-import trainload
-import bundled_operators
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return bundled_operators.halved(self.layer(x))
-
-
-def job():
-    torch.manual_seed(0)
-    return trainload.Job(
-        model=Model(),
-        batch={"x": torch.randn(4, 4)},
-        loss=lambda model, batch: model(batch["x"]).square().mean(),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        steps=3,
-        global_batch=4,
-    )
-"""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the library, the job, and the package that brings the library."""
     folder = tmp_path_factory.mktemp("source")
     (folder / f"{MODULE}.py").write_text(LIBRARY.replace("launch_library", NAMESPACE))
-    (folder / "job.py").write_text(JOB)
+    (folder / "job.py").write_text(JOB.replace("operators", MODULE))
     freeze(folder, "package.tl", "--bundle-ops")
     return folder
 
@@ -145,7 +119,7 @@ def test_a_wheel_that_lacks_the_module_is_found_by_verify(copied: Path) -> None:
 def test_a_module_that_needs_what_the_wheel_lacks_is_not_bundled(source: Path, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("")
     (tmp_path / f"{MODULE}.py").write_text(f"import beside\n{(source / f'{MODULE}.py').read_text()}")
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(JOB.replace("operators", MODULE))
     line = refused_process(["freeze", "job.py:job", "-o", "package.tl", "--bundle-ops"], tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"})
     assert "do not import from their wheels alone" in line
     assert "No module named 'beside'" in line
