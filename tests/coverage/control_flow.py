@@ -194,6 +194,29 @@ def _() -> Any:
     return small(middle, other=nn.Linear(WIDTH, WIDTH))
 
 
+@add("cond after autocast", mixes_rows=True)
+def _() -> Any:
+    def middle(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model.first(x)
+        return x * torch.cond(y.float().sum() > 0, lambda t: model.first(t), lambda t: t * 2, (y.float(),))
+
+    return small(middle)
+
+
+@add("cond between autocast and no_grad", mixes_rows=True)
+def _() -> Any:
+    def middle(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model.first(x).float()
+        z = torch.cond(y.sum() > 0, lambda t: model.first(t), lambda t: t * 2, (y,))
+        with torch.no_grad():
+            shift = model.first(z)
+        return torch.cond(shift.sum() > 0, lambda t, s: t * s, lambda t, s: t - s, (z, shift))
+
+    return small(middle)
+
+
 @add("cond inside cond", mixes_rows=True)
 def _() -> Any:
     def inner(t: Tensor) -> Tensor:
