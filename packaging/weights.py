@@ -108,6 +108,7 @@ class WeightReader:
         self._specs: dict[str, tuple[str, TensorSpec]] = {}
         self._places: dict[str, dict[str, Place]] = {}
         self._last: tuple[str, int, bytes] | None = None
+        self._end: tuple[str, int] | None = None
         state, others = stored_tensors(manifest)
         self._aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
         wanted = {spec.name: spec for spec in state}
@@ -149,7 +150,7 @@ class WeightReader:
         path, spec = self._find(name)
         place = self._place(path, name)
         tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-        self._fill(path, place.start, bytes_of(tensor))
+        self._fill(path, place.start, bytes_of(tensor), whole=True)
         return tensor
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -205,7 +206,7 @@ class WeightReader:
         path, _ = self._find(name)
         place = self._place(path, name)
         for start in range(place.start, place.stop, _SPAN):
-            self._fill(path, start, memoryview(bytearray(min(_SPAN, place.stop - start))))
+            self._fill(path, start, memoryview(bytearray(min(_SPAN, place.stop - start))), whole=True)
 
     def _find(self, name: str) -> tuple[str, TensorSpec]:
         return self._specs[self._aliases.get(name, name)]
@@ -224,7 +225,7 @@ class WeightReader:
         self._fill(path, start, memoryview(data))
         return bytes(data)
 
-    def _fill(self, path: str, start: int, into: memoryview) -> None:
+    def _fill(self, path: str, start: int, into: memoryview, *, whole: bool = False) -> None:
         """Read bytes of a file from `start` on, as many as `into` has, and check every chunk that they touch.
 
         Chunks that lie wholly within are read and checked where they are to be, some at a time; of the others a copy is kept, since the
@@ -234,8 +235,9 @@ class WeightReader:
         numbers = range(start // CHUNK, -(-stop // CHUNK)) if len(into) else range(0)
         with open_inside(self._root, path) as file:
             size = self._manifest.files[path].size
+            self._announce(file.fileno(), path, start, stop, whole=whole)
 
-            def whole(number: int) -> None:
+            def read(number: int) -> None:
                 low, high = number * CHUNK, min((number + 1) * CHUNK, size)
                 _read_at(file.fileno(), low, into[low - start : high - start])
                 self._demand(path, number, into[low - start : high - start])
@@ -247,11 +249,21 @@ class WeightReader:
                 into[low - start : high - start] = block[low - number * CHUNK : high - number * CHUNK]
             if len(inner) < _FEW:
                 for number in inner:
-                    whole(number)
+                    read(number)
                 return
             with ThreadPoolExecutor(_READERS) as pool:
-                for _ in pool.map(whole, inner):
+                for _ in pool.map(read, inner):
                     pass
+
+    def _announce(self, descriptor: int, path: str, start: int, stop: int, *, whole: bool) -> None:
+        """Tell the system what will be read, so that the disk is at work while digests are reckoned.
+
+        Where whole tensors are read one after another, what comes next is fetched too: never where slices are, of which the next may be
+        another rank's.
+        """
+        ahead = _SPAN if whole and self._end == (path, start) else 0
+        os.posix_fadvise(descriptor, start, stop - start + ahead, os.POSIX_FADV_WILLNEED)
+        self._end = (path, stop)
 
     def _edge(self, path: str, number: int, descriptor: int) -> bytes:
         if self._last is None or self._last[:2] != (path, number):

@@ -160,6 +160,24 @@ def test_a_slice_reads_only_its_own_chunks(job: Job, tmp_path: Path, small_chunk
         reader.slice("emb.weight", 120, 128)
 
 
+def test_whole_tensors_in_a_row_are_read_ahead_of_and_slices_never(packaged: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = packaged.weights
+    reader.check_headers()
+    path = reader.file(reader.names()[0])
+    first, second = sorted((name for name in reader.names() if reader.file(name) == path), key=lambda n: reader._place(path, n).start)[:2]
+    announced: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda _, start, length, __: announced.append((start, length)))
+    reader.tensor(first)
+    reader.tensor(second)
+    reader.slice(first, 0, reader.tensor(first).numel())
+    reader.slice(second, 0, reader.tensor(second).numel())
+    (a, b) = (reader._place(path, name) for name in (first, second))
+    sizes = (a.stop - a.start, b.stop - b.start)
+    assert announced[:2] == [(a.start, sizes[0]), (b.start, sizes[1] + weights_module._SPAN)]
+    assert announced[3] == (a.start, sizes[0])
+    assert announced[5] == (b.start, sizes[1])
+
+
 @pytest.mark.parametrize("byte", [0, 300, -1])
 def test_a_flipped_bit_in_any_chunk_of_a_large_tensor_is_noticed(job: Job, tmp_path: Path, small_chunks: int, byte: int) -> None:
     package = _written(job, tmp_path / "p.tl")
