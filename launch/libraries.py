@@ -12,8 +12,8 @@ from trainload.capture.errors import IntegrityError, PackageError
 from trainload.launch.extensions import load_extensions, may_load_extensions
 from trainload.packaging.manifest import EXTENSIONS, MANIFEST, Manifest
 from trainload.packaging.op_libraries import Libraries, differences
-from trainload.packaging.policy import Policy, demand_policies, find_policies, which_trusts_extensions
 from trainload.packaging.read import Package, open_package, read_manifest
+from trainload.packaging.signatures.policy import Policy, demand_policies, find_policies, which_trusts_extensions
 
 
 def open_with(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> Package:

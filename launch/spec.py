@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import PackageError, StorageError
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.policy import Policy
+from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 
 RUN_FILE = "run.json"

@@ -11,11 +11,11 @@ from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.debug import debug_problems
 from trainload.packaging.derived import derived_problems
 from trainload.packaging.files import open_inside, walk
-from trainload.packaging.keys import Identity
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.read import check_graph, read_graph, read_manifest
-from trainload.packaging.signature_file import Kind, read_signature, signature_paths
-from trainload.packaging.vouching import vouched_for
+from trainload.packaging.signatures.file import Kind, read_signature, signature_paths
+from trainload.packaging.signatures.keys import Identity
+from trainload.packaging.signatures.vouching import vouched_for
 from trainload.packaging.weights import WeightReader
 from trainload.packaging.wheels import read_wheel
 

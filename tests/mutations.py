@@ -320,7 +320,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "an unsigned package is launched though a policy demands a signature",
-        "packaging/policy.py",
+        "packaging/signatures/policy.py",
         "        if count < policy.signatures:\n",
         "        if held and count < policy.signatures:\n",
         "../launch/test_policy_runs.py::test_an_unsigned_package_is_not_launched[launch]",
@@ -328,7 +328,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a signature of another key will do",
-        "packaging/vouching.py",
+        "packaging/signatures/vouching.py",
         '    if identity.kind == "key" and signature.signer != identity.fingerprint:\n',
         "    if False:\n",
         "../packaging/test_signing.py::test_another_key_s_signature_is_a_problem_that_names_both_keys",
@@ -398,7 +398,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         5,
         "a pulled file is taken though its digest is another one",
-        "packaging/pull.py",
+        "packaging/stores/pull.py",
         "    if size != entry.size or digest.hexdigest() != entry.sha256:\n        raise _damaged(file",
         "    if size != entry.size:\n        raise _damaged(file",
         "../packaging/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
@@ -406,7 +406,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a second writer takes the number of the first",
-        "packaging/store_folder.py",
+        "packaging/stores/folder.py",
         "                os.link(draft, target)\n            except FileExistsError:",
         "                draft.replace(target)\n            except FileExistsError:",
         "../packaging/test_stores_writers.py::test_processes_that_write_at_once_lose_nothing[folder]",
@@ -414,7 +414,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a release appears before its files",
-        "packaging/push.py",
+        "packaging/stores/push.py",
         "        sent = _send(target, local, lease, on_progress)\n        lease.demand()\n",
         "        target.publish(name, local.manifest, local.digest, local.files)\n"
         "        sent = _send(target, local, lease, on_progress)\n        lease.demand()\n",
@@ -423,7 +423,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "gc does not look what pushes rely on",
-        "packaging/collect.py",
+        "packaging/stores/collect.py",
         "    needed = {digest for path in live for digest in pushes[path].blobs}\n",
         "    needed = set[str]()\n",
         "../packaging/test_stores_gc.py::test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it[folder]",

@@ -29,8 +29,8 @@ from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.assets import asset_sources
 from trainload.packaging.op_libraries import Libraries
-from trainload.packaging.policy import find_policies
 from trainload.packaging.read import Package, demand_weights
+from trainload.packaging.signatures.policy import find_policies
 from trainload.packaging.write import write_package
 from trainload.proving import keep_steps, prove
 from trainload.sharding.buckets import item_bytes

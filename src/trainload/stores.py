@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.packaging.collect import gc
-from trainload.packaging.oci import OciPushReport, is_oci, pull_oci, push_oci
-from trainload.packaging.pull import PullReport
-from trainload.packaging.pull import pull as pull_from_store
-from trainload.packaging.push import OnProgress, PushReport, unwatched
-from trainload.packaging.push import push as push_to_store
-from trainload.packaging.releases import Pointer, ReleaseState
-from trainload.packaging.store import Store
-from trainload.packaging.store_files import NO_OPTIONS
+from trainload.packaging.stores.collect import gc
+from trainload.packaging.stores.oci import OciPushReport, is_oci, pull_oci, push_oci
+from trainload.packaging.stores.places import NO_OPTIONS
+from trainload.packaging.stores.pull import PullReport
+from trainload.packaging.stores.pull import pull as pull_from_store
+from trainload.packaging.stores.push import OnProgress, PushReport, unwatched
+from trainload.packaging.stores.push import push as push_to_store
+from trainload.packaging.stores.releases import Pointer, ReleaseState
+from trainload.packaging.stores.store import Store
 
 __all__ = ["Store", "gc", "promote", "pull", "push", "releases"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainload.packaging.difference import PackageDifference, package_difference
-from trainload.packaging.keys import read_identity, read_private_key
-from trainload.packaging.signature_file import SignatureFile
-from trainload.packaging.signing import sign_package
+from trainload.packaging.comparison.packages import PackageDifference, package_difference
+from trainload.packaging.signatures.file import SignatureFile
+from trainload.packaging.signatures.keys import read_identity, read_private_key
+from trainload.packaging.signatures.signing import sign_package
 from trainload.packaging.verify import VerifyReport, verify_package
 
 

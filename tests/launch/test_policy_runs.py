@@ -17,12 +17,12 @@ from trainload.launch.journal import read_events
 from trainload.launch.libraries import open_for_run
 from trainload.launch.spec import read_spec
 from trainload.launch.worker import prepare_node
-from trainload.packaging import policy as policies
 from trainload.packaging.canonical import canonical_json
-from trainload.packaging.keys import read_private_key
-from trainload.packaging.policy import POLICY
 from trainload.packaging.read import Package
-from trainload.packaging.signing import sign_package
+from trainload.packaging.signatures import policy as policies
+from trainload.packaging.signatures.keys import read_private_key
+from trainload.packaging.signatures.policy import POLICY
+from trainload.packaging.signatures.signing import sign_package
 
 ALONE = ("--backend", "local", "--no-compile")
 

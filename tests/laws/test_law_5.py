@@ -20,7 +20,7 @@ from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
 from trainload.launch.checkpoint_load import load_sharded
 from trainload.launch.journal import read_events
 from trainload.packaging.canonical import sha256_file
-from trainload.packaging.difference import package_difference
+from trainload.packaging.comparison.packages import package_difference
 from trainload.packaging.manifest import OUTSIDE
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package

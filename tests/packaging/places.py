@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from trainload.packaging.read import Package
-from trainload.packaging.store import Store
+from trainload.packaging.stores.store import Store
 from trainload.packaging.write import with_weights
 
 BUCKET = "releases"

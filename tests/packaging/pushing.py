@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainload.packaging.push import push
-from trainload.packaging.store import Store
+from trainload.packaging.stores.push import push
+from trainload.packaging.stores.store import Store
 
 _DRAWN = re.compile(r"[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16}|(?<=sha256/)[0-9a-f]{2}")
 """What differs from one operation to the next of its kind."""

@@ -19,13 +19,13 @@ from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest
 from trainload import cli
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.packaging.canonical import canonical_json
-from trainload.packaging.change import Change, changes
-from trainload.packaging.difference import PackageDifference, package_difference
-from trainload.packaging.graph_difference import MOST_PAIRS, GraphDifference, graph_difference
-from trainload.packaging.graph_lines import GraphLines, Line
+from trainload.packaging.comparison.change import Change, changes
+from trainload.packaging.comparison.graph_lines import GraphLines, Line
+from trainload.packaging.comparison.graphs import MOST_PAIRS, GraphDifference, graph_difference
+from trainload.packaging.comparison.packages import PackageDifference, package_difference
+from trainload.packaging.comparison.weights import TensorDifference, tensor_difference
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.tensors import DTYPES
-from trainload.packaging.weight_difference import TensorDifference, tensor_difference
 from trainload.packaging.write import with_weights, write_package
 
 

@@ -16,10 +16,10 @@ from tests.packaging.test_stores import CHANGED, sizes
 
 from trainload import cli
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.packaging import oci
-from trainload.packaging.oci import pull_oci, push_oci
-from trainload.packaging.oci_records import files_of
 from trainload.packaging.read import Package
+from trainload.packaging.stores import oci
+from trainload.packaging.stores.oci import pull_oci, push_oci
+from trainload.packaging.stores.oci_records import files_of
 from trainload.packaging.verify import verify_package
 
 pytest.importorskip("oras", reason="oras is not installed: make env")

@@ -14,12 +14,12 @@ from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_manifest
 
 from trainload import cli
 from trainload.capture.errors import PolicyError, SignatureError
-from trainload.packaging import policy as policies
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.keys import read_private_key
-from trainload.packaging.policy import POLICY, Policy, demand_policies, find_policies, read_policy, which_trusts_extensions
 from trainload.packaging.read import open_package
-from trainload.packaging.signing import sign_package
+from trainload.packaging.signatures import policy as policies
+from trainload.packaging.signatures.keys import read_private_key
+from trainload.packaging.signatures.policy import POLICY, Policy, demand_policies, find_policies, read_policy, which_trusts_extensions
+from trainload.packaging.signatures.signing import sign_package
 
 Write = Callable[..., Path]
 

@@ -20,10 +20,10 @@ from tests.packaging.tampering import edit_graph, flip, reseal
 from trainload import cli
 from trainload.capture.errors import IntegrityError, PackageError, SignatureError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import sha256_file
-from trainload.packaging.keys import identity_of, is_encrypted, read_identity, read_private_key
 from trainload.packaging.read import open_package
-from trainload.packaging.signature_file import MAX_SIGNATURES, SignatureFile, parse_signature, read_signature
-from trainload.packaging.signing import sign_package
+from trainload.packaging.signatures.file import MAX_SIGNATURES, SignatureFile, parse_signature, read_signature
+from trainload.packaging.signatures.keys import identity_of, is_encrypted, read_identity, read_private_key
+from trainload.packaging.signatures.signing import sign_package
 from trainload.packaging.verify import VerifyReport, verify_package
 
 Change = Callable[[dict[str, Any]], object]

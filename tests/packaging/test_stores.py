@@ -11,16 +11,17 @@ from tests.packaging.places import Place, memory_place, travelling
 from tests.packaging.tampering import flip
 
 from trainload.capture.errors import ConflictError, StorageError
-from trainload.packaging import store_folder, store_remote
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.manifest import FileEntry
-from trainload.packaging.pull import pull
-from trainload.packaging.push import local_package, push
 from trainload.packaging.read import Package, open_package
-from trainload.packaging.releases import StoreInfo
-from trainload.packaging.store import Store
-from trainload.packaging.store_folder import FolderFiles
-from trainload.packaging.store_remote import RemoteFiles
+from trainload.packaging.stores import folder as store_folder
+from trainload.packaging.stores import remote as store_remote
+from trainload.packaging.stores.folder import FolderFiles
+from trainload.packaging.stores.pull import pull
+from trainload.packaging.stores.push import local_package, push
+from trainload.packaging.stores.releases import StoreInfo
+from trainload.packaging.stores.remote import RemoteFiles
+from trainload.packaging.stores.store import Store
 from trainload.packaging.verify import verify_package
 
 CHANGED = ("manifest.json", "weights/chunks.json", "weights/model-00002-of-00002.safetensors")

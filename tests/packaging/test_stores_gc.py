@@ -12,13 +12,13 @@ import pytest
 from tests.packaging.places import Place, retrained
 
 from trainload.capture.errors import PackageError, StorageError
-from trainload.packaging import leases
-from trainload.packaging.collect import GcReport, gc
-from trainload.packaging.leases import GcGuard, Lease, PushLease, push_leases
-from trainload.packaging.pull import pull
-from trainload.packaging.push import push
 from trainload.packaging.read import Package
-from trainload.packaging.store import blob_path
+from trainload.packaging.stores import leases
+from trainload.packaging.stores.collect import GcReport, gc
+from trainload.packaging.stores.leases import GcGuard, Lease, PushLease, push_leases
+from trainload.packaging.stores.pull import pull
+from trainload.packaging.stores.push import push
+from trainload.packaging.stores.store import blob_path
 
 
 def clean(place: Place, **options: Any) -> GcReport:

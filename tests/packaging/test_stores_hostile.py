@@ -13,11 +13,11 @@ from tests.packaging.places import Place
 
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import canonical_json, sha256_bytes
-from trainload.packaging.pull import pull
-from trainload.packaging.push import push
 from trainload.packaging.read import Package
-from trainload.packaging.releases import Release
-from trainload.packaging.store import blob_path
+from trainload.packaging.stores.pull import pull
+from trainload.packaging.stores.push import push
+from trainload.packaging.stores.releases import Release
+from trainload.packaging.stores.store import blob_path
 
 RECORD = "lines/main/releases/00000001.json"
 POINTER = "lines/main/current/00000001.json"

@@ -17,9 +17,9 @@ import pytest
 from tests.packaging.places import Place, child, retrained, s3_place
 
 from trainload.capture.errors import ConflictError
-from trainload.packaging.pull import pull
-from trainload.packaging.push import push
 from trainload.packaging.read import Package
+from trainload.packaging.stores.pull import pull
+from trainload.packaging.stores.push import push
 from trainload.packaging.verify import verify_package
 
 WRITERS = 3

@@ -16,10 +16,10 @@ from trainload.capture.versions import demand_supported_torch
 from trainload.commands.shared import FAILED, json_option, out, print_json
 
 if TYPE_CHECKING:
-    from trainload.packaging.change import Change
-    from trainload.packaging.difference import PackageDifference, Section
-    from trainload.packaging.graph_difference import GraphDifference
-    from trainload.packaging.weight_difference import TensorDifference
+    from trainload.packaging.comparison.change import Change
+    from trainload.packaging.comparison.graphs import GraphDifference
+    from trainload.packaging.comparison.packages import PackageDifference, Section
+    from trainload.packaging.comparison.weights import TensorDifference
 
 MOST_LINES = 20
 """Lines of one section, module or text that are printed without --full."""

@@ -97,7 +97,7 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
 
     report = trust.verify(package, identities)
     if not report.problems and (named := shared.policy()) is not None:
-        from trainload.packaging.policy import demand_policies, find_policies
+        from trainload.packaging.signatures.policy import demand_policies, find_policies
 
         try:
             demand_policies(package, find_policies(named))
@@ -122,7 +122,7 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
 
 def _signatures(path: Path) -> list[dict[str, str]]:
     """What the files in signatures/ say of themselves. Nothing of it is verified."""
-    from trainload.packaging.signature_file import read_signature, signature_paths
+    from trainload.packaging.signatures.file import read_signature, signature_paths
 
     found: list[dict[str, str]] = []
     for file in signature_paths(path):

@@ -53,7 +53,7 @@ def open_to_run(path: Path) -> Package:
         raise PackageError("there is no such package", where=str(path))
     demand_supported_torch()
     from trainload.launch.libraries import open_for_run
-    from trainload.packaging.policy import find_policies
+    from trainload.packaging.signatures.policy import find_policies
 
     return _warned(open_for_run(path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions()))
 

@@ -17,7 +17,7 @@ from trainload.capture.versions import demand_supported_torch
 from trainload.commands.shared import err, json_option, out, positive, print_json
 
 if TYPE_CHECKING:
-    from trainload.packaging.releases import ReleaseState
+    from trainload.packaging.stores.releases import ReleaseState
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -98,7 +98,7 @@ def push(
         raise click.UsageError("--only-if says when to promote, and --no-promote not to.")
     demand_supported_torch()
     from trainload import stores
-    from trainload.packaging.push import PushReport
+    from trainload.packaging.stores.push import PushReport
 
     with Transfer("push") as shown:
         report = stores.push(
@@ -263,7 +263,7 @@ def _value(text: str) -> int | float | str:
 
 
 def _name(release: str | None) -> str:
-    from trainload.packaging.releases import shown
+    from trainload.packaging.stores.releases import shown
 
     return shown(release) if release is not None else ""
 

@@ -46,7 +46,7 @@ def sign(package: Path, key: Path, name: str | None, certificate: Path | None, c
 
 def _password(key: Path) -> bytes | None:
     """An encrypted key's, from the environment or a terminal; None where there is none to be had, or none is needed."""
-    from trainload.packaging.keys import PASSWORD, is_encrypted
+    from trainload.packaging.signatures.keys import PASSWORD, is_encrypted
 
     given = os.environ.get(PASSWORD)
     if not given and sys.stdin.isatty() and is_encrypted(key):

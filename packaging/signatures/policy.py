@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trainload.capture.errors import PolicyError
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.keys import identity_of, read_pem
 from trainload.packaging.manifest import MANIFEST, Identifier, Manifest, Sha256
 from trainload.packaging.read import read_manifest
-from trainload.packaging.vouching import Refused, vouched_for
+from trainload.packaging.signatures.keys import identity_of, read_pem
+from trainload.packaging.signatures.vouching import Refused, vouched_for
 
 POLICY = "TRAINLOAD_POLICY"
 """Environment variable: a policy file."""

@@ -11,12 +11,12 @@ from trainload.capture.errors import PackageError, StorageError
 from trainload.packaging.assets import media_type_of
 from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.files import walk
-from trainload.packaging.leases import Lease, leased
 from trainload.packaging.manifest import MANIFEST, FileEntry, Manifest, SafePath
 from trainload.packaging.read import check_tree, read_manifest
-from trainload.packaging.releases import TRAVELLING, Release, Verdict, check_files, shown
-from trainload.packaging.store import Store, blob_path
-from trainload.packaging.store_files import NO_OPTIONS
+from trainload.packaging.stores.leases import Lease, leased
+from trainload.packaging.stores.places import NO_OPTIONS
+from trainload.packaging.stores.releases import TRAVELLING, Release, Verdict, check_files, shown
+from trainload.packaging.stores.store import Store, blob_path
 
 FIRST_LINE = "main"
 """The line of an empty store, unless another is named."""

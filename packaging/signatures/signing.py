@@ -9,12 +9,12 @@ from pathlib import Path
 from trainload.capture.errors import SignatureError, StorageError
 from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.files import is_full, link_or_copy, sync_folder, write_bytes
-from trainload.packaging.keys import PrivateKey, identity_of, library, read_pem
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.read import read_manifest
-from trainload.packaging.signature_file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature
+from trainload.packaging.signatures.file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature
+from trainload.packaging.signatures.keys import PrivateKey, identity_of, library, read_pem
+from trainload.packaging.signatures.vouching import check_signed_by, listed
 from trainload.packaging.verify import verify_package
-from trainload.packaging.vouching import check_signed_by, listed
 
 
 def sign_package(

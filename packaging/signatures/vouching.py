@@ -15,9 +15,9 @@ from typing import Any
 
 from trainload.capture.errors import PackageError, SignatureError
 from trainload.packaging.files import write_bytes
-from trainload.packaging.keys import Identity, certificate_key, library
 from trainload.packaging.manifest import OUTSIDE, Manifest
-from trainload.packaging.signature_file import FOLDER, SignatureFile, read_signature, signature_paths, signed_files
+from trainload.packaging.signatures.file import FOLDER, SignatureFile, read_signature, signature_paths, signed_files
+from trainload.packaging.signatures.keys import Identity, certificate_key, library
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trainload.packaging.canonical import parse_canonical
-from trainload.packaging.change import ABSENT, Change, changes
+from trainload.packaging.comparison.change import ABSENT, Change, changes
+from trainload.packaging.comparison.graph_lines import GraphLines, graph_lines
+from trainload.packaging.comparison.graphs import GraphDifference, graph_difference
+from trainload.packaging.comparison.weights import TensorDifference, weight_differences
 from trainload.packaging.files import read_checked
-from trainload.packaging.graph_difference import GraphDifference, graph_difference
-from trainload.packaging.graph_lines import GraphLines, graph_lines
 from trainload.packaging.manifest import FileEntry, Manifest
 from trainload.packaging.read import Package, check_graph, open_to_look
-from trainload.packaging.weight_difference import TensorDifference, weight_differences
 
 MAX_TEXT = 2**20
 """Bytes of an asset whose lines are compared."""

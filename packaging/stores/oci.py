@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from trainload.capture.errors import IntegrityError, StorageError, TrainloadError, UnsafePackageError
 from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.manifest import FileEntry
-from trainload.packaging.oci_records import IMAGE_MANIFEST, MAX_MANIFEST, config_bytes, files_of, manifest_bytes
-from trainload.packaging.pull import PullReport, pull_report, write_pulled
-from trainload.packaging.push import OnProgress, local_package, unwatched
-from trainload.packaging.store_files import BLOCK, NO_OPTIONS
+from trainload.packaging.stores.oci_records import IMAGE_MANIFEST, MAX_MANIFEST, config_bytes, files_of, manifest_bytes
+from trainload.packaging.stores.places import BLOCK, NO_OPTIONS
+from trainload.packaging.stores.pull import PullReport, pull_report, write_pulled
+from trainload.packaging.stores.push import OnProgress, local_package, unwatched
 
 if TYPE_CHECKING:
     import requests
@@ -115,7 +115,7 @@ def pull_oci(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
 ) -> PullReport:
-    """Get a package from a registry, as `trainload.packaging.pull.pull` does from a store.
+    """Get a package from a registry, as `trainload.packaging.stores.pull.pull` does from a store.
 
     Args:
         reference: oci://HOST/NAME:TAG, or with @sha256:DIGEST of the artifact, which is then demanded.

@@ -15,10 +15,10 @@ from trainload.capture.errors import IntegrityError, PackageError, StorageError,
 from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.files import link_or_copy, new_folder, write_bytes
 from trainload.packaging.manifest import MANIFEST, MAX_MANIFEST, OUTSIDE, FileEntry, Manifest
-from trainload.packaging.push import OnProgress, unwatched
 from trainload.packaging.read import check_tree, read_manifest
-from trainload.packaging.store import Store, blob_path
-from trainload.packaging.store_files import NO_OPTIONS
+from trainload.packaging.stores.places import NO_OPTIONS
+from trainload.packaging.stores.push import OnProgress, unwatched
+from trainload.packaging.stores.store import Store, blob_path
 
 Fetch = Callable[[FileEntry], Iterator[bytes]]
 """The bytes of a file that a manifest or record lists, in blocks; they may be hostile."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.packaging.leases import GRACE, GcGuard, push_leases
-from trainload.packaging.releases import now
-from trainload.packaging.store import Store
-from trainload.packaging.store_files import NO_OPTIONS, StoredFile
+from trainload.packaging.stores.leases import GRACE, GcGuard, push_leases
+from trainload.packaging.stores.places import NO_OPTIONS, StoredFile
+from trainload.packaging.stores.releases import now
+from trainload.packaging.stores.store import Store
 
 _BLOB = re.compile(r"blobs/sha256/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from trainload.capture.errors import StorageError
 from trainload.packaging.manifest import Sha256
-from trainload.packaging.releases import MAX_RECORD, Nonce, Sealed
-from trainload.packaging.store import Store
+from trainload.packaging.stores.releases import MAX_RECORD, Nonce, Sealed
+from trainload.packaging.stores.store import Store
 
 LOCK = "gc.json"
 PUSHES = "pushes"

@@ -25,7 +25,8 @@ from pydantic import ValidationError
 
 from trainload.capture.errors import ConflictError, IntegrityError, StorageError
 from trainload.packaging.manifest import FileEntry, Manifest
-from trainload.packaging.releases import (
+from trainload.packaging.stores.places import NO_OPTIONS, open_files
+from trainload.packaging.stores.releases import (
     MAX_RECORD,
     Mark,
     Pointer,
@@ -41,7 +42,6 @@ from trainload.packaging.releases import (
     release_id,
     shown,
 )
-from trainload.packaging.store_files import NO_OPTIONS, open_files
 
 INFO = "store.json"
 NOBODY = "none"

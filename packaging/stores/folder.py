@@ -14,7 +14,7 @@ from pathlib import Path
 from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.packaging.files import is_full, open_inside, sync_folder
 from trainload.packaging.manifest import FileEntry
-from trainload.packaging.store_files import BLOCK, OnBytes, StoredFile
+from trainload.packaging.stores.places import BLOCK, OnBytes, StoredFile
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 

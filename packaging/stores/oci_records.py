@@ -17,7 +17,7 @@ from trainload.capture.errors import IntegrityError, UnsafePackageError
 from trainload.packaging.assets import media_type_of
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.manifest import MANIFEST, FileEntry, Manifest, SafePath
-from trainload.packaging.releases import check_files
+from trainload.packaging.stores.releases import check_files
 
 MAX_MANIFEST = 4 * 2**20
 """Bytes of an OCI manifest: what registries take."""

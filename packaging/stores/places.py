@@ -91,9 +91,9 @@ def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> Stor
             cure="Use push and pull; its own tools list tags.",
         )
     if "://" not in text or text.startswith(("file://", "local://")):
-        from trainload.packaging.store_folder import FolderFiles
+        from trainload.packaging.stores.folder import FolderFiles
 
         return FolderFiles(Path(text.partition("://")[2] if "://" in text else text))
-    from trainload.packaging.store_remote import RemoteFiles
+    from trainload.packaging.stores.remote import RemoteFiles
 
     return RemoteFiles(text, options)

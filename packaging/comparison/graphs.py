@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from trainload.packaging.change import Change
-from trainload.packaging.graph_lines import GraphLines, Line
+from trainload.packaging.comparison.change import Change
+from trainload.packaging.comparison.graph_lines import GraphLines, Line
 
 MOST_PAIRS = 50_000
 """Pairs of equal lines of one module up to which the shortest way from one order to the other is looked for, in a second or so; of modules

@@ -24,8 +24,8 @@ from fsspec.callbacks import Callback
 from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.manifest import FileEntry
-from trainload.packaging.store_files import BLOCK, OnBytes, StoredFile
-from trainload.packaging.store_folder import changed_file
+from trainload.packaging.stores.folder import changed_file
+from trainload.packaging.stores.places import BLOCK, OnBytes, StoredFile
 
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols whose put shows a file whole or not at all, and whose put with mode "create" may be conditional."""
