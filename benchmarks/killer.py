@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trainload.launch.checkpoint_index import CHECKPOINTS, DRAFT, INDEX, published
+from trainload.launch.checkpoints.index import CHECKPOINTS, DRAFT, INDEX, published
 from trainload.launch.journal import Event, read_events
 
 LOOK_SECONDS = 0.0005

@@ -82,7 +82,7 @@ def said(name: str) -> Callable[[Event], None]:
 
 def shard_digests(checkpoint: Path) -> list[str]:
     """The digests of a checkpoint's shards."""
-    from trainload.launch.checkpoint import Checkpoint
+    from trainload.launch.checkpoints.read import Checkpoint
 
     return [record.sha256 for record in Checkpoint.open(checkpoint).index.files]
 

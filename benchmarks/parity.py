@@ -69,8 +69,8 @@ def _eager(rank: int, workers: int, data: Path, steps: int, folder: Path, queue:
     from trainers import CLIP_NORM, Training
 
     from trainload.capture.program import InputSpec
-    from trainload.launch.dataset import open_dataset
-    from trainload.launch.sampler import rows
+    from trainload.launch.data.dataset import open_dataset
+    from trainload.launch.data.sampler import rows
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=workers)

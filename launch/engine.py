@@ -14,7 +14,7 @@ from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.rounds import TurnCall, calls_of, turns_before
 from trainload.capture.program import MAIN, Mode, graph_name
 from trainload.launch.build import Built, BuiltGraph
-from trainload.launch.checkpoint_state import share
+from trainload.launch.checkpoints.state import share
 from trainload.launch.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.graphs import UpdateGraph
-from trainload.launch.checkpoint_state import MEAN, PARAM, ShardedState, StateKind, share, state_kind
+from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, StateKind, share, state_kind
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan
 from trainload.sharding.update import BucketUpdate, Lacking, StateKey, bucket_updates

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import TrainingError
-from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
-from trainload.launch.checkpoint_load import full_parameters
+from trainload.launch.checkpoints.load import full_parameters
+from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.journal import Event, losses, read_events
 from trainload.launch.spec import RunSpec
 from trainload.packaging.read import Package

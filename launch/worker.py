@@ -22,17 +22,17 @@ from trainload.autograd_trace.aot import bind_group
 from trainload.autograd_trace.rounds import draws_before, draws_of
 from trainload.capture.errors import DataError, RunInterrupted, TrainingError
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
-from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
-from trainload.launch.checkpoint_index import DataPosition
-from trainload.launch.checkpoint_load import load_sharded
-from trainload.launch.checkpoint_writer import CheckpointWriter
+from trainload.launch.checkpoints.index import DataPosition
+from trainload.launch.checkpoints.load import load_sharded
+from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
+from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.launch.data.prefetch import BatchStream, Call, RankRows
+from trainload.launch.data.run_data import OpenPart, RunData, open_run_data, run_dispatcher
+from trainload.launch.data.sampler import sequential
 from trainload.launch.determinism import deterministic
 from trainload.launch.engine import Draw, Engine, Microbatch, StepResult
 from trainload.launch.journal import Journal
 from trainload.launch.libraries import library_warnings, open_for_run
-from trainload.launch.prefetch import BatchStream, Call, RankRows
-from trainload.launch.run_data import OpenPart, RunData, open_run_data, run_dispatcher
-from trainload.launch.sampler import sequential
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.packaging.read import Package
 from trainload.sharding.make_plan import check_plan

@@ -240,7 +240,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         4,
         "another number of workers finds its shard in the wrong place",
-        "launch/checkpoint_load.py",
+        "launch/checkpoints/load.py",
         "flat[first - start : last - start] = part",
         "flat[: last - first] = part",
         "test_law_4.py::test_a_killed_run_resumes[2-zero3-1-single]",
@@ -296,7 +296,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         5,
         "shards of checkpoints are known by their size",
-        "launch/checkpoint.py",
+        "launch/checkpoints/read.py",
         "if digest != record.sha256:",
         "if size != record.size:",
         "test_law_5.py::test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found",
@@ -387,7 +387,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "the index of a checkpoint is written after it was published",
-        "launch/checkpoint_writer.py",
+        "launch/checkpoints/writer.py",
         "            _write_durably(draft / INDEX, encode_index(index))\n"
         "            sync_folder(draft)\n"
         "            self._publish(draft, self._folder / folder_name(index.step))\n",

@@ -21,11 +21,11 @@ from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
 from trainload.launch.build import build_key, device_of
+from trainload.launch.data.run_data import check_run_data
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
 from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_for_run, open_with
 from trainload.launch.result import RunResult, finish
-from trainload.launch.run_data import check_run_data
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.assets import asset_sources
 from trainload.packaging.op_libraries import Libraries

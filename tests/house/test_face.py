@@ -43,11 +43,11 @@ def test_launch_is_a_verb_before_its_stage_is_imported() -> None:
 
 
 def test_launch_is_a_verb_after_its_stage_was_imported() -> None:
-    assert child("import trainload.launch.sampler; import trainload; print(callable(trainload.launch))") == "True"
+    assert child("import trainload.launch.data.sampler; import trainload; print(callable(trainload.launch))") == "True"
 
 
 def test_the_stage_of_the_same_name_as_a_verb_can_be_imported() -> None:
-    assert child("import trainload.launch.sampler as s, trainload; print(trainload.launch.sampler is s)") == "True"
+    assert child("import trainload.launch.data.sampler as s, trainload; print(trainload.launch.data.sampler is s)") == "True"
 
 
 def test_the_verb_launch_has_the_signature_of_its_function() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from trainload.launch.checkpoint_index import DataPosition
-from trainload.launch.checkpoint_state import ShardedState, is_sharded, share
-from trainload.launch.checkpoint_writer import CheckpointWriter
+from trainload.launch.checkpoints.index import DataPosition
+from trainload.launch.checkpoints.state import ShardedState, is_sharded, share
+from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Slot, Strategy
 
 NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import trainload
 from trainload import Graph, Loss, Turn
-from trainload.launch.sampler import rows
+from trainload.launch.data.sampler import rows
 
 ROWS = 16
 STEPS = 8

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.optim import swa_utils
 
 import trainload
-from trainload.launch.sampler import rows
+from trainload.launch.data.sampler import rows
 
 ROWS = 8
 STEPS = 12

@@ -14,10 +14,10 @@ import torch
 from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, PARAMETERS, TURNED, make_plan, make_state, save_all, value
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoint import Checkpoint, latest_checkpoint, usable_checkpoint
-from trainload.launch.checkpoint_load import full_parameters, load_sharded
-from trainload.launch.checkpoint_state import ShardedState
-from trainload.launch.checkpoint_writer import CheckpointWriter
+from trainload.launch.checkpoints.load import full_parameters, load_sharded
+from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
+from trainload.launch.checkpoints.state import ShardedState
+from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.sharding.plan import Plan
 

@@ -18,13 +18,13 @@ import torch
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state, save_all, writers
 
 from trainload.capture.errors import CheckpointError, StorageError
-from trainload.launch import checkpoint_writer
-from trainload.launch.checkpoint import Checkpoint, latest_checkpoint, usable_checkpoint
-from trainload.launch.checkpoint_index import published
-from trainload.launch.checkpoint_load import load_sharded
-from trainload.launch.checkpoint_shard import write_shard
-from trainload.launch.checkpoint_state import ShardedState
-from trainload.launch.checkpoint_writer import CheckpointWriter
+from trainload.launch.checkpoints import writer as checkpoint_writer
+from trainload.launch.checkpoints.index import published
+from trainload.launch.checkpoints.load import load_sharded
+from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
+from trainload.launch.checkpoints.shard import write_shard
+from trainload.launch.checkpoints.state import ShardedState
+from trainload.launch.checkpoints.writer import CheckpointWriter
 
 TWO = make_plan("zero3", 2)
 ONE = make_plan("single", 1)
@@ -172,7 +172,7 @@ def test_a_disk_that_is_really_full_is_told_and_the_next_save_works(tmp_path: Pa
     script = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from tests.launch.checkpoint_cases import DATA, make_plan, make_state\n"
-        "from trainload.launch.checkpoint_writer import CheckpointWriter\n"
+        "from trainload.launch.checkpoints.writer import CheckpointWriter\n"
         "from trainload.capture.errors import StorageError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); plan = make_plan('single', 1)\n"
         "writer = CheckpointWriter(Path(sys.argv[1]), plan, 0, 't1'); writer.save(1, make_state(plan, 0), DATA, {}); writer.wait()\n"
@@ -247,9 +247,9 @@ RANK = """
 import sys
 from pathlib import Path
 from tests.launch.checkpoint_cases import DATA, make_plan
-from trainload.launch.checkpoint import Checkpoint, latest_checkpoint
-from trainload.launch.checkpoint_state import ShardedState
-from trainload.launch.checkpoint_writer import CheckpointWriter
+from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint
+from trainload.launch.checkpoints.state import ShardedState
+from trainload.launch.checkpoints.writer import CheckpointWriter
 import torch
 from trainload.sharding.plan import Bucket, Slot
 n, rank = 1 << 21, int(sys.argv[2])

@@ -15,8 +15,8 @@ import torch
 
 from trainload.capture.errors import DataError, StorageError
 from trainload.capture.program import InputSpec
-from trainload.launch import columns_cache
-from trainload.launch.dataset import Source, check_schema, open_dataset
+from trainload.launch.data import columns_cache
+from trainload.launch.data.dataset import Source, check_schema, open_dataset
 from trainload.packaging.canonical import sha256_file
 
 TOKENS = InputSpec("tokens", "uint8", ("batch", 4))
@@ -299,7 +299,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, cache
     # A limit on the size of files stands in for the disk's: the write fails in the same place.
     script = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from trainload.capture.program import InputSpec; from trainload.launch.dataset import open_dataset\n"
+        "from trainload.capture.program import InputSpec; from trainload.launch.data.dataset import open_dataset\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "open_dataset(sys.argv[1], [InputSpec('tokens', 'uint8', ('batch', 4))], Path(sys.argv[2]))\n"
     )
@@ -312,7 +312,7 @@ def test_several_processes_convert_once(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(50_000)))
     script = (
         "import sys; from pathlib import Path\n"
-        "from trainload.capture.program import InputSpec; from trainload.launch import columns_cache, dataset\n"
+        "from trainload.capture.program import InputSpec; from trainload.launch.data import columns_cache, dataset\n"
         "made = columns_cache._convert\n"
         "def counted(*args): print('converted'); made(*args)\n"
         "columns_cache._convert = counted\n"

@@ -9,7 +9,7 @@ import pytest
 from tests.launch.commands import TORCHRUN, Interrupted, interrupt, json_of
 from tests.launch.undisturbed import STEPS
 
-from trainload.launch.checkpoint_index import published
+from trainload.launch.checkpoints.index import published
 from trainload.launch.journal import losses, read_events
 from trainload.launch.result import RunResult
 from trainload.packaging.read import Package

@@ -10,7 +10,7 @@ from benchmarks.killer import Kill, Killer
 from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 
 import trainload
-from trainload.launch.checkpoint_index import CHECKPOINTS, DRAFT
+from trainload.launch.checkpoints.index import CHECKPOINTS, DRAFT
 from trainload.launch.journal import read_events
 from trainload.launch.result import RunResult
 from trainload.packaging.read import Package

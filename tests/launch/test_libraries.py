@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.launch.commands import json_of, refused_process
 
-from trainload.launch.sampler import rows
+from trainload.launch.data.sampler import rows
 
 LIBRARY = """
 import torch

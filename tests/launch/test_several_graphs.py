@@ -15,7 +15,7 @@ from tests.laws.runs import TOLERANCE, Run, train
 from torch import nn
 
 import trainload
-from trainload.launch.checkpoint import Checkpoint
+from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.journal import read_events
 from trainload.launch.spec import RUN_FILE, read_spec, replace_file
 from trainload.packaging.canonical import canonical_json

@@ -29,7 +29,7 @@ from tests.laws.runs import TOLERANCE, Run, train
 from torch import nn
 
 import trainload
-from trainload.launch.batch_order import BatchOrder
+from trainload.launch.data.batch_order import BatchOrder
 from trainload.launch.journal import read_events
 from trainload.launch.spec import RUN_FILE, read_spec, replace_file
 from trainload.packaging.canonical import canonical_json

@@ -29,8 +29,8 @@ import trainload
 from trainload.capture.errors import CheckpointError, TrainloadError
 from trainload.launch import worker
 from trainload.launch.build import uncompiled_build
-from trainload.launch.checkpoint import Checkpoint
-from trainload.launch.checkpoint_index import published
+from trainload.launch.checkpoints.index import published
+from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.spec import RUN_FILE, read_spec
 from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package

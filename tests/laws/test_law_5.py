@@ -16,8 +16,8 @@ from tests.packaging.tampering import flip
 
 import trainload
 from trainload.capture.errors import CheckpointError, IntegrityError, PackageError
-from trainload.launch.checkpoint import Checkpoint, usable_checkpoint
-from trainload.launch.checkpoint_load import load_sharded
+from trainload.launch.checkpoints.load import load_sharded
+from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.journal import read_events
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.comparison.packages import package_difference

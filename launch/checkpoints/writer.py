@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainload.capture.errors import CheckpointError, PackageError, StorageError, TrainloadError
-from trainload.launch.checkpoint_index import (
+from trainload.launch.checkpoints.index import (
     CHECKPOINTS,
     DRAFT,
     INDEX,
@@ -38,8 +38,8 @@ from trainload.launch.checkpoint_index import (
     scalar_key,
     shard_name,
 )
-from trainload.launch.checkpoint_shard import write_shard
-from trainload.launch.checkpoint_state import ShardedState, owned_slices
+from trainload.launch.checkpoints.shard import write_shard
+from trainload.launch.checkpoints.state import ShardedState, owned_slices
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import is_full, sync_folder
 from trainload.sharding.plan import Plan

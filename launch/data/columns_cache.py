@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from trainload.capture.errors import DataError, StorageError
 from trainload.capture.program import InputSpec
-from trainload.launch.columns import Array
+from trainload.launch.data.columns import Array
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes, sha256_file
 
 _VERSION = 1

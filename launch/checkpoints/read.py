@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoint_index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
+from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
 from trainload.packaging.canonical import sha256_file
 from trainload.sharding.plan import Bucket, Slot
 

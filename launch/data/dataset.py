@@ -13,10 +13,10 @@ import torch
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch import columns_npz, columns_parquet
-from trainload.launch.columns import DTYPES, Array, FileSchema, Sizes, check_file, check_inputs
-from trainload.launch.columns_cache import CachedColumns, make_cached
-from trainload.launch.sampler import Rows
+from trainload.launch.data import columns_npz, columns_parquet
+from trainload.launch.data.columns import DTYPES, Array, FileSchema, Sizes, check_file, check_inputs
+from trainload.launch.data.columns_cache import CachedColumns, make_cached
+from trainload.launch.data.sampler import Rows
 
 Source = str | Path | Sequence[str | Path]
 """A .parquet or .npz file, a folder of them, a glob pattern, or several of these. The files of a folder or pattern are taken in

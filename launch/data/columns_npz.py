@@ -13,7 +13,7 @@ import numpy as np
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
 
 _BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
 """What zipfile and numpy raise on files that are no npz files, are cut short or were changed."""

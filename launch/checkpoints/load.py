@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoint import Checkpoint
-from trainload.launch.checkpoint_state import MEAN, PARAM, ShardedState, is_sharded, share
+from trainload.launch.checkpoints.read import Checkpoint
+from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, is_sharded, share
 from trainload.sharding.plan import Bucket, Plan
 
 

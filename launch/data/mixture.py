@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import DataError
-from trainload.launch.dataset import Source
+from trainload.launch.data.dataset import Source
 
 ENDING = ".json"
 MOST_PARTS = 256

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
 
 _SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _MOST_ROWS = 1 << 16

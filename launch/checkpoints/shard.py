@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoint_index import FileRecord
+from trainload.launch.checkpoints.index import FileRecord
 from trainload.packaging.canonical import canonical_json
 
 _DTYPES: Mapping[torch.dtype, str] = {

@@ -12,11 +12,11 @@ from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import DataError
 from trainload.capture.guards import Guard, fixed_value
 from trainload.capture.program import Mode, graph_of, variant_of
-from trainload.launch.batch_order import BatchOrder, cycle_counts
-from trainload.launch.columns import DTYPES
-from trainload.launch.dataset import Dataset, check_schema, open_dataset, source_columns
-from trainload.launch.mixture import Given, Part, parts_of
-from trainload.launch.sampler import Rows
+from trainload.launch.data.batch_order import BatchOrder, cycle_counts
+from trainload.launch.data.columns import DTYPES
+from trainload.launch.data.dataset import Dataset, check_schema, open_dataset, source_columns
+from trainload.launch.data.mixture import Given, Part, parts_of
+from trainload.launch.data.sampler import Rows
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.entries import data_specs, graph_guard
 from trainload.packaging.read import Package
