@@ -427,18 +427,27 @@ def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
     return artifact
 
 
-def bind_group(name: str) -> None:
-    """Gives the ranks of the default process group the logical name that rewritten graphs use. Every rank must call it.
+def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Makes process groups under the logical names that rewritten graphs use. Every rank must call it, with the same groups.
 
-    With gloo the graphs get a group of their own, of the same ranks, that carries out one collective after another: on gloo's usual two
-    threads functional all-gathers beside other collectives in flight corrupt the heap (see ARCHITECTURE.md).
+    With gloo all of them carry out one collective after another: on gloo's usual two threads functional all-gathers beside other
+    collectives in flight corrupt the heap (see ARCHITECTURE.md).
+
+    Args:
+        groups: name -> the ranks of its groups; every rank is in one of each name.
     """
-    group = dist.group.WORLD
-    if dist.get_backend() == dist.Backend.GLOO:
-        if not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
-            dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
-        group = dist.new_group(backend=_SERIAL_GLOO)
-    _C10D._register_process_group(name, group)
+    serial = dist.get_backend() == dist.Backend.GLOO
+    if serial and not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
+        dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
+    backend = _SERIAL_GLOO if serial else dist.get_backend()
+    for name, parts in groups.items():
+        if len(parts) == 1 and not serial:
+            _C10D._register_process_group(name, dist.group.WORLD)
+            continue
+        for ranks in parts:
+            group = dist.new_group(list(ranks), backend=backend)
+            if dist.get_rank() in ranks:
+                _C10D._register_process_group(name, group)
 
 
 _SERIAL_GLOO = "trainload_gloo"

@@ -99,17 +99,16 @@ class Trainload:
     """trainload's engine in this process, as `trainload launch` runs it in a worker."""
 
     def __init__(self, place: Place, strategy: str) -> None:
-        from trainload.autograd_trace.aot import bind_group
+        from trainload.autograd_trace.aot import bind_groups
         from trainload.launch.build import compile_build, load_build
         from trainload.launch.determinism import deterministic
         from trainload.launch.engine import Engine
         from trainload.packaging.read import open_package
         from trainload.sharding.plan import Plan
-        from trainload.sharding.rewrite import GROUP
 
-        bind_group(GROUP)
         package = open_package(place.package)
         plan = Plan.model_validate_json((place.plans / f"{strategy}.json").read_bytes())
+        bind_groups(plan.groups())
         device = torch.device("cpu")
         folder = compile_build(package, plan, device, place.cache, lambda stage, seconds: note(f"  {stage}: {seconds:.1f} s"))
         dist.barrier()

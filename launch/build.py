@@ -30,13 +30,14 @@ from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
-from trainload.sharding.rewrite import GROUP, Phase, RankGraph, rewrite
+from trainload.sharding.rewrite import Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
 
 BUILD_VERSION = 5
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 DERIVATION = 3
 """Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
+_SHAPING = {"strategy", "shard_ranks", "accumulate", "prefetch", "buckets"}
 _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -113,7 +114,7 @@ def build_key(package: Package, plan: Plan, device: torch.device) -> str:
     parts = {
         "build": BUILD_VERSION,
         "program": package.manifest.program_digest,
-        "plan": plan.model_dump(mode="json", include={"strategy", "accumulate", "prefetch", "buckets"}) | {"world": plan.world_size},
+        "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size},
         "torch": torch.__version__,
         "device": [device.type, hardware, torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
     }
@@ -223,7 +224,7 @@ def _graphs(package: Package, plan: Plan, device: torch.device, on_stage: Callab
 
 def _compile_into(draft: Path, package: Package, plan: Plan, device: torch.device, on_stage: Callable[[str, float], None]) -> None:
     graphs = _graphs(package, plan, device, on_stage)
-    groups = {GROUP: plan.world_size}
+    groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     for name, graph in graphs.ranks.items():
         began = time.perf_counter()
         compile_graph(graph.module, draft / f"{name}.bin", groups)

@@ -18,7 +18,7 @@ from trainload.launch.checkpoints.state import share
 from trainload.launch.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan
-from trainload.sharding.rewrite import GROUP, Phase, accumulated_length, stored_length, update_length
+from trainload.sharding.rewrite import Phase, accumulated_length, stored_length, update_length
 from trainload.sharding.update import UpdateStep, bucket_updates
 
 
@@ -69,7 +69,7 @@ class Engine:
     Args:
         package: what is trained.
         plan: how.
-        rank: this rank. The plan's process group must be bound to `GROUP` if it has more than one.
+        rank: this rank. The plan's process groups must be bound to their names if there is more than one rank.
         device: where this rank computes.
         built: the plan's callables for this device.
     """
@@ -266,19 +266,19 @@ class Engine:
         """What this rank stores of a bucket, out of the slices that the ranks have updated."""
         if updated.numel() == stored_length(self._plan, bucket):
             return updated
-        full = torch.ops._c10d_functional.all_gather_into_tensor(updated, self._plan.world_size, GROUP)
+        full = torch.ops._c10d_functional.all_gather_into_tensor(updated, self._plan.shard_degree, self._plan.shard_group)
         result: Tensor = torch.ops._c10d_functional.wait_tensor(full)
         return result
 
     def _rank_tensor(self) -> Tensor:
-        return torch.tensor(self._rank, device=self._device)
+        return torch.tensor(self._plan.shard_index(self._rank), device=self._device)
 
     def _updated_slice(self, bucket: Bucket) -> Tensor:
         """The part of a bucket that this rank updates: a view of what it stores."""
         stored = self.held.params[bucket.name]
         if update_length(self._plan, bucket) == stored_length(self._plan, bucket):
             return stored
-        start, stop = share(bucket.length, self._rank, self._plan.world_size)
+        start, stop = share(bucket.length, self._plan.shard_index(self._rank), self._plan.shard_degree)
         return stored[start:stop]
 
 

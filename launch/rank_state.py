@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.graphs import UpdateGraph
-from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, StateKind, share, state_kind
+from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, StateKind, held, state_kind
 from trainload.packaging.read import Package
-from trainload.sharding.plan import Bucket, Plan
+from trainload.sharding.plan import Plan
 from trainload.sharding.update import BucketUpdate, Lacking, StateKey, bucket_updates
 
 
@@ -44,7 +44,7 @@ class RankState:
         weights = self._package.weights
         self.params = {}
         for bucket in self._plan.buckets:
-            start, stop = self._stored_interval(bucket)
+            start, stop = held(self._plan, bucket, PARAM, self._rank)
             flat = torch.zeros(stop - start, dtype=getattr(torch, bucket.dtype))
             for slot in bucket.slots:
                 low, high = max(start, slot.offset), min(stop, slot.offset + slot.length)
@@ -106,9 +106,6 @@ class RankState:
 
     def _load_constants(self) -> None:
         self.constants = {name: value.to(self._device) for name, value in self._package.constants.items()}
-
-    def _stored_interval(self, bucket: Bucket) -> tuple[int, int]:
-        return share(bucket.length, self._rank, self._plan.world_size) if self._plan.strategy == "zero3" else (0, bucket.length)
 
 
 def _entries(part: BucketUpdate) -> Iterator[tuple[str, StateKind]]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainload.autograd_trace.aot import bind_group
+from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.rounds import draws_before, draws_of
 from trainload.capture.errors import DataError, RunInterrupted, TrainingError
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
@@ -36,7 +36,6 @@ from trainload.launch.libraries import library_warnings, open_for_run
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.packaging.read import Package
 from trainload.sharding.make_plan import check_plan
-from trainload.sharding.rewrite import GROUP
 
 SCALING = "loss scaling"
 """What a checkpoint has of the loss's scale, in what it keeps for the run's user."""
@@ -109,7 +108,7 @@ class _Worker:
         self._attempt, path = self._agree(self._begin)
         set_threads(place.local_world)
         if place.world > 1:
-            bind_group(GROUP)
+            bind_groups(self._plan.groups())
         self._package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
         check_plan(self._plan, self._package)
         self._data, self._eval_data = _open_data(spec, self._package)

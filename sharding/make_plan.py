@@ -14,7 +14,8 @@ from trainload.capture.program import GraphCapture
 from trainload.packaging.entries import graph_guard
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
-from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Strategy
+from trainload.sharding.estimate import estimate
+from trainload.sharding.plan import STRATEGIES, Cluster, Estimate, Plan, Strategy
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Of parameters in one bucket; as DistributedDataParallel's default."""
@@ -31,6 +32,7 @@ def make_plan(
     accumulate: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     prefetch: int = 1,
+    shard_ranks: int | None = None,
 ) -> Plan:
     """Spreads a package over a cluster.
 
@@ -42,6 +44,7 @@ def make_plan(
         accumulate: microbatches of one update on each rank.
         bucket_bytes: bytes of parameters in one bucket; a bucket ends with the parameter that reaches it.
         prefetch: how many buckets ahead of its use a bucket's gather starts.
+        shard_ranks: for "hybrid": how many ranks share one copy; None: the devices of a node.
 
     Raises:
         PlanError: no such plan can be made; the message says what would do.
@@ -61,9 +64,10 @@ def make_plan(
         raise PlanError(
             "one device was asked for, and the cluster has more",
             where="strategy",
-            expected="zero0, zero1 or zero3",
+            expected=f"one of {', '.join(STRATEGIES[1:])}",
             got=f"single for {world} devices",
         )
+    shard_ranks = _shard_ranks(strategy, cluster, shard_ranks)
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
         raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
@@ -72,28 +76,38 @@ def make_plan(
     whole = {u.group for u in manifest.updates if not u.elementwise}
     uses = list(dict.fromkeys(aliases.get(n) or n for n in order))
     buckets = make_buckets(owners, groups_of, uses, world, bucket_bytes, whole)
-    return Plan(
+    made = Plan(
         package=package.digest,
         cluster=cluster,
         strategy=strategy,
+        shard_ranks=shard_ranks,
         global_batch=rows,
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
-        estimate=_estimate(
-            buckets, state_counts(package), own_state_bytes(package), package.recipe.keeps_mean, strategy, world, accumulate, prefetch
-        ),
+        estimate=_NOTHING,
     )
+    return made.model_copy(update={"estimate": estimate(made, package)})
 
 
-def state_counts(package: Package) -> dict[str, int]:
-    """Optimizer group -> how many values of its state a run keeps for each element of a parameter."""
-    return {u.group: sum(s.like_parameter for s in u.state) for u in package.manifest.updates}
+_NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
 
 
-def kept_per_element(bucket: Bucket, states: Mapping[str, int], mean: bool) -> int:
-    """How many values a run keeps for each element of a bucket's parameters beside it: optimizer state, and the running mean."""
-    return sum(states[group] for group in bucket.groups) + (mean and bool(bucket.groups))
+def _shard_ranks(strategy: Strategy, cluster: Cluster, given: int | None) -> int | None:
+    if strategy != "hybrid":
+        if given is not None:
+            raise PlanError("a number of ranks that share one copy goes with the strategy hybrid", where="shard_ranks", got=strategy)
+        return None
+    ranks = cluster.devices_per_node if given is None else given
+    if cluster.world_size % ranks or ranks < min(2, cluster.world_size):
+        raise PlanError(
+            "so many ranks cannot share one copy",
+            where="shard_ranks",
+            expected=f"a divisor of the cluster's {cluster.world_size} devices, at least 2",
+            got=str(ranks),
+            cure="Choose shard_ranks (--shard-ranks), or zero0, which shards nothing.",
+        )
+    return ranks
 
 
 def _groups_of(package: Package) -> dict[str, tuple[str, ...]]:
@@ -103,13 +117,6 @@ def _groups_of(package: Package) -> dict[str, tuple[str, ...]]:
         for name in group.parameters:
             found[name] = (*found.get(name, ()), group.name)
     return found
-
-
-def own_state_bytes(package: Package) -> dict[str, int]:
-    """Optimizer group -> bytes of what its update keeps of a parameter in other shapes than the parameter's; every rank holds all of it."""
-    return {
-        u.group: sum(math.prod(s.shape) * item_bytes(s.dtype) for s in u.state if not s.like_parameter) for u in package.manifest.updates
-    }
 
 
 def check_plan(plan: Plan, package: Package) -> None:
@@ -225,50 +232,3 @@ def _check_batch(package: Package, rows: int, world: int, accumulate: int) -> No
 
 def _is_floating(dtype: str) -> bool:
     return dtype in ("float32", "float64", "float16", "bfloat16")
-
-
-def _estimate(
-    buckets: tuple[Bucket, ...],
-    states: Mapping[str, int],
-    own_state: Mapping[str, int],
-    mean: bool,
-    strategy: Strategy,
-    world: int,
-    accumulate: int,
-    prefetch: int,
-) -> Estimate:
-    parameters = gradients = optimizer = communication = gathered = 0
-    full: list[int] = []
-    for bucket in buckets:
-        size = bucket.length * item_bytes(bucket.dtype)
-        full.append(size)
-        parameters += size // world if strategy == "zero3" else size
-        ring = size * (world - 1) // world
-        if strategy == "zero3":
-            communication += 2 * ring * accumulate
-        if not bucket.groups:
-            continue
-        gradients += size // world if strategy in ("zero1", "zero3") else size
-        if strategy == "zero1" and accumulate > 1:
-            gradients += size  # between microbatches a rank holds its own sum of the whole gradient
-        sharded = strategy in ("zero1", "zero3") and world > 1
-        optimizer += kept_per_element(bucket, states, mean) * (size // world if sharded else size)
-        for group in bucket.whole:
-            optimizer += own_state[group] * len(bucket.slots)
-            if sharded:
-                taken = 2 + states[group]
-                gathered = max(gathered, taken * size)
-                communication += taken * ring
-        if strategy == "zero3":
-            communication += ring * accumulate
-        elif world > 1:
-            communication += 2 * ring
-    if strategy == "zero3":
-        gathered = max([gathered, *(sum(full[i : i + prefetch + 1]) for i in range(len(full)))])
-    return Estimate(
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        gathered_bytes=gathered,
-        communication_bytes_per_step=communication,
-    )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Strategy = Literal["single", "zero0", "zero1", "zero3"]
+Strategy = Literal["single", "zero0", "zero1", "zero2", "zero3", "hybrid"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DeviceKind = Literal["cpu", "cuda"]
+
+DATA = "trainload.data"
+"""Logical name of the process group of all ranks."""
+SHARD = "trainload.shard"
+"""Of the ranks that share one copy of what is sharded, where there are several copies."""
+REPLICATE = "trainload.replicate"
+"""Of the ranks that hold the same part of a copy each."""
 
 
 class _Record(BaseModel):
@@ -40,8 +48,9 @@ class Bucket(_Record):
     """Parameters that are stored, communicated and updated together, as one flat tensor.
 
     Laws: slots are in order and do not overlap; `length` is a multiple of the world size and no smaller than the end of the last slot;
-    rank r of w owns [r * length / w, (r + 1) * length / w). All parameters of a bucket have one dtype and are in the same parameter groups:
-    none where they are frozen, one, or several where several graphs train them with optimizers of their own.
+    of what is sharded among s ranks, number r owns [r * length / s, (r + 1) * length / s). All parameters of a bucket have one dtype and
+    are in the same parameter groups: none where they are frozen, one, or several where several graphs train them with optimizers of their
+    own.
 
     `whole`: those of the groups whose update takes whole parameters. What is stored and communicated is as in other buckets; but for such
     an update every rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
@@ -80,9 +89,12 @@ class Plan(_Record):
     """How a package trains on a cluster. Made once, on the driver; ranks decide nothing.
 
     strategy: "single" one device; "zero0" data parallel, gradients all-reduced; "zero1" optimizer state sharded, gradients
-    reduce-scattered, updated parameters gathered; "zero3" parameters sharded too, gathered once for forward and once for backward.
+    reduce-scattered once a step, updated parameters gathered; "zero2" gradients sharded too, reduce-scattered after each microbatch;
+    "zero3" parameters sharded too, gathered once for forward and once for backward; "hybrid" as zero3 among `shard_ranks` neighbours, and
+    replicated beyond them.
 
-    Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = world_size * accumulate * rows of one call.
+    Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = world_size * accumulate * rows of one call;
+    `shard_ranks` divides the world size and is given for "hybrid" alone.
     """
 
     version: int = 1
@@ -90,6 +102,8 @@ class Plan(_Record):
     """The package's digest: the sha256 of its manifest, in hex."""
     cluster: Cluster
     strategy: Strategy
+    shard_ranks: int | None = Field(default=None, ge=1)
+    """How many ranks, neighbours, share one copy: a node's, since its devices have the fastest links."""
     global_batch: int = Field(ge=1)
     accumulate: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)
@@ -100,6 +114,67 @@ class Plan(_Record):
     @property
     def world_size(self) -> int:
         return self.cluster.world_size
+
+    @model_validator(mode="after")
+    def _check_degrees(self) -> Self:
+        if (self.strategy == "hybrid") != (self.shard_ranks is not None):
+            raise ValueError("shard_ranks goes with the strategy hybrid, and with no other")
+        if self.shard_ranks == 1 < self.world_size:
+            raise ValueError("shard_ranks is 1, so that every rank would hold everything: that is the strategy zero0")
+        if self.shard_ranks is not None and self.world_size % self.shard_ranks:
+            raise ValueError(f"shard_ranks is {self.shard_ranks}, which does not divide the cluster's {self.world_size} devices")
+        return self
+
+    # What is sharded, and among whom
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether a rank keeps and updates only its share of the optimizer's state."""
+        return self.strategy in ("zero1", "zero2", "zero3", "hybrid")
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps only its share of a gradient between microbatches."""
+        return self.strategy in ("zero2", "zero3", "hybrid")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank stores only its share of the parameters."""
+        return self.strategy in ("zero3", "hybrid")
+
+    @property
+    def shard_degree(self) -> int:
+        """How many ranks share one copy of what is sharded."""
+        if self.shard_ranks is not None:
+            return self.shard_ranks
+        return self.world_size if self.shards_state else 1
+
+    @property
+    def replicas(self) -> int:
+        """How many copies there are of what is sharded."""
+        return self.world_size // self.shard_degree
+
+    @property
+    def shard_group(self) -> str:
+        """The name of the process group that shares one copy."""
+        return DATA if self.replicas == 1 else SHARD
+
+    def shard_index(self, rank: int) -> int:
+        """Which share of its copy a rank holds."""
+        return rank % self.shard_degree
+
+    def part_index(self, rank: int) -> int:
+        """Which of `world_size` equal parts of every bucket is a rank's to write: one that it holds, under whatever strategy."""
+        return self.shard_index(rank) * self.replicas + rank // self.shard_degree
+
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The process groups that the plan's graphs name: for each, how it divides the ranks. All its parts are equally large."""
+        ranks = range(self.world_size)
+        found: dict[str, tuple[tuple[int, ...], ...]] = {DATA: (tuple(ranks),)}
+        if self.replicas > 1 and self.shard_degree > 1:
+            found[SHARD] = tuple(tuple(ranks[i : i + self.shard_degree]) for i in range(0, self.world_size, self.shard_degree))
+            found[REPLICATE] = tuple(tuple(ranks[i :: self.shard_degree]) for i in range(self.shard_degree))
+        return found
 
     @property
     def rows_per_call(self) -> int:

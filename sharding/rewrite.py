@@ -16,10 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload, is_seeded
-from trainload.sharding.plan import Bucket, Plan
-
-GROUP = "trainload.data"
-"""Logical name of the data-parallel process group."""
+from trainload.sharding.plan import DATA, REPLICATE, Bucket, Plan
 
 aten = torch.ops.aten
 
@@ -51,17 +48,17 @@ class RankGraph:
 
 def stored_length(plan: Plan, bucket: Bucket) -> int:
     """Elements of a bucket's parameters that one rank stores."""
-    return bucket.length // plan.world_size if plan.strategy == "zero3" else bucket.length
+    return bucket.length // plan.shard_degree if plan.shards_parameters else bucket.length
 
 
 def update_length(plan: Plan, bucket: Bucket) -> int:
     """Elements of a bucket that one rank updates, and of its synchronised gradient."""
-    return bucket.length // plan.world_size if plan.strategy in ("zero1", "zero3") else bucket.length
+    return bucket.length // plan.shard_degree if plan.shards_state else bucket.length
 
 
 def accumulated_length(plan: Plan, bucket: Bucket) -> int:
     """Elements of a bucket's gradient between microbatches."""
-    return bucket.length // plan.world_size if plan.strategy == "zero3" else bucket.length
+    return bucket.length // plan.shard_degree if plan.shards_gradients else bucket.length
 
 
 def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Collection[str] | None = None) -> RankGraph:
@@ -112,7 +109,7 @@ class _Rewriter:
         self._placeholders = [n for n in self._old if n.op == "placeholder"]
         self._body = [n for n in self._old if n.op not in ("placeholder", "output")]
         (self._results,) = (n.args[0] for n in self._old if n.op == "output")
-        self._sharded = plan.strategy == "zero3" and plan.world_size > 1
+        self._sharded = plan.shards_parameters and plan.shard_degree > 1
         self._bucket_of = {s.parameter: (b, s) for b in plan.buckets for s in b.slots}
         self._parameter = {n: port.name for n, port in zip(self._placeholders, step.inputs, strict=True) if port.role is Role.PARAMETER}
         self._mode = next(v.fake_mode for n in self._placeholders if hasattr(v := n.meta["val"], "fake_mode"))
@@ -229,7 +226,10 @@ class _Rewriter:
 
     def _launch_gather(self, name: str) -> None:
         self._flying[name] = self._call(
-            torch.ops._c10d_functional.all_gather_into_tensor.default, self._stored[name], self._plan.world_size, GROUP
+            torch.ops._c10d_functional.all_gather_into_tensor.default,
+            self._stored[name],
+            self._plan.shard_degree,
+            self._plan.shard_group,
         )
 
     def _full(self, name: str) -> Node:
@@ -303,27 +303,34 @@ class _Rewriter:
         flat = self._call(aten.cat.default, pieces) if len(pieces) > 1 else pieces[0]
         if self._plan.world_size == 1:
             return self._add_so_far(bucket, flat)
-        if self._plan.strategy == "zero3":
+        if self._plan.shards_gradients:
             return self._reduce_scatter(flat)
         flat = self._add_so_far(bucket, flat)
         if self._phase is Phase.ACCUMULATE:
             return flat
-        if self._plan.strategy == "zero1":
-            return self._reduce_scatter(flat)
-        return self._call(torch.ops._c10d_functional.all_reduce.default, flat, "sum", GROUP)
+        return self._reduce_scatter(flat) if self._plan.shards_state else self._all_reduce(flat, DATA)
 
     def _reduce_scatter(self, flat: Node) -> Node:
-        return self._call(torch.ops._c10d_functional.reduce_scatter_tensor.default, flat, "sum", self._plan.world_size, GROUP)
+        ranks, group = self._plan.shard_degree, self._plan.shard_group
+        return self._call(torch.ops._c10d_functional.reduce_scatter_tensor.default, flat, "sum", ranks, group)
+
+    def _all_reduce(self, value: Node, group: str) -> Node:
+        return self._call(torch.ops._c10d_functional.all_reduce.default, value, "sum", group)
 
     def _add_so_far(self, bucket: Bucket, flat: Node) -> Node:
         return self._call(aten.add.Tensor, flat, self._so_far[bucket.name]) if self._phase is not Phase.ONLY else flat
 
-    def _landed(self, bucket: Bucket, reduction: Node) -> Node:
-        if self._plan.world_size == 1:
-            return reduction
-        if self._plan.strategy == "zero3":
-            return self._add_so_far(bucket, self._wait(reduction))
-        return reduction if self._phase is Phase.ACCUMULATE else self._wait(reduction)
+    def _land(self, reduced: dict[str, Node]) -> dict[str, Node]:
+        """Bucket -> its gradient, all communication done."""
+        if self._plan.world_size == 1 or (self._phase is Phase.ACCUMULATE and not self._plan.shards_gradients):
+            return reduced
+        landed = {name: self._wait(reduction) for name, reduction in reduced.items()}
+        if self._plan.shards_gradients:
+            landed = {bucket.name: self._add_so_far(bucket, landed[bucket.name]) for bucket in self._trained if bucket.name in landed}
+        if self._phase is Phase.ACCUMULATE or not self._plan.shards_state or self._plan.replicas == 1:
+            return landed
+        flying = {name: self._all_reduce(gradient, REPLICATE) for name, gradient in landed.items()}
+        return {name: self._wait(gradient) for name, gradient in flying.items()}
 
     def _wait(self, node: Node) -> Node:
         return self._call(torch.ops._c10d_functional.wait_tensor.default, node)
@@ -346,10 +353,11 @@ class _Rewriter:
         for port, node in found.get(Role.PREDICTION, ()):
             outputs.append(port)
             results.append(node)
+        landed = self._land(reduced)
         for bucket in self._plan.buckets:
-            if bucket.name in reduced:
+            if bucket.name in landed:
                 outputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
-                results.append(self._landed(bucket, reduced[bucket.name]))
+                results.append(landed[bucket.name])
         output = self._graph.output(tuple(results))
         output.meta["val"] = tuple(r.meta["val"] for r in results)
         module = GraphModule(self._step.module, self._graph)
@@ -366,7 +374,7 @@ class _Rewriter:
         totals = self._call(aten.stack.default, [*values, weight])
         if self._plan.world_size == 1:
             return totals
-        return self._wait(self._call(torch.ops._c10d_functional.all_reduce.default, totals, "sum", GROUP))
+        return self._wait(self._all_reduce(totals, DATA))
 
     def _synchronised_buffer(self, port: Port, node: Node) -> Node:
         """Floating-point buffers become the mean over the ranks (as running statistics do); others change alike on every rank."""
@@ -375,7 +383,7 @@ class _Rewriter:
         if not node.meta["val"].is_floating_point():
             self._refuse_difference(port)
             return node
-        total = self._wait(self._call(torch.ops._c10d_functional.all_reduce.default, node, "sum", GROUP))
+        total = self._wait(self._all_reduce(node, DATA))
         return self._call(aten.div.Scalar, total, self._plan.world_size)
 
     def _refuse_difference(self, port: Port) -> None:

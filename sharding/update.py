@@ -16,7 +16,7 @@ from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.plan import Bucket, Plan
-from trainload.sharding.rewrite import GROUP, update_length
+from trainload.sharding.rewrite import update_length
 
 aten = torch.ops.aten
 _CLIP_EPSILON = 1e-6
@@ -127,7 +127,7 @@ class UpdateStep:
 
     - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
     - rates: float32 (groups,); the learning rates of this step.
-    - rank: 0-dim int64; this rank's.
+    - rank: 0-dim int64; which share of what is sharded is this rank's.
     - params, gradients: one (n,) for each bucket, this rank's slice. states: per bucket, in the order of its StateSpecs; what is `lacking`
       is left out of the arguments, and made. One that is like the parameter is (n,), this rank's slice; others are whole on every rank:
       0-dim in an elementwise update, (slots, *shape) in one of whole parameters.
@@ -235,18 +235,18 @@ class UpdateStep:
                 results.append(torch.stack(values))
                 continue
             flat = _joined(bucket, values)
-            results.append(flat.view(self._plan.world_size, -1).index_select(0, rank.view(1)).view(-1) if sharded else flat)
+            results.append(flat.view(self._plan.shard_degree, -1).index_select(0, rank.view(1)).view(-1) if sharded else flat)
         return results
 
     def _gathered(self, slice_: Tensor) -> Tensor:
-        full = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_, self._plan.world_size, GROUP)
+        full = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_, self._plan.shard_degree, self._plan.shard_group)
         result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
         return result
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         square = torch.stack([g.to(torch.float32).square().sum() for g in gradients]).sum()
-        if self._plan.world_size > 1 and self._plan.strategy in ("zero1", "zero3"):
-            reduced = torch.ops._c10d_functional.all_reduce.default(square, "sum", GROUP)
+        if self._plan.shards_state and self._plan.shard_degree > 1:
+            reduced = torch.ops._c10d_functional.all_reduce.default(square, "sum", self._plan.shard_group)
             square = torch.ops._c10d_functional.wait_tensor.default(reduced)
         return square.sqrt()
 

@@ -41,8 +41,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         1,
         "a run without Ray needs Ray",
         "launch/worker.py",
-        "from trainload.autograd_trace.aot import bind_group\n",
-        "import ray  # noqa: F401\n\nfrom trainload.autograd_trace.aot import bind_group\n",
+        "from trainload.autograd_trace.aot import bind_groups\n",
+        "import ray  # noqa: F401\n\nfrom trainload.autograd_trace.aot import bind_groups\n",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(
@@ -201,8 +201,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         3,
         "each rank clips by the norm of its own shard",
         "sharding/update.py",
-        'if self._plan.world_size > 1 and self._plan.strategy in ("zero1", "zero3"):',
-        'if self._plan.world_size > 1 and self._plan.strategy == "zero3":',
+        "if self._plan.shards_state and self._plan.shard_degree > 1:",
+        "if self._plan.shards_gradients and self._plan.shard_degree > 1:",
         f"{_TWO}[zero1-100-1-6000]",
     ),
     Mutation(

@@ -47,9 +47,9 @@ class DataPosition(_Record):
 class CheckpointIndex(_Record):
     """What a checkpoint holds.
 
-    Laws: `step` is the next step to run. Shard i of `files` holds, of each entry of each bucket, the elements
-    [i * length / world_size, (i + 1) * length / world_size); shard 0 also holds the scalars, the buffers, and what parameters have in
-    shapes of their own (`own`: parameter -> entries). `entries` and `scalars` have the names of all buckets. `attempt` says which
+    Laws: `step` is the next step to run. Shard i of `files`, whichever rank has written it, holds of each entry of each bucket the
+    elements [i * length / world_size, (i + 1) * length / world_size); shard 0 also holds the scalars, the buffers, and what parameters have
+    in shapes of their own (`own`: parameter -> entries). `entries` and `scalars` have the names of all buckets. `attempt` says which
     attempt of the run wrote it. `user` is anything that JSON can hold.
     """
 

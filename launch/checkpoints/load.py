@@ -8,7 +8,7 @@ import torch
 
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.read import Checkpoint
-from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, is_sharded, share
+from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, held
 from trainload.sharding.plan import Bucket, Plan
 
 
@@ -110,7 +110,7 @@ def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
 
 
 def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: str) -> torch.Tensor:
-    start, stop = share(bucket.length, rank, plan.world_size) if is_sharded(plan.strategy, entry) else (0, bucket.length)
+    start, stop = held(plan, bucket, entry, rank)
     flat: torch.Tensor | None = None
     for slot in bucket.slots:
         first, last = max(start, slot.offset), min(stop, slot.offset + slot.length)

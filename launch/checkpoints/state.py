@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 
 from trainload.capture.errors import CheckpointError
-from trainload.sharding.plan import Plan, Strategy
+from trainload.sharding.plan import Bucket, Plan
 
 PARAM = "param"
 """The entry of a bucket that holds its parameters."""
@@ -24,7 +24,7 @@ class ShardedState:
 
     Attributes:
         flats: bucket -> entry ("param", "exp_avg", ...) -> (n,) tensor; n is the bucket's length where the entry is replicated
-            and length / world size where it is sharded (`is_sharded`). Every bucket of the plan has its "param".
+            and length / shard degree where it is sharded (`is_sharded`). Every bucket of the plan has its "param".
         scalars: bucket -> entry ("step") -> 0-dim tensor, the same on all ranks. A bucket may be left out.
         buffers: the model's buffers by name, of any shape, the same on all ranks.
         stacks: bucket -> entry ("row_var") -> (slots, ...) tensor, the same on all ranks: what an update of whole parameters keeps in other
@@ -54,19 +54,24 @@ def state_kind(elementwise: bool, like_parameter: bool) -> StateKind:
     return StateKind.SCALAR if elementwise else StateKind.STACK
 
 
-def is_sharded(strategy: Strategy, entry: str) -> bool:
+def is_sharded(plan: Plan, entry: str) -> bool:
     """Whether a rank holds only its share of an entry of a bucket."""
-    return strategy == "zero3" or (strategy == "zero1" and entry != PARAM)
+    return plan.shards_parameters if entry == PARAM else plan.shards_state
 
 
-def share(length: int, rank: int, world: int) -> tuple[int, int]:
-    """The elements [start, stop) of a bucket that a rank owns."""
-    each = length // world
-    return rank * each, (rank + 1) * each
+def share(length: int, index: int, parts: int) -> tuple[int, int]:
+    """The elements [start, stop) of a bucket that make one of equal parts."""
+    each = length // parts
+    return index * each, (index + 1) * each
+
+
+def held(plan: Plan, bucket: Bucket, entry: str, rank: int) -> tuple[int, int]:
+    """The elements [start, stop) of an entry of a bucket that a rank holds."""
+    return share(bucket.length, plan.shard_index(rank), plan.shard_degree) if is_sharded(plan, entry) else (0, bucket.length)
 
 
 def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, str], torch.Tensor]:
-    """(bucket, entry) -> the (length / world size,) elements that `rank` writes: its own of sharded and replicated entries alike.
+    """(bucket, entry) -> the (length / world size,) elements that `rank` writes: part `Plan.part_index` of sharded and replicated entries.
 
     Raises: CheckpointError where the state is not that of the plan.
     """
@@ -77,20 +82,19 @@ def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, 
         )
     owned: dict[tuple[str, str], torch.Tensor] = {}
     for bucket in plan.buckets:
-        start, stop = share(bucket.length, rank, plan.world_size)
+        start, stop = share(bucket.length, plan.part_index(rank), plan.world_size)
         entries = state.flats[bucket.name]
         if PARAM not in entries:
             raise CheckpointError("a bucket has no parameters", where=bucket.name, expected=PARAM, got=", ".join(sorted(entries)))
         for entry, flat in entries.items():
             assert "/" not in entry, entry  # it is part of a shard's keys
-            sharded = is_sharded(plan.strategy, entry)
-            wanted = stop - start if sharded else bucket.length
-            if tuple(flat.shape) != (wanted,):
+            first, last = held(plan, bucket, entry, rank)
+            if tuple(flat.shape) != (last - first,):
                 raise CheckpointError(
                     "a flat tensor has the wrong shape",
                     where=f"bucket {bucket.name!r}, entry {entry!r}, {plan.strategy}",
-                    expected=f"({wanted},)",
+                    expected=f"({last - first},)",
                     got=str(tuple(flat.shape)),
                 )
-            owned[bucket.name, entry] = flat if sharded else flat[start:stop]
+            owned[bucket.name, entry] = flat[start - first : stop - first]
     return owned

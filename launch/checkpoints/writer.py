@@ -169,7 +169,9 @@ class CheckpointWriter:
         try:
             draft.mkdir(exist_ok=True)
             mine = write_shard(draft / shard_name(0, self._plan.world_size), self._host)
-            index = index.model_copy(update={"files": (mine, *self._collect(draft))})
+            by_rank = [mine, *self._collect(draft)]
+            by_part = sorted(range(self._plan.world_size), key=self._plan.part_index)
+            index = index.model_copy(update={"files": tuple(by_rank[rank] for rank in by_part)})
             _write_durably(draft / INDEX, encode_index(index))
             sync_folder(draft)
             self._publish(draft, self._folder / folder_name(index.step))

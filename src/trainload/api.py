@@ -34,7 +34,8 @@ from trainload.packaging.signatures.policy import find_policies
 from trainload.packaging.write import write_package
 from trainload.proving import keep_steps, prove
 from trainload.sharding.buckets import item_bytes
-from trainload.sharding.make_plan import check_plan, kept_per_element, make_plan, state_counts
+from trainload.sharding.estimate import kept_per_element, state_counts
+from trainload.sharding.make_plan import check_plan, make_plan
 from trainload.sharding.plan import Cluster, Plan, Strategy
 
 Backend = Literal["ray", "local", "torchrun"]
@@ -258,7 +259,8 @@ def resume(
         world = workers or spec.plan.world_size
         cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
         kept = strategy or (None if world == 1 or spec.plan.strategy == "single" else spec.plan.strategy)
-        new_plan = make_plan(package, cluster, kept, global_batch=spec.plan.global_batch, prefetch=spec.plan.prefetch)
+        ranks = spec.plan.shard_ranks if kept == "hybrid" and world % (spec.plan.shard_ranks or 1) == 0 else None
+        new_plan = make_plan(package, cluster, kept, global_batch=spec.plan.global_batch, prefetch=spec.plan.prefetch, shard_ranks=ranks)
         spec = spec.model_copy(update={"plan": new_plan})
     _check_request(package, spec)
     clear_failure(folder)

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainload.autograd_trace.aot import bind_group, derive
+from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Port, StepGraph
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster
-from trainload.sharding.rewrite import GROUP, rewrite
+from trainload.sharding.rewrite import rewrite
 
 WORLD = 2
 FOREIGN = ("tests", "transformers", "timm", "pytest")
@@ -83,7 +83,7 @@ def two_workers(
     def rank_step(rank: int) -> Values:
         store = dist.FileStore(str(folder / "store"), WORLD)  # type: ignore[attr-defined]  # public, though not in __all__
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-        bind_group(GROUP)
+        bind_groups(plan.groups())
         row = rank * (rows // WORLD)
         half = {name: value[row : row + rows // WORLD] for name, value in batch.items()}
         values = inputs_of(package, half, seed=request["seed"], step=request["step"], row=row, scale=request["scale"])

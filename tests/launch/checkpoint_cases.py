@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainload.launch.checkpoints.index import DataPosition
-from trainload.launch.checkpoints.state import ShardedState, is_sharded, share
+from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Slot, Strategy
 
@@ -46,6 +46,7 @@ def make_plan(strategy: Strategy, world: int, layout: Sequence[Sequence[str]] = 
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
         strategy=strategy,
+        shard_ranks=world // 2 if strategy == "hybrid" else None,
         global_batch=24 * world,
         buckets=tuple(buckets),
         estimate=NOTHING,
@@ -69,8 +70,8 @@ def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
             flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
             for slot in bucket.slots:
                 flat[slot.offset : slot.offset + slot.length] = value(slot.parameter, entry, salt)
-            start, stop = share(bucket.length, rank, plan.world_size)
-            flats[bucket.name][entry] = flat[start:stop].clone() if is_sharded(plan.strategy, entry) else flat
+            start, stop = held(plan, bucket, entry, rank)
+            flats[bucket.name][entry] = flat[start:stop].clone()
     scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in plan.buckets if bucket.groups}
     buffers = {"mean": torch.arange(6.0).reshape(2, 3) + salt, "seen": torch.tensor(2**40 + 1 + salt)}
     return ShardedState(flats, scalars, buffers)

@@ -28,6 +28,9 @@ PLANS = {
     "zero3 of 2": make_plan("zero3", 2),
     "zero3 of 5": make_plan("zero3", 5, ONE_EACH, gap=1),
     "zero1 of 3": make_plan("zero1", 3, BY_GROUP),
+    "zero2 of 2": make_plan("zero2", 2, ONE_EACH),
+    "hybrid of 4": make_plan("hybrid", 4, TURNED),
+    "hybrid of 6": make_plan("hybrid", 6, BY_GROUP, gap=2),
 }
 
 

@@ -42,6 +42,7 @@ def single(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactor
         ("zero3", STEPS, 1, SMALL),
         ("zero0", FEWER, 2, WHOLE),
         ("zero1", FEWER, 2, ONE_EACH),
+        ("zero2", FEWER, 2, SMALL),
         ("zero3", FEWER, 2, ONE_EACH),
         ("zero3", FEWER, 1, WHOLE),
     ],
@@ -59,6 +60,15 @@ def test_two_workers_have_the_losses_of_one(
     print(f"{strategy}, accumulate {accumulate}, {len(plan.buckets)} buckets: {what}")
     assert found <= TOLERANCE
     assert norms <= TOLERANCE
+
+
+def test_four_workers_in_two_nodes_have_the_losses_of_one(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:
+    cluster = trainload.Cluster(nodes=2, devices_per_node=2)
+    plan = trainload.plan(gpt, cluster, "hybrid", accumulate=2, bucket_bytes=SMALL)
+    assert (plan.shard_degree, plan.replicas) == (2, 2)
+    (losses,) = train(4, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": FEWER})], tmp_path)
+    assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
+    assert difference(curve(single, of="gradient_norm")[:FEWER], curve(tmp_path / "run", of="gradient_norm")) <= TOLERANCE
 
 
 def test_one_worker_that_accumulates_has_the_same_losses(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:

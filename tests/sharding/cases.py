@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainload.autograd_trace.aot import bind_group, derive
+from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Recipe, Role, StepGraph, UpdateGraph
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.job import Job, Loss
@@ -23,7 +23,7 @@ from trainload.capture.trace import capture
 from trainload.sharding.buckets import make_buckets
 from trainload.sharding.make_plan import parameter_order
 from trainload.sharding.plan import Cluster, Estimate, Plan, Strategy
-from trainload.sharding.rewrite import GROUP, Phase, RankGraph, accumulated_length, rewrite
+from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite
 from trainload.sharding.update import Lacking, UpdateStep
 
 ROWS = 8
@@ -115,11 +115,13 @@ def make_plan(strategy: Strategy, world: int, accumulate: int = 1, prefetch: int
         world,
         bucket_bytes,
     )
+    shard_ranks = max(1, world // 2) if strategy == "hybrid" else None
     nothing = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
     return Plan(
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
         strategy=strategy,
+        shard_ranks=shard_ranks,
         global_batch=ROWS,
         accumulate=accumulate,
         prefetch=prefetch,
@@ -147,8 +149,9 @@ def unflatten(plan: Plan, flats: Arguments) -> Arguments:
 
 
 def share(plan: Plan, flat: Tensor, rank: int) -> Tensor:
-    length = flat.numel() // plan.world_size
-    return flat[rank * length : (rank + 1) * length].clone()
+    length = flat.numel() // plan.shard_degree
+    index = plan.shard_index(rank)
+    return flat[index * length : (index + 1) * length].clone()
 
 
 def call(graph: RankGraph, values: Arguments) -> Arguments:
@@ -178,7 +181,7 @@ def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Ar
     _, graph, _, _ = captured()
     values = {f"buffer/{n}": state[n] for n in ("count", "table")}
     for name, flat in flat_buckets(plan, state).items():
-        values[f"bucket/{name}"] = share(plan, flat, rank) if plan.strategy == "zero3" else flat
+        values[f"bucket/{name}"] = share(plan, flat, rank) if plan.shards_parameters else flat
     for bucket in plan.buckets:
         values[f"bucket_gradient/{bucket.name}"] = torch.zeros(accumulated_length(plan, bucket))
     totals = torch.zeros(3)
@@ -209,37 +212,48 @@ CASES: list[tuple[Strategy, int, int, int]] = [
     ("zero0", 2, 1, 1),
     ("zero1", 1, 1, 1),
     ("zero1", 2, 1, 1),
+    ("zero2", 1, 1, 1),
+    ("zero2", 2, 1, 1),
     ("zero3", 1, 1, 1),
     ("zero3", 2, 1, 1),
     ("zero3", 1, 0, 1),
     ("zero3", 2, 3, 1),
     ("zero3", 1, 1, 600),
+    ("hybrid", 1, 1, 1),
+    ("hybrid", 2, 1, 600),
 ]
 """(strategy, accumulate, prefetch, bucket_bytes)"""
+WORLDS = (2, 4)
+
+
+def world_of(strategy: Strategy) -> int:
+    """How many ranks a case has: hybrid two copies, on two ranks each."""
+    return 4 if strategy == "hybrid" else 2
 
 
 def rank_main(rank: int, world: int, folder: str) -> None:
     """What each process of the group does: every case, its results to a file."""
     torch.set_num_threads(1)
     store = dist.FileStore(  # type: ignore[attr-defined]  # public, though not in __all__
-        f"{folder}/store", world
+        f"{folder}/store{world}", world
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    bind_group(GROUP)
     program, _, recipe, updates = captured()
     state = dict(program.state)
-    for case in CASES:
+    cases = [case for case in CASES if world_of(case[0]) == world]
+    bind_groups(make_plan(cases[0][0], world).groups())  # all have the same
+    for case in cases:
         strategy, accumulate, prefetch, bucket_bytes = case
         plan = make_plan(strategy, world, accumulate, prefetch, bucket_bytes)
         gradients, totals = run_rank(plan, rank, state)
         update = UpdateStep(plan, updates, recipe, "train", everything(plan))
         flats = flat_buckets(plan, state)
-        params = [p if strategy == "zero0" else share(plan, p, rank) for p in (flats[x.bucket.name] for x in update.parts)]
+        params = [share(plan, p, rank) if plan.shards_state else p for p in (flats[x.bucket.name] for x in update.parts)]
         with torch.no_grad():
             norm, *new = update(
                 totals[-1] / ROWS,
                 torch.tensor([0.01, 0.02]),
-                torch.tensor(rank),
+                torch.tensor(plan.shard_index(rank)),
                 *params,
                 *(gradients[x.bucket.name] for x in update.parts),
             )

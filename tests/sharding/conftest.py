@@ -1,4 +1,4 @@
-"""Two processes on gloo, once for all tests that compare ranks."""
+"""Processes on gloo, once for all tests that compare ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from tests.sharding.cases import rank_main
-
-WORLD = 2
+from tests.sharding.cases import WORLDS, rank_main
 
 
 @pytest.fixture(scope="session")
@@ -16,13 +14,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank found in each case."""
     folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=rank_main, args=(rank, WORLD, str(folder)), daemon=True) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=200)
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0] * WORLD
+    for world in WORLDS:
+        processes = [context.Process(target=rank_main, args=(rank, world, str(folder)), daemon=True) for rank in range(world)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=200)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        assert [process.exitcode for process in processes] == [0] * world
     return folder

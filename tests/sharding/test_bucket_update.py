@@ -14,6 +14,7 @@ from trainload.autograd_trace.aot import derive
 from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
 from trainload.sharding.buckets import make_buckets
+from trainload.sharding.plan import Strategy
 from trainload.sharding.rewrite import rewrite
 from trainload.sharding.update import UpdateStep
 
@@ -59,9 +60,9 @@ def test_the_gradient_is_clipped_to_its_global_norm() -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero3", 1)])
-def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: str, reduced: int) -> None:
-    plan = make_plan("zero0", 8).model_copy(update={"strategy": strategy})
+@pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero2", 1), ("zero3", 1), ("hybrid", 1)])
+def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: Strategy, reduced: int) -> None:
+    plan = make_plan(strategy, 8)
     graph = UpdateStep(plan, captured()[3], RECIPE, "train").trace(CPU).graph
     assert sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes) == reduced
 

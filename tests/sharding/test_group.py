@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainload.autograd_trace.aot import bind_group
+from trainload.autograd_trace.aot import bind_groups
 
 NAME = "a group of tests"
 
@@ -25,7 +25,7 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("world_of_one")
 def test_gloo_carries_out_one_collective_after_another() -> None:
-    bind_group(NAME)
+    bind_groups({NAME: [[0]]})
     registry: Any = torch.distributed.distributed_c10d
     group = registry._resolve_process_group(NAME)
     assert group is not dist.group.WORLD
@@ -34,7 +34,7 @@ def test_gloo_carries_out_one_collective_after_another() -> None:
 
 @pytest.mark.usefixtures("world_of_one")
 def test_its_name_works_in_functional_collectives() -> None:
-    bind_group(NAME)
+    bind_groups({NAME: [[0]]})
     ops = torch.ops._c10d_functional
     gathered = ops.wait_tensor(ops.all_gather_into_tensor(torch.arange(3.0), 1, NAME))
     torch.testing.assert_close(gathered, torch.arange(3.0))

@@ -15,7 +15,7 @@ from tests.autograd_trace.checkpoints import Blocks, checkpointed
 from tests.capture.jobs import job
 from torch import Tensor
 
-from trainload.autograd_trace.aot import bind_group, derive
+from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.remat import RECOMPUTES
@@ -24,7 +24,7 @@ from trainload.capture.trace import capture
 from trainload.sharding.buckets import make_buckets
 from trainload.sharding.make_plan import parameter_order
 from trainload.sharding.plan import Cluster, Estimate, Plan
-from trainload.sharding.rewrite import GROUP, RankGraph, rewrite
+from trainload.sharding.rewrite import RankGraph, rewrite
 
 WORLD, ROWS = 2, 8
 BATCH = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))
@@ -75,8 +75,8 @@ def rank_main(rank: int, folder: str) -> None:
         f"{folder}/store", WORLD
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    bind_group(GROUP)
     plan = plan_of(WORLD)
+    bind_groups(plan.groups())
     graph = rewrite(captured()[1], plan)
     save_file(run_rank(graph, plan, rank), Path(folder) / f"plain-{rank}.safetensors")
     hold_back(graph.module)

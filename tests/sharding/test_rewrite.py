@@ -10,7 +10,7 @@ from torch.fx import Node
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import TANGENT, Role
 from trainload.capture.errors import PlanError
-from trainload.sharding.plan import Plan, Strategy
+from trainload.sharding.plan import REPLICATE, SHARD, STRATEGIES, Plan, Strategy
 from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite, stored_length
 
 C10D = torch.ops._c10d_functional
@@ -50,7 +50,7 @@ def trained(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", ["single", "zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_device_gives_the_step_graphs_gradients(strategy: Strategy, accumulate: int) -> None:
     state = dict(captured()[0].state)
     plan = make_plan(strategy, 1, accumulate)
@@ -62,7 +62,7 @@ def test_one_device_gives_the_step_graphs_gradients(strategy: Strategy, accumula
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_device_needs_no_collectives(strategy: Strategy) -> None:
     _, graph = rewritten(strategy, world=1)
     assert [n for n in graph.module.graph.nodes if "c10d" in str(n.target)] == []
@@ -95,6 +95,26 @@ def test_gradients_stay_local_until_the_last_microbatch(strategy: Strategy) -> N
 def test_zero3_scatters_in_every_microbatch() -> None:
     plan, graph = rewritten("zero3", Phase.ACCUMULATE)
     assert len(calls(graph, SCATTER)) == trained(plan)
+
+
+def test_zero2_scatters_in_every_microbatch_and_gathers_nothing() -> None:
+    plan, graph = rewritten("zero2", Phase.ACCUMULATE)
+    assert len(calls(graph, SCATTER)) == trained(plan)
+    assert calls(graph, GATHER) == []
+
+
+def test_hybrid_communicates_parameters_among_neighbours_only() -> None:
+    plan, graph = rewritten("hybrid")
+    assert {n.args[1:] for n in calls(graph, GATHER)} == {(plan.shard_degree, SHARD)}
+    assert {n.args[1:] for n in calls(graph, SCATTER)} == {("sum", plan.shard_degree, SHARD)}
+
+
+@pytest.mark.parametrize(("phase", "times"), [(Phase.ONLY, 1), (Phase.ACCUMULATE, 0), (Phase.SYNCHRONISE, 1)])
+def test_hybrid_reduces_shares_of_gradients_across_copies_once_an_update(phase: Phase, times: int) -> None:
+    plan, graph = rewritten("hybrid", phase)
+    reduced = [n for n in calls(graph, REDUCE) if n.args[2] == REPLICATE]
+    assert len(reduced) == times * trained(plan)
+    assert {n.meta["val"].numel() for n in reduced} <= {b.length // plan.shard_degree for b in plan.buckets}
 
 
 def test_forward_and_backward_gather_apart_and_each_bucket_once() -> None:

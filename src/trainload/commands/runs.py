@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-STRATEGIES = ("single", "zero0", "zero1", "zero3")
+STRATEGIES = ("single", "zero0", "zero1", "zero2", "zero3", "hybrid")
 
 
 def device_option(command: Command) -> Command:
@@ -42,7 +42,7 @@ def backend_option(command: Command) -> Command:
 
 def strategy_option(command: Command) -> Command:
     """Add --strategy."""
-    return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help=f"One of {', '.join(STRATEGIES)}.")(command)
+    return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help="One of single, zero0..zero3, hybrid.")(command)
 
 
 @click.command(short_help="Plan for a cluster.")
@@ -51,6 +51,7 @@ def strategy_option(command: Command) -> Command:
 @click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
 @device_option
 @strategy_option
+@click.option("--shard-ranks", type=positive, metavar="N", help="For hybrid: ranks that share one copy. Default: a node's.")
 @click.option("--global-batch", type=positive, metavar="N", help="Rows of one update. Default: the job's.")
 @click.option("--accumulate", type=positive, metavar="N", default=1, help="Microbatches of one update. Default: 1.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
@@ -61,6 +62,7 @@ def plan(
     devices_per_node: int,
     device: str,
     strategy: Strategy | None,
+    shard_ranks: int | None,
     global_batch: int | None,
     accumulate: int,
     output: Path | None,
@@ -72,9 +74,8 @@ def plan(
     """
     if output is not None and output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
-    made = _make_plan(
-        shared.open_package(package), nodes, devices_per_node, device, strategy, global_batch=global_batch, accumulate=accumulate
-    )
+    options = {"global_batch": global_batch, "accumulate": accumulate, "shard_ranks": shard_ranks}
+    made = _make_plan(shared.open_package(package), nodes, devices_per_node, device, strategy, **options)
     if output is not None:
         write_text(output, made.model_dump_json(indent=2) + "\n")
     if as_json:
@@ -82,7 +83,7 @@ def plan(
         return
     rows: list[tuple[str, Any]] = [
         ("cluster", f"{nodes} x {devices_per_node} {device}"),
-        ("strategy", made.strategy),
+        ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
         ("batch", f"{made.global_batch} rows = {made.world_size} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
         ("buckets", len(made.buckets)),
         *view.as_json(made.estimate).items(),

@@ -1,0 +1,68 @@
+"""What a plan takes of one rank: bytes of memory, and bytes sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from trainload.packaging.read import Package
+from trainload.sharding.buckets import item_bytes
+from trainload.sharding.plan import Bucket, Estimate, Plan
+
+
+def estimate(plan: Plan, package: Package) -> Estimate:
+    """What a rank of a plan holds and sends. The plan's own estimate is not looked at."""
+    states, own_state = state_counts(package), own_state_bytes(package)
+    shard, replicas = plan.shard_degree, plan.replicas
+    parameters = gradients = optimizer = communication = gathered = 0
+    full: list[int] = []
+    for bucket in plan.buckets:
+        size = bucket.length * item_bytes(bucket.dtype)
+        ring = size * (shard - 1) // shard
+        full.append(size)
+        parameters += size // shard if plan.shards_parameters else size
+        if plan.shards_parameters:
+            communication += 2 * ring * plan.accumulate
+        if not bucket.groups:
+            continue
+        part = size // shard if plan.shards_state else size
+        gradients += part
+        if plan.accumulate > 1 and plan.shards_state and not plan.shards_gradients:
+            gradients += size  # between microbatches a rank holds its own sum of the whole gradient
+        optimizer += kept_per_element(bucket, states, package.recipe.keeps_mean) * part
+        for group in bucket.whole:
+            optimizer += own_state[group] * len(bucket.slots)
+            if shard > 1:
+                taken = 2 + states[group]
+                gathered = max(gathered, taken * size)
+                communication += taken * ring
+        communication += ring * plan.accumulate if plan.shards_gradients else ring if plan.shards_state else 0
+        if plan.shards_state and not plan.shards_parameters:
+            communication += ring  # the updated parameters
+        communication += 2 * (part * (replicas - 1) // replicas)
+    if plan.shards_parameters:
+        gathered = max([gathered, *(sum(full[i : i + plan.prefetch + 1]) for i in range(len(full)))])
+    return Estimate(
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        gathered_bytes=gathered,
+        communication_bytes_per_step=communication,
+    )
+
+
+def state_counts(package: Package) -> dict[str, int]:
+    """Optimizer group -> how many values of its state a run keeps for each element of a parameter."""
+    return {u.group: sum(s.like_parameter for s in u.state) for u in package.manifest.updates}
+
+
+def kept_per_element(bucket: Bucket, states: Mapping[str, int], mean: bool) -> int:
+    """How many values a run keeps for each element of a bucket's parameters beside it: optimizer state, and the running mean."""
+    return sum(states[group] for group in bucket.groups) + (mean and bool(bucket.groups))
+
+
+def own_state_bytes(package: Package) -> dict[str, int]:
+    """Optimizer group -> bytes of what its update keeps of a parameter in other shapes than the parameter's; every rank holds all of it."""
+    return {
+        u.group: sum(math.prod(s.shape) * item_bytes(s.dtype) for s in u.state if not s.like_parameter) for u in package.manifest.updates
+    }
