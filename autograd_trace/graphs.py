@@ -128,7 +128,7 @@ class GroupRecipe(LeanRecord):
     Law: where `schedule` is a number there is one learning rate, which the entries of that table of the recipe's `schedules` multiply.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     later: ClassVar[frozenset[str]] = frozenset({"schedule", "clock"})
 
     name: str
@@ -142,7 +142,7 @@ class GroupRecipe(LeanRecord):
 class TurnRecipe(BaseModel):
     """When a graph runs within a round: see `trainload.capture.job.Turn`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     graph: str
     times: int = Field(default=1, ge=1)
@@ -157,7 +157,7 @@ class GraphRecipe(BaseModel):
     Law: it gives every parameter of these groups a gradient.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     groups: tuple[str, ...]
     clip_norm: float | None = Field(default=None, gt=0)
@@ -174,7 +174,7 @@ class GraphRecipe(BaseModel):
 class LossScale(BaseModel):
     """How the scale of the loss moves: see `trainload.capture.job.LossScaling`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     init_scale: float = Field(gt=0)
     growth_factor: float = Field(gt=1)
@@ -189,7 +189,7 @@ class Recipe(LeanRecord):
     the gradient is clipped by its norm or by the values of its elements; `main` runs in every round of the loop.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     later: ClassVar[frozenset[str]] = frozenset({"schedules", "clip_value", "ema_decay", "loss_scale", "main", "loop", "graphs", "feeds"})
 
     optimizer: str

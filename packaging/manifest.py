@@ -287,7 +287,7 @@ class Manifest(Record):
     parameters: tuple[ParameterEntry, ...]
     buffers: tuple[BufferEntry, ...]
     constants: tuple[ConstantEntry, ...]
-    recipe: Annotated[Recipe, Field(strict=False)]
+    recipe: Recipe
     updates: tuple[UpdateEntry, ...]
     ops: dict[str, Annotated[str, Field(max_length=8192)]]
     """Every operator that a graph calls ("torch.ops.aten.add.Tensor") -> its schema where the package was made."""

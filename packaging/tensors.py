@@ -178,9 +178,11 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
         spec = wanted[name]
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise IntegrityError("a tensor file's header is malformed", where=f"{where}, {name}")
-        begin, end = entry["data_offsets"] if isinstance(entry["data_offsets"], list) and len(entry["data_offsets"]) == 2 else (None, None)
+        if not _whole_numbers(entry["shape"]) or not _whole_numbers(entry["data_offsets"]) or len(entry["data_offsets"]) != 2:
+            raise IntegrityError("a tensor file's header is malformed", where=f"{where}, {name}")
+        begin, end = entry["data_offsets"]
         described = (_NAMES.get(str(entry["dtype"])), entry["shape"])
-        if described != (spec.dtype, list(spec.shape)) or not isinstance(begin, int) or end != begin + spec.nbytes:
+        if described != (spec.dtype, list(spec.shape)) or end != begin + spec.nbytes:
             raise IntegrityError(
                 "a tensor is not what the manifest says",
                 where=f"{where}, {name}",
@@ -196,6 +198,11 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
     if at != size:
         raise IntegrityError("a tensor file has another length than its header says", where=where, expected=str(at), got=str(size))
     return places
+
+
+def _whole_numbers(value: object) -> bool:
+    """Whether it is a list of such. 8.0 and true are none, though Python takes them for equal to 8 and 1."""
+    return isinstance(value, list) and all(type(each) is int for each in value)
 
 
 def header_length(head: bytes, size: int, where: str) -> int:

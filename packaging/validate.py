@@ -291,7 +291,7 @@ class _Validator:
             self.refuse("true or false belongs here", value)
 
     def zero(self, value: Any) -> None:
-        if not isinstance(value, dict) or set(value) != {"as_int"} or isinstance(value["as_int"], bool) or value["as_int"] != 0:
+        if not isinstance(value, dict) or set(value) != {"as_int"} or type(value["as_int"]) is not int or value["as_int"] != 0:
             self.refuse("a storage offset is 0", value)
 
     def integer(self, value: Any) -> None:
@@ -383,7 +383,7 @@ class _Validator:
             self.refuse("an argument has name, arg and kind", value)
         if not isinstance(value["name"], str) or (value["name"] and not _IDENTIFIER.fullmatch(value["name"])):
             self.refuse("an argument's name is an identifier or empty", value["name"])
-        if isinstance(value["kind"], bool) or value["kind"] not in (1, 2):
+        if type(value["kind"]) is not int or value["kind"] not in (1, 2):
             self.refuse("an argument's kind is 1 or 2", value["kind"])
         if value["kind"] == 2 and keyword.iskeyword(value["name"]):
             self.refuse("a keyword argument's name is not a keyword of Python", value["name"])

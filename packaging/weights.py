@@ -325,7 +325,11 @@ def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
 
 
 def _chunk_table(chunks: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    if not isinstance(chunks, dict) or set(chunks) != {"chunk_size", "files"} or chunks["chunk_size"] != CHUNK:
+    if (
+        not isinstance(chunks, dict)
+        or set(chunks) != {"chunk_size", "files"}
+        or canonical_json(chunks["chunk_size"]) != canonical_json(CHUNK)
+    ):
         raise IntegrityError("the list of chunks is malformed", where=CHUNKS)
     files = chunks["files"]
     if not isinstance(files, dict) or set(files) != set(sizes):

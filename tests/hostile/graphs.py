@@ -123,6 +123,7 @@ ATTACKS: dict[str, Change] = {
     "object as an argument": argument({"as_custom_obj": {"name": "x", "class_fqn": "os.system"}}),
     "two kinds of argument at once": argument({"as_int": 1, "as_string": "x"}),
     "unknown kind of argument": argument({"as_pickle": "gASVIQ=="}),
+    "a fraction for the kind of an argument": lambda graph: nodes(graph)[0]["inputs"][0].update(kind=1.0),
     "long string": argument({"as_string": "x" * 5000}),
     "code as a node's name": rename_first("x; import os"),
     "newline in a node's name": rename_first("x\nimport os"),

@@ -112,6 +112,12 @@ def tensor(file: str, **changes: object) -> Attack:
     return header(file, lambda fields: fields[max(fields, key=lambda name: fields[name].get("data_offsets", [0])[0])].update(changes))
 
 
+def _as_fractions(fields: dict[str, Any]) -> None:
+    """8.0 for 8, in the shape and offsets of the last tensor: equal in Python."""
+    entry = fields[max(fields, key=lambda name: fields[name].get("data_offsets", [0])[0])]
+    entry.update({key: [float(value) for value in entry[key]] for key in ("shape", "data_offsets")})
+
+
 def header_text(file: str, encoded: bytes) -> Attack:
     def change(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")
@@ -285,6 +291,7 @@ def _manifest_cases() -> Iterator[Case]:
     yield Case("a manifest of a terabyte", MANIFEST, _sparse(MANIFEST, 2**40))
     yield Case("a field that there is not, sealed", MANIFEST, manifest(lambda fields: fields.update(guards_code=["x"])))
     yield Case("a newer format", MANIFEST, manifest(lambda fields: fields.update(format_version=999)))
+    yield Case("a fraction for a count", MANIFEST, manifest(lambda fields: fields["recipe"].update(steps=8.0)))
     yield Case("a version that is no number", MANIFEST, manifest(lambda fields: fields.update(format_version=True)))
     yield Case("a feature that nobody knows", MANIFEST, manifest(lambda fields: fields["features"].append("zz-run-code")))
     yield Case("an operator library that is a module", MANIFEST, manifest(_a_library_that_is_a_module))
@@ -344,6 +351,7 @@ def _tensor_cases() -> Iterator[Case]:
         yield Case("a tensor before the start", file, tensor(file, data_offsets=[-8, -4]))
         yield Case("a tensor of 2^60 elements", file, tensor(file, shape=[2**30, 2**30]))
         yield Case("a tensor of negative sizes", file, tensor(file, shape=[-1, -1]))
+        yield Case("sizes of a tensor with fractions", file, header(file, _as_fractions))
         yield Case("a tensor of no elements", file, tensor(file, shape=[0], data_offsets=[0, 0]))
         yield Case("another dtype", file, tensor(file, dtype="F64"))
         yield Case("a dtype that there is not", file, tensor(file, dtype="PICKLE"))
