@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import filelock
@@ -29,11 +29,12 @@ from trainload.launch.determinism import deterministic
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package
+from trainload.sharding.collectives import Collective, collectives_of
 from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
 
-BUILD_VERSION = 5
+BUILD_VERSION = 6
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 DERIVATION = 3
 """Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
@@ -58,13 +59,15 @@ class Built:
     """All that a rank calls, by the name of the captured graph.
 
     train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. update: what
-    `UpdateStep.trace` gives, which writes in place. compiled: whether they were compiled.
+    `UpdateStep.trace` gives, which writes in place. compiled: whether they were compiled. collectives: what each graph calls, by the
+    graph's name within the build.
     """
 
     train: dict[str, dict[Phase, BuiltGraph]]
     forward: dict[str, BuiltGraph]
     update: dict[str, Call]
     compiled: bool
+    collectives: dict[str, tuple[Collective, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,11 @@ class _Graphs:
 
     ranks: dict[str, RankGraph]
     updates: dict[str, GraphModule]
+
+    def collectives(self, plan: Plan) -> dict[str, tuple[Collective, ...]]:
+        modules = {name: graph.module for name, graph in self.ranks.items()}
+        modules |= {_update_file(owner): module for owner, module in self.updates.items()}
+        return {name: collectives_of(module, plan.groups(), name) for name, module in modules.items()}
 
 
 def _train_file(name: str, phase: Phase) -> str:
@@ -176,7 +184,8 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
     updates = {owner: load_compiled(folder / f"{_update_file(owner)}.bin") for owner in set(owners.values())}
     train = {name: {phase: graph(_train_file(name, phase)) for phase in phases(plan)} for name in owners}
     forward = {name: graph(name) for name in _forward_names(package)}
-    return Built(train, forward, {name: updates[owner] for name, owner in owners.items()}, compiled=True)
+    collectives = {name: tuple(Collective(*entry) for entry in entries) for name, entries in index["collectives"].items()}
+    return Built(train, forward, {name: updates[owner] for name, owner in owners.items()}, True, collectives)
 
 
 def uncompiled_build(package: Package, plan: Plan, device: torch.device) -> Built:
@@ -189,7 +198,7 @@ def uncompiled_build(package: Package, plan: Plan, device: torch.device) -> Buil
     owners = _update_owners(package)
     train = {name: {phase: graph(_train_file(name, phase)) for phase in phases(plan)} for name in owners}
     forward = {name: graph(name) for name in _forward_names(package)}
-    return Built(train, forward, {name: graphs.updates[owner] for name, owner in owners.items()}, compiled=False)
+    return Built(train, forward, {name: graphs.updates[owner] for name, owner in owners.items()}, False, graphs.collectives(plan))
 
 
 def derived_key(graph: str, device: torch.device) -> str:
@@ -225,6 +234,7 @@ def _graphs(package: Package, plan: Plan, device: torch.device, on_stage: Callab
 def _compile_into(draft: Path, package: Package, plan: Plan, device: torch.device, on_stage: Callable[[str, float], None]) -> None:
     graphs = _graphs(package, plan, device, on_stage)
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
+    collectives = graphs.collectives(plan)  # compiling changes the graphs
     for name, graph in graphs.ranks.items():
         began = time.perf_counter()
         compile_graph(graph.module, draft / f"{name}.bin", groups)
@@ -235,6 +245,7 @@ def _compile_into(draft: Path, package: Package, plan: Plan, device: torch.devic
         on_stage(f"compile {_update_file(owner)}", time.perf_counter() - began)
     index = {
         "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},
+        "collectives": {name: [list(astuple(each)) for each in called] for name, called in collectives.items()},
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }
     (draft / _INDEX).write_bytes(canonical_json(index))

@@ -21,6 +21,7 @@ from torch import Tensor
 from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.rounds import draws_before, draws_of
 from trainload.capture.errors import DataError, RunInterrupted, TrainingError
+from trainload.launch.agreement import demand_same_collectives
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
@@ -114,7 +115,10 @@ class _Worker:
         self._data, self._eval_data = _open_data(spec, self._package)
         self._dispatcher = run_dispatcher(self._package)
         self._device = device_of(self._plan)
-        self._engine = Engine(self._package, self._plan, place.rank, self._device, self._build())
+        built = self._build()
+        if self._control is not None:
+            demand_same_collectives(built.collectives, self._plan, self._control)
+        self._engine = Engine(self._package, self._plan, place.rank, self._device, built)
         self._start = 0
         self._load(path)
         self._writer = CheckpointWriter(self._run_dir, self._plan, place.rank, self._attempt, keep_last=spec.keep)

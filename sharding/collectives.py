@@ -1,0 +1,169 @@
+"""The collectives of rank graphs: read off the graphs, and compared across ranks before any of them is called.
+
+Ranks that call other collectives than their peers, or in another order, wait for one another until a timeout ends them all. What each rank
+will call stands in its graphs, so that is known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from trainload.capture.errors import PlanError
+from trainload.capture.operators import is_overload
+
+_PREFIX = "_c10d_functional."
+_WAIT = "wait_tensor"
+_SIZED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
+_CURE = "Every rank must run the same package, plan, trainload and torch: compare the nodes, clear their caches, and resume."
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective as one rank calls it. `elements`: of its input."""
+
+    operator: str
+    group: str
+    dtype: str
+    elements: int
+    reduction: str = ""
+
+    def __str__(self) -> str:
+        reduction = f" {self.reduction}" if self.reduction else ""
+        return f"{self.operator}{reduction} of {self.elements} {self.dtype} in {self.group}"
+
+
+Groups = Mapping[str, Sequence[Sequence[int]]]
+"""Name -> how the process groups of that name divide the ranks: `Plan.groups`."""
+
+
+def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Collective, ...]:
+    """The collectives that a rank graph calls, in order.
+
+    Raises:
+        PlanError: one names a group that the plan has not, or takes it for another size; its result is not waited for; or it stands in the
+            body of an operator, where the data could decide whether a rank calls it.
+    """
+    found: list[Collective] = []
+    for node in module.graph.nodes:
+        for body in _bodies(module, node):
+            if inner := next(_calls(body), None):
+                raise PlanError(
+                    "a collective stands in the body of an operator: ranks whose data differ would not all call it",
+                    where=f"{where}, {node.name}",
+                    got=str(inner.target),
+                )
+    for node in _calls(module):
+        collective, ranks = _read(node, where)
+        if collective.group not in groups:
+            raise PlanError(
+                "a collective names a process group that the plan has not",
+                where=f"{where}, {node.name}",
+                expected=", ".join(sorted(groups)),
+                got=collective.group,
+            )
+        size = len(groups[collective.group][0])
+        if ranks is not None and ranks != size:
+            raise PlanError(
+                "a collective takes its group for another size", where=f"{where}, {node.name}", expected=f"{size} ranks", got=f"{ranks}"
+            )
+        if collective.operator == "reduce_scatter_tensor" and collective.elements % size:
+            raise PlanError(
+                "what is scattered does not divide",
+                where=f"{where}, {node.name}",
+                expected=f"a multiple of {size} elements",
+                got=f"{collective.elements}",
+            )
+        if not any(_name(user) == _WAIT for user in node.users):
+            raise PlanError("nothing waits for the result of a collective", where=f"{where}, {node.name}", got=str(collective))
+        found.append(collective)
+    return tuple(found)
+
+
+def demand_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where: str) -> None:
+    """Demands that every rank's collectives meet those of its peers: in each group the same ones, and in one order among groups.
+
+    Args:
+        ranks: what each rank calls, by rank. Equal sequences may be one object; comparing then costs next to nothing.
+        groups: the plan's.
+        where: the graph's name, for errors.
+
+    Raises:
+        PlanError: they do not meet: the ranks would hang. It names two of them, and the first collective that differs.
+    """
+    kinds: dict[tuple[Collective, ...], int] = {}
+    identities: dict[int, int] = {}
+    kind_of: list[int] = []
+    for sequence in ranks:
+        if id(sequence) not in identities:
+            identities[id(sequence)] = kinds.setdefault(tuple(sequence), len(kinds))
+        kind_of.append(identities[id(sequence)])
+    if len(kinds) == 1:
+        return
+    sequences = list(kinds)
+    for (first, other), names in _meetings(kind_of, groups).items():
+        mine, its = ([c for c in sequences[kind_of[rank]] if c.group in names] for rank in (first, other))
+        if mine != its:
+            at = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), min(len(mine), len(its)))
+            raise PlanError(
+                "ranks would wait for one another: they call different collectives",
+                where=f"{where}, collective {at} of those that ranks {first} and {other} share",
+                expected=f"rank {first}: {mine[at] if at < len(mine) else 'no more'}",
+                got=f"rank {other}: {its[at] if at < len(its) else 'no more'}",
+                cure=_CURE,
+            )
+
+
+def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], frozenset[str]]:
+    """Pairs of ranks of different kinds -> the names of the groups that they share.
+
+    For each two kinds that meet in a group: the first rank of one with those of the other, one pair for each set of names. The axes of a
+    mesh are regular, so that the first rank sees every set that there is.
+    """
+    homes = {name: {rank: number for number, part in enumerate(parts) for rank in part} for name, parts in groups.items()}
+    found: dict[tuple[int, int, frozenset[str]], tuple[int, int]] = {}
+    for parts in groups.values():
+        for part in parts:
+            firsts = {kind_of[rank]: rank for rank in reversed(part)}
+            for kind, first in firsts.items() if len(firsts) > 1 else ():
+                for other in part:
+                    if kind_of[other] > kind:
+                        shared = frozenset(name for name, home in homes.items() if home[first] == home[other])
+                        found.setdefault((kind, kind_of[other], shared), (first, other))
+    return {pair: names for (_, _, names), pair in found.items()}
+
+
+def _read(node: Node, where: str) -> tuple[Collective, int | None]:
+    """A node's collective, and how large it takes its group for, where it says so."""
+    name = _name(node)
+    value: Any = node.all_input_nodes[0].meta["val"]
+    assert is_overload(node.target)
+    arguments: dict[str, Any] = {named.name: given for named, given in zip(node.target._schema.arguments, node.args, strict=False)}
+    arguments |= node.kwargs
+    if not isinstance(arguments.get("group_name"), str) or not all(isinstance(size, int) for size in value.shape):
+        raise PlanError("a collective whose group or size is not known before", where=f"{where}, {node.name}", got=str(node.target))
+    dtype = str(value.dtype).removeprefix("torch.")
+    collective = Collective(name, arguments["group_name"], dtype, value.numel(), arguments.get("reduce_op", ""))
+    return collective, arguments["group_size"] if name in _SIZED else None
+
+
+def _calls(module: GraphModule) -> Iterator[Node]:
+    for node in module.graph.nodes:
+        if _name(node) not in ("", _WAIT):
+            yield node
+        for body in _bodies(module, node):
+            yield from _calls(body)
+
+
+def _bodies(module: GraphModule, node: Node) -> Iterator[GraphModule]:
+    if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), GraphModule):
+        yield body
+
+
+def _name(node: Node) -> str:
+    """The name of a functional collective, "" of any other node."""
+    spelled = str(node.target) if node.op == "call_function" else ""
+    return spelled.removeprefix(_PREFIX).partition(".")[0] if spelled.startswith(_PREFIX) else ""

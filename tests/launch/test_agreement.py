@@ -1,0 +1,59 @@
+"""Two real ranks compare what they will call before they call it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tests.sharding.cases import make_plan
+
+from trainload.capture.errors import PlanError
+from trainload.launch.agreement import demand_same_collectives
+from trainload.sharding.collectives import Collective
+from trainload.sharding.plan import DATA
+
+WORLD = 2
+FIRST, SECOND = (Collective("all_reduce", DATA, "float32", size, "sum") for size in (4, 6))
+ALIKE = {"train.only": (FIRST, SECOND), "eval": (FIRST,)}
+OTHER = {"train.only": (FIRST, SECOND), "eval": (SECOND,)}
+
+
+def compare(rank: int, folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", WORLD)  # type: ignore[attr-defined]  # public, though not in __all__
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    plan = make_plan("zero0", WORLD)
+    assert dist.group.WORLD is not None
+    demand_same_collectives(ALIKE, plan, dist.group.WORLD)
+    told = ""
+    try:
+        demand_same_collectives(OTHER if rank else ALIKE, plan, dist.group.WORLD)
+    except PlanError as error:
+        told = str(error)
+    Path(folder, f"{rank}.txt").write_text(told)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What each rank was told of the graphs that differ, after those that do not."""
+    folder = tmp_path_factory.mktemp("agreement")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=compare, args=(rank, str(folder)), daemon=True) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=100)
+    assert [process.exitcode for process in processes] == [0] * WORLD
+    return [(folder / f"{rank}.txt").read_text() for rank in range(WORLD)]
+
+
+def test_both_ranks_are_told_the_same(told: list[str]) -> None:
+    assert told[0] == told[1] != ""
+
+
+def test_it_names_graph_ranks_and_collectives(told: list[str]) -> None:
+    assert told[0].startswith("eval, collective 0 of those that ranks 0 and 1 share: ranks would wait for one another")
+    assert f"rank 0: {FIRST}" in told[0]
+    assert f"rank 1: {SECOND}" in told[0]
