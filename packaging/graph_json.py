@@ -54,6 +54,7 @@ from trainload.capture.quiet import quiet_torch
 from trainload.packaging.graph_fields import plain_treespec, strip_graph
 
 _DIALECT = "TRAINING"
+_POSITIONAL, _KEYWORD = serde.ArgumentKind.POSITIONAL.value, serde.ArgumentKind.KEYWORD.value
 _REFUSALS = (
     SerializeError,
     SpecViolationError,
@@ -387,11 +388,14 @@ def _from_json(
 
 
 def _demand_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
-    """Demand that torch has read every argument of every node, each under its name: its reader passes over names that an operator has not.
+    """Demand that torch has read every argument of every node, each under its name and as it is passed, and every example of a size: its
+    reader passes over names that an operator has not, and takes a symbol's example from wherever it comes first.
 
     Raises:
         PackageError: it has not.
     """
+    for node in module.graph.nodes:
+        _demand_examples(node, told, where)
     calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     if len(calls) != len(told["nodes"]):
         raise PackageError("torch reads another number of nodes", where=where, expected=str(len(told["nodes"])), got=str(len(calls)))
@@ -405,12 +409,41 @@ def _demand_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: 
                 expected=f"some of {', '.join(known)}" if known is not names else "each once",
                 got=", ".join(names),
             )
+        kinds = [argument["kind"] for argument in entry["inputs"]]
+        if kinds != [_POSITIONAL] * len(node.args) + [_KEYWORD] * len(node.kwargs):
+            raise PackageError("a node's arguments are passed in another way than is said", where=f"{where}, node {entry['name']}")
         if entry["outputs"] and "as_none" not in entry["outputs"][0] and node.name != entry["name"]:
             raise PackageError("two nodes have one name", where=where, got=entry["name"])
         bodies = [argument["arg"]["as_graph"] for argument in entry["inputs"] if "as_graph" in argument["arg"]]
         held = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node) and value.op == "get_attr"]
         for value, body in zip(held, bodies, strict=True):
             _demand_whole(getattr(module, str(value.target)), body["graph"], where)
+
+
+def _demand_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) -> None:
+    """Demand that a node's sizes have the examples that the file says.
+
+    Raises:
+        PackageError: they have not.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and node.name in told["tensor_values"]:
+        meta = told["tensor_values"][node.name]
+        sizes = zip((*value.shape, *value.stride()), (*meta["sizes"], *meta["strides"]), strict=True)
+    elif isinstance(value, torch.SymInt) and node.name in told["sym_int_values"]:
+        sizes = zip((value,), (told["sym_int_values"][node.name],), strict=True)
+    else:
+        return
+    for size, spelled in sizes:
+        if isinstance(size, torch.SymInt) and "as_expr" in spelled:
+            known, stated = size.node.hint, spelled["as_expr"]["hint"]
+            if stated != (None if known is None else {"as_int": known}):
+                raise PackageError(
+                    "a size has another example than its symbols",
+                    where=f"{where}, node {node.name}: {spelled['as_expr']['expr_str']}",
+                    expected=str(known),
+                    got=str(stated and next(iter(stated.values()))),
+                )
 
 
 def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:

@@ -99,7 +99,14 @@ class _Validator:
         self.tensor_argument = self.record({"name": self.identifier})
         self.device = self.record({"type": self.choice(_DEVICES), "index": self.maybe(self.small)})
         hint = self.union({"as_int": self.integer, "as_bool": self.boolean, "as_float": self.number})
-        expression = self.record({"expr_str": self.expression, "hint": self.maybe(hint)})
+        self.hints: dict[str, Any] = {}
+        plain = self.record({"expr_str": self.expression, "hint": self.maybe(hint)})
+
+        def expression(value: Any) -> None:
+            plain(value)
+            if self.hints.setdefault(value["expr_str"], value["hint"]) != value["hint"]:
+                self.refuse("an expression has one example in a file", value)
+
         self.sym_int = self.union({"as_expr": expression, "as_int": self.integer})
         self.sym_float = self.union({"as_expr": expression, "as_float": self.number})
         self.sym_bool = self.union({"as_expr": expression, "as_bool": self.boolean})

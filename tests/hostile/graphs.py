@@ -124,6 +124,7 @@ ATTACKS: dict[str, Change] = {
     "two kinds of argument at once": argument({"as_int": 1, "as_string": "x"}),
     "unknown kind of argument": argument({"as_pickle": "gASVIQ=="}),
     "a fraction for the kind of an argument": lambda graph: nodes(graph)[0]["inputs"][0].update(kind=1.0),
+    "another example of a size than of its symbol": lambda graph: first_symbol(graph).update(hint={"as_int": 2**40}),
     "long string": argument({"as_string": "x" * 5000}),
     "code as a node's name": rename_first("x; import os"),
     "newline in a node's name": rename_first("x\nimport os"),
