@@ -54,7 +54,7 @@ def main() -> int:
     if not options.table and chosen:
         with tempfile.TemporaryDirectory() as name:
             run(chosen, results, Path(name), keep=bool(options.only or options.missing or options.bad))
-    write_table(results)
+    write_table(results, json.loads(RESULTS.read_text())["versions"])
     wrong = [case.name for case in CASES if case.name not in results or bad(case, results[case.name])]
     print(f"{TABLE.relative_to(ROOT)}: {len(results)} of {len(CASES)} cases, {len(wrong)} not as they ought to be", file=sys.stderr)
     return 1 if wrong else 0

@@ -86,8 +86,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_table(results: Mapping[str, Outcome]) -> None:
-    """Writes docs/coverage.md."""
+def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None:
+    """Writes docs/coverage.md. `used`: the `versions` that the results were found with."""
     from tests.coverage import stages
 
     head = _HEAD.format(
@@ -98,7 +98,7 @@ def write_table(results: Mapping[str, Outcome]) -> None:
         low=stages.LOW,
         noise=stages.NOISE,
     )
-    parts = [head, _summary(results)]
+    parts = [head, _summary(results, used)]
     for module in FAMILIES:
         parts.append(_family(module.FAMILY.name, module.FAMILY.cases, results))
     parts.append(_refusals(results))
@@ -107,10 +107,10 @@ def write_table(results: Mapping[str, Outcome]) -> None:
     TABLE.write_text("\n".join(parts).rstrip() + "\n")
 
 
-def _summary(results: Mapping[str, Outcome]) -> str:
-    used = ", ".join(f"{name} {value}" for name, value in versions().items() if name not in ("cores",))
+def _summary(results: Mapping[str, Outcome], used: Mapping[str, str]) -> str:
+    told = ", ".join(f"{name} {value}" for name, value in used.items() if name not in ("cores",))
     lines = [
-        f"## Summary\n\n{used}.\n",
+        f"## Summary\n\n{told}.\n",
         "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients | not run |",
     ]
     lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")

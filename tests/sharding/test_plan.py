@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from tests.sharding.cases import make_plan
 
 import trainload
+from trainload import cli
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.plan import DATA, REPLICATE, SHARD, STRATEGIES, Estimate, Plan, Strategy
@@ -108,3 +109,12 @@ def test_a_plan_of_before_hybrid_is_read() -> None:
     plan = make_plan("zero3", 4)
     old = {key: value for key, value in plan.model_dump(mode="json").items() if key != "shard_ranks"}
     assert Plan.model_validate(old) == plan
+
+
+def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--devices-per-node 4 --strategy hybrid --shard-ranks 2 --accumulate 2 --bucket-mib 0.01 --prefetch 3 --json"
+    assert cli.run(["plan", str(gpt.path), *options.split()]) == 0
+    cluster = trainload.Cluster(devices_per_node=4)
+    expected = trainload.plan(gpt, cluster, "hybrid", shard_ranks=2, accumulate=2, bucket_bytes=10485, prefetch=3)
+    assert Plan.model_validate_json(capsys.readouterr().out) == expected
+    assert len(expected.buckets) > len(trainload.plan(gpt, cluster, "hybrid").buckets)

@@ -54,6 +54,8 @@ def strategy_option(command: Command) -> Command:
 @click.option("--shard-ranks", type=positive, metavar="N", help="For hybrid: ranks that share one copy. Default: a node's.")
 @click.option("--global-batch", type=positive, metavar="N", help="Rows of one update. Default: the job's.")
 @click.option("--accumulate", type=positive, metavar="N", default=1, help="Microbatches of one update. Default: 1.")
+@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Size of a bucket of parameters. Default: 25.")
+@click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead of their use. Default: 1.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
 @json_option
 def plan(
@@ -65,6 +67,8 @@ def plan(
     shard_ranks: int | None,
     global_batch: int | None,
     accumulate: int,
+    bucket_mib: float | None,
+    prefetch: int | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -74,7 +78,11 @@ def plan(
     """
     if output is not None and output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
-    options = {"global_batch": global_batch, "accumulate": accumulate, "shard_ranks": shard_ranks}
+    options: dict[str, Any] = {"global_batch": global_batch, "accumulate": accumulate, "shard_ranks": shard_ranks}
+    if bucket_mib is not None:
+        options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
+    if prefetch is not None:
+        options["prefetch"] = prefetch
     made = _make_plan(shared.open_package(package), nodes, devices_per_node, device, strategy, **options)
     if output is not None:
         write_text(output, made.model_dump_json(indent=2) + "\n")
