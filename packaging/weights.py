@@ -1,15 +1,11 @@
 """weights/: shards that any Hugging Face tool reads, digests of their chunks, and a reader that takes only the bytes it is asked for.
 
-A shard may be larger than a rank's share, so a digest of the whole file would make every rank read every byte. weights/chunks.json
-therefore lists the sha256 of every CHUNK bytes, and the reader checks each chunk that it touches, each time.
+weights/chunks.json lists the sha256 of every chunk of every file, and the reader checks each chunk that it touches, each time.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,19 +13,12 @@ from typing import Any
 import torch
 
 from trainload.capture.errors import IntegrityError, PackageError
+from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import open_inside, read_checked, write_bytes
 from trainload.packaging.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
 from trainload.packaging.tensors import DTYPES, Place, TensorFileWriter, TensorSpec, bytes_of, header_length, parse_header
 
-CHUNK = 4 * 2**20
-"""Bytes under one digest."""
-_SPAN = 16 * CHUNK
-"""Bytes that are checked at a time where they are not kept."""
-_READERS = 4
-"""Threads that read and check: the disk answers one while others reckon digests, for which Python lets go of its lock."""
-_FEW = 4
-"""Chunks for which threads are not worth it."""
 MAX_SHARD = 2 * 2**30
 """Bytes of tensors in one shard, unless one tensor alone is larger."""
 
@@ -85,15 +74,12 @@ def write_weights(
     names = {spec.name: path.removeprefix("weights/") for path, shard in layout.items() for spec in shard if path != NON_PERSISTENT}
     index = {"metadata": {"total_size": sum(spec.nbytes for spec in state)}, "weight_map": names}
     write_bytes(root / INDEX, canonical_json(index))
-    chunks = {"chunk_size": CHUNK, "files": {path: list(_chunk_digests(root / path)) for path in layout}}
-    write_bytes(root / CHUNKS, canonical_json(chunks))
+    digests: dict[str, list[str]] = {}
+    for path in layout:
+        with (root / path).open("rb") as file:
+            digests[path] = list(chunks.chunk_digests(file))
+    write_bytes(root / CHUNKS, canonical_json({"chunk_size": chunks.CHUNK, "files": digests}))
     return [*layout, INDEX, CHUNKS]
-
-
-def _chunk_digests(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        while block := file.read(CHUNK):
-            yield hashlib.sha256(block).hexdigest()
 
 
 class WeightReader:
@@ -103,12 +89,8 @@ class WeightReader:
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
-        self._root = root
-        self._manifest = manifest
         self._specs: dict[str, tuple[str, TensorSpec]] = {}
         self._places: dict[str, dict[str, Place]] = {}
-        self._last: tuple[str, int, bytes] | None = None
-        self._end: tuple[str, int] | None = None
         state, others = stored_tensors(manifest)
         self._aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
         wanted = {spec.name: spec for spec in state}
@@ -122,8 +104,10 @@ class WeightReader:
         listed = {path for path in manifest.files if path.startswith("weights/")} - {INDEX, CHUNKS}
         if used - listed or {path for path in listed if path not in used and (wanted or path == NON_PERSISTENT)}:
             raise IntegrityError("the index names other files than the manifest", where=INDEX, got=", ".join(sorted(used ^ listed)[:5]))
-        chunks = parse_canonical(read_checked(root, CHUNKS, manifest.files[CHUNKS]), CHUNKS)
-        self._chunks = _chunk_table(chunks, {path: manifest.files[path].size for path in listed})
+        sizes = {path: manifest.files[path].size for path in listed}
+        table = _chunk_table(parse_canonical(read_checked(root, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes)
+        last = chunks.LastChunk()
+        self._files = {path: _chunked(root, path, sizes[path], digests, last) for path, digests in table.items()}
 
     def names(self) -> tuple[str, ...]:
         """Every parameter that is not an alias, and every buffer."""
@@ -150,7 +134,7 @@ class WeightReader:
         path, spec = self._find(name)
         place = self._place(path, name)
         tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-        self._fill(path, place.start, bytes_of(tensor), whole=True)
+        self._files[path].fill(place.start, bytes_of(tensor), onward=True)
         return tensor
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -167,7 +151,7 @@ class WeightReader:
         if not 0 <= start <= stop <= (place.stop - place.start) // item:
             raise ValueError(f"elements {start} to {stop} are not within {name} of shape {spec.shape}")
         tensor = torch.empty(stop - start, dtype=DTYPES[spec.dtype])
-        self._fill(path, place.start + start * item, bytes_of(tensor))
+        self._files[path].fill(place.start + start * item, bytes_of(tensor))
         return tensor
 
     def check_headers(self) -> None:
@@ -194,7 +178,7 @@ class WeightReader:
         """
         path, _ = self._find(name)
         place = self._place(path, name)
-        return place.start % CHUNK, tuple(self._chunks[path][place.start // CHUNK : -(-place.stop // CHUNK)])
+        return place.start % chunks.CHUNK, self._files[path].digests(place.start, place.stop)
 
     def check(self, name: str) -> None:
         """Read a tensor's bytes and compare their digests, without keeping them.
@@ -205,8 +189,7 @@ class WeightReader:
         """
         path, _ = self._find(name)
         place = self._place(path, name)
-        for start in range(place.start, place.stop, _SPAN):
-            self._fill(path, start, memoryview(bytearray(min(_SPAN, place.stop - start))), whole=True)
+        self._files[path].check(place.start, place.stop)
 
     def _find(self, name: str) -> tuple[str, TensorSpec]:
         return self._specs[self._aliases.get(name, name)]
@@ -214,84 +197,24 @@ class WeightReader:
     def _place(self, path: str, name: str) -> Place:
         places = self._places.get(path)
         if places is None:
-            size = self._manifest.files[path].size
-            length = header_length(self._bytes(path, 0, min(8, size)), size, path)
+            file = self._files[path]
+            length = header_length(file.read(0, min(8, file.size)), file.size, path)
             specs = [spec for home, spec in self._specs.values() if home == path]
-            places = self._places[path] = parse_header(self._bytes(path, 0, 8 + length), size, path, specs)
+            places = self._places[path] = parse_header(file.read(0, 8 + length), file.size, path, specs)
         return places[self._aliases.get(name, name)]
 
-    def _bytes(self, path: str, start: int, stop: int) -> bytes:
-        data = bytearray(stop - start)
-        self._fill(path, start, memoryview(data))
-        return bytes(data)
 
-    def _fill(self, path: str, start: int, into: memoryview, *, whole: bool = False) -> None:
-        """Read bytes of a file from `start` on, as many as `into` has, and check every chunk that they touch.
+def _chunked(root: Path, path: str, size: int, digests: Sequence[str], last: chunks.LastChunk) -> chunks.ChunkedFile:
+    def damaged(number: int) -> IntegrityError:
+        return IntegrityError(
+            "a file of weights is damaged",
+            where=path,
+            expected=f"sha256 {digests[number]} of bytes from {number * chunks.CHUNK}",
+            got="another",
+            cure="Fetch the package again.",
+        )
 
-        Chunks that lie wholly within are read and checked where they are to be, some at a time; of the others a copy is kept, since the
-        next tensor often needs the same.
-        """
-        stop = start + len(into)
-        numbers = range(start // CHUNK, -(-stop // CHUNK)) if len(into) else range(0)
-        with open_inside(self._root, path) as file:
-            size = self._manifest.files[path].size
-            self._announce(file.fileno(), path, start, stop, whole=whole)
-
-            def read(number: int) -> None:
-                low, high = number * CHUNK, min((number + 1) * CHUNK, size)
-                _read_at(file.fileno(), low, into[low - start : high - start])
-                self._demand(path, number, into[low - start : high - start])
-
-            inner = [number for number in numbers if start <= number * CHUNK and min((number + 1) * CHUNK, size) <= stop]
-            for number in sorted(set(numbers) - set(inner)):
-                low, high = max(start, number * CHUNK), min(stop, (number + 1) * CHUNK)
-                block = memoryview(self._edge(path, number, file.fileno()))
-                into[low - start : high - start] = block[low - number * CHUNK : high - number * CHUNK]
-            if len(inner) < _FEW:
-                for number in inner:
-                    read(number)
-                return
-            with ThreadPoolExecutor(_READERS) as pool:
-                for _ in pool.map(read, inner):
-                    pass
-
-    def _announce(self, descriptor: int, path: str, start: int, stop: int, *, whole: bool) -> None:
-        """Tell the system what will be read, so that the disk is at work while digests are reckoned.
-
-        Where whole tensors are read one after another, what comes next is fetched too: never where slices are, of which the next may be
-        another rank's.
-        """
-        ahead = _SPAN if whole and self._end == (path, start) else 0
-        os.posix_fadvise(descriptor, start, stop - start + ahead, os.POSIX_FADV_WILLNEED)
-        self._end = (path, stop)
-
-    def _edge(self, path: str, number: int, descriptor: int) -> bytes:
-        if self._last is None or self._last[:2] != (path, number):
-            block = bytearray(min(CHUNK, self._manifest.files[path].size - number * CHUNK))
-            _read_at(descriptor, number * CHUNK, memoryview(block))
-            self._demand(path, number, memoryview(block))
-            self._last = (path, number, bytes(block))
-        return self._last[2]
-
-    def _demand(self, path: str, number: int, block: memoryview) -> None:
-        if hashlib.sha256(block).hexdigest() != self._chunks[path][number]:
-            raise IntegrityError(
-                "a file of weights is damaged",
-                where=path,
-                expected=f"sha256 {self._chunks[path][number]} of bytes from {number * CHUNK}",
-                got="another",
-                cure="Fetch the package again.",
-            )
-
-
-def _read_at(descriptor: int, start: int, into: memoryview) -> None:
-    """Read bytes of a file into memory. Where it ends too early the rest stays as it was, and the digest is another."""
-    at = 0
-    while at < len(into):
-        count = os.preadv(descriptor, [into[at:]], start + at)
-        if count == 0:
-            return
-        at += count
+    return chunks.ChunkedFile(lambda: open_inside(root, path), size, digests, damaged, last)
 
 
 class LazyState(Mapping[str, torch.Tensor]):
@@ -324,17 +247,17 @@ def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
     return dict(homes)
 
 
-def _chunk_table(chunks: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+def _chunk_table(told: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
     if (
-        not isinstance(chunks, dict)
-        or set(chunks) != {"chunk_size", "files"}
-        or canonical_json(chunks["chunk_size"]) != canonical_json(CHUNK)
+        not isinstance(told, dict)
+        or set(told) != {"chunk_size", "files"}
+        or canonical_json(told["chunk_size"]) != canonical_json(chunks.CHUNK)
     ):
         raise IntegrityError("the list of chunks is malformed", where=CHUNKS)
-    files = chunks["files"]
+    files = told["files"]
     if not isinstance(files, dict) or set(files) != set(sizes):
         raise IntegrityError("the list of chunks names other files than the manifest", where=CHUNKS)
     for path, size in sizes.items():
-        if not isinstance(files[path], list) or len(files[path]) != -(-size // CHUNK):
+        if not isinstance(files[path], list) or len(files[path]) != -(-size // chunks.CHUNK):
             raise IntegrityError("the list of chunks has another length than the file", where=f"{CHUNKS}, {path}")
     return dict(files)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainload.capture.errors import CheckpointError, PackageError
+from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 from trainload.sharding.plan import Bucket, Strategy
 
-VERSION = 1
-"""Of the index's format. 1: the first."""
+VERSION = 2
+"""Of the index's format. 1: the first, with a digest of each shard as a whole. 2: with one of each chunk, so that a rank reads its part."""
 
 INDEX = "index.json"
 CHECKPOINTS = "checkpoints"
@@ -29,11 +30,17 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A shard: its name in the checkpoint's folder, its bytes and their sha256 in hex."""
+    """A shard: its name in the checkpoint's folder, its bytes, and the sha256 in hex of each chunk of them (packaging/chunks.py)."""
 
     name: str
     size: int = Field(ge=0)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    chunks: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.chunks) != -(-self.size // chunks.CHUNK):
+            raise ValueError(f"{self.name} has another number of digests than of chunks")
+        return self
 
 
 class DataPosition(_Record):

@@ -1,4 +1,4 @@
-"""Reading checkpoints: nothing is believed before its digest was seen, and only what is asked for is read.
+"""Reading checkpoints: nothing is believed before its digest was seen, and only the chunks of what is asked for are read.
 
 A checkpoint is read by intervals of buckets or of parameters, so that ranks of any number, under any plan for the same package,
 find what they need.
@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
-from trainload.packaging.canonical import sha256_file
+from trainload.launch.checkpoints.shard import CURE, ShardReader
 from trainload.sharding.plan import Bucket, Slot
-
-_CURE = "Resume from an earlier checkpoint."
 
 
 class Checkpoint:
-    """A published checkpoint. `path`: its folder; `index`: what it holds.
-
-    A shard's digest is compared when it is first read from, once.
-    """
+    """A published checkpoint. `path`: its folder; `index`: what it holds."""
 
     __slots__ = ("_buckets", "_open", "_slots", "index", "path")
 
@@ -33,7 +27,7 @@ class Checkpoint:
         self.path, self.index = path, index
         self._buckets: dict[str, Bucket] = {bucket.name: bucket for bucket in index.buckets}
         self._slots: dict[str, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in index.buckets for slot in bucket.slots}
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, ShardReader] = {}
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -42,13 +36,13 @@ class Checkpoint:
         try:
             data = file.read_bytes()
         except OSError as error:
-            raise CheckpointError("the index cannot be read", where=str(file), got=str(error), cure=_CURE) from error
+            raise CheckpointError("the index cannot be read", where=str(file), got=str(error), cure=CURE) from error
         return cls(path, decode_index(data, str(file)))
 
     def verify(self) -> None:
-        """Reads every shard and compares its digest. Raises: CheckpointError, naming the first file that is not as it was written."""
+        """Reads every shard and compares its digests. Raises: CheckpointError, naming the first file that is not as it was written."""
         for number in range(len(self.index.files)):
-            self._shard(number)
+            self._shard(number).check()
 
     def bucket_of(self, parameter: str) -> tuple[Bucket, Slot]:
         """Where a parameter lies in this checkpoint. Raises: CheckpointError where it has none of that name."""
@@ -76,7 +70,7 @@ class Checkpoint:
         while at < stop or not pieces:
             number = min(at // each, self.index.world_size - 1) if each else 0
             end = min(stop, (number + 1) * each)
-            pieces.append(self._shard(number).get_slice(flat_key(bucket, entry))[at - number * each : end - number * each])
+            pieces.append(self._shard(number).interval(flat_key(bucket, entry), at - number * each, end - number * each))
             at = end
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -91,35 +85,19 @@ class Checkpoint:
 
     def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
         """A bucket's 0-dim entries. Raises: CheckpointError where shard 0 has changed."""
-        return {entry: self._shard(0).get_tensor(scalar_key(bucket, entry)) for entry in self.index.scalars.get(bucket, ())}
+        return {entry: self._shard(0).tensor(scalar_key(bucket, entry)) for entry in self.index.scalars.get(bucket, ())}
 
     def own(self, parameter: str) -> dict[str, torch.Tensor]:
         """A parameter's entries that have shapes of their own. Raises: CheckpointError where shard 0 has changed."""
-        return {entry: self._shard(0).get_tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
+        return {entry: self._shard(0).tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The model's buffers by name. Raises: CheckpointError where shard 0 has changed."""
-        return {name: self._shard(0).get_tensor(buffer_key(name)) for name in self.index.buffers}
+        return {name: self._shard(0).tensor(buffer_key(name)) for name in self.index.buffers}
 
-    def _shard(self, number: int) -> Any:
-        """A shard, mapped; its digest is compared first."""
+    def _shard(self, number: int) -> ShardReader:
         if number not in self._open:
-            record = self.index.files[number]
-            file = self.path / record.name
-            try:
-                size = file.stat().st_size
-                digest = sha256_file(file) if size == record.size else ""
-                if digest != record.sha256:
-                    raise CheckpointError(
-                        "a shard has changed since it was written",
-                        where=str(file),
-                        expected=f"{record.size} bytes, sha256 {record.sha256}",
-                        got=f"{size} bytes" + (f", sha256 {digest}" if digest else ""),
-                        cure=_CURE,
-                    )
-                self._open[number] = safe_open(str(file), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError("a shard cannot be read", where=str(file), got=str(error), cure=_CURE) from error
+            self._open[number] = ShardReader(self.path, self.index.files[number])
         return self._open[number]
 
 

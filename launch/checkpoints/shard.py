@@ -1,40 +1,28 @@
-"""One shard of a checkpoint: a safetensors file, written in one pass with its digest."""
+"""One shard of a checkpoint: a safetensors file, written in one pass with its digests, and read in parts."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from trainload.capture.errors import CheckpointError
+from trainload.capture.errors import CheckpointError, PackageError
 from trainload.launch.checkpoints.index import FileRecord
-from trainload.packaging.canonical import canonical_json
+from trainload.packaging import chunks
+from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, bytes_of, header_length
 
-_DTYPES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_BLOCK = 4 << 20
+CURE = "Resume from an earlier checkpoint."
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
     """Writes contiguous CPU tensors of any shape as a safetensors file and fsyncs it.
 
-    The library's own writer wants the whole file in memory or reads it again for a digest, and hides the errno of a full disk.
-    Returns: the file's name, size and sha256. Raises: OSError; CheckpointError for a dtype that safetensors does not have.
+    The library's own writer wants the whole file in memory or reads it again for its digests, and hides the errno of a full disk.
+    Returns: the file's name, size and digests. Raises: OSError; CheckpointError for a dtype that safetensors does not have.
     """
     # The format wants no holes; widest first keeps every tensor aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -42,29 +30,91 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
     offset = 0
     for name in names:
         tensor = tensors[name]
-        if tensor.dtype not in _DTYPES:
-            raise CheckpointError(
-                "a tensor has a dtype that safetensors does not hold",
-                where=name,
-                expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES),
-                got=str(tensor.dtype).removeprefix("torch."),
-            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in CODES:
+            raise CheckpointError("a tensor has a dtype that safetensors does not hold", where=name, expected=", ".join(CODES), got=dtype)
         end = offset + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     head = canonical_json(header)
     head += b" " * (-len(head) % 8)
-    digest = hashlib.sha256()
+    digests = chunks.ChunkDigests()
     size = 0
     with path.open("wb") as file:
         blocks = [memoryview(len(head).to_bytes(8, "little") + head)]
         blocks += [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in names if tensors[name].nbytes]
         for block in blocks:
-            for start in range(0, len(block), _BLOCK):
-                piece = block[start : start + _BLOCK]
+            for start in range(0, len(block), chunks.CHUNK):
+                piece = block[start : start + chunks.CHUNK]
                 file.write(piece)
-                digest.update(piece)
+                digests.update(piece)
                 size += len(piece)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(name=path.name, size=size, sha256=digest.hexdigest())
+    return FileRecord(name=path.name, size=size, chunks=digests.finish())
+
+
+class ShardReader:
+    """Reads a shard that `write_shard` wrote: the chunks of what is asked for, each checked.
+
+    Raises: CheckpointError, of every method, where the file cannot be read, or has changed where it is read.
+    """
+
+    def __init__(self, folder: Path, record: FileRecord) -> None:
+        self._path, self._record = folder / record.name, record
+        with self._reading():
+            size = self._path.stat().st_size
+        if size != record.size:
+            raise self._changed(f"{record.size} bytes", f"{size} bytes")
+        self._file = chunks.ChunkedFile(lambda: self._path.open("rb", buffering=0), size, record.chunks, self._damaged)
+        self._places = self._read_header()
+
+    def check(self) -> None:
+        """Reads all of it."""
+        with self._reading():
+            self._file.check()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, on CPU, with memory of its own."""
+        _, shape, start, stop = self._place(name)
+        return self.interval(name, 0, (stop - start) // self._place(name)[0].itemsize).reshape(shape)
+
+    def interval(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened tensor: (stop - start,)."""
+        dtype, _, begin, end = self._place(name)
+        assert 0 <= start <= stop <= (end - begin) // dtype.itemsize
+        found = torch.empty(stop - start, dtype=dtype)
+        with self._reading():
+            self._file.fill(begin + start * dtype.itemsize, bytes_of(found))
+        return found
+
+    def _place(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
+        if name not in self._places:
+            raise CheckpointError("a shard lacks a tensor that the index lists", where=str(self._path), expected=name, cure=CURE)
+        return self._places[name]
+
+    def _read_header(self) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+        """Name -> dtype, shape, first byte, the byte after the last one."""
+        names = {code: DTYPES[name] for name, code in CODES.items()}
+        with self._reading():
+            length = header_length(self._file.read(0, min(8, self._file.size)), self._file.size, str(self._path))
+            head = self._file.read(8, 8 + length).rstrip(b" ")
+            entries = parse_canonical(head, str(self._path), max_bytes=MAX_HEADER, max_depth=4)
+        at = 8 + length
+        return {
+            name: (names[entry["dtype"]], entry["shape"], at + entry["data_offsets"][0], at + entry["data_offsets"][1])
+            for name, entry in entries.items()
+        }
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, PackageError) as error:
+            raise CheckpointError("a shard cannot be read", where=str(self._path), got=str(error), cure=CURE) from error
+
+    def _damaged(self, number: int) -> CheckpointError:
+        return self._changed(f"sha256 {self._record.chunks[number]} of bytes from {number * chunks.CHUNK}", "another")
+
+    def _changed(self, expected: str, got: str) -> CheckpointError:
+        return CheckpointError("a shard has changed since it was written", where=str(self._path), expected=expected, got=got, cure=CURE)

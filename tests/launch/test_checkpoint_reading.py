@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, PARAMETERS, TURNED, make_plan, make_state, save_all, value
+from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, PARAMETERS, TURNED, make_plan, make_state, save_all, value, writers
 
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.load import full_parameters, load_sharded
 from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
-from trainload.launch.checkpoints.state import ShardedState
+from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, sha256_bytes
-from trainload.sharding.plan import Plan
+from trainload.sharding.plan import Bucket, Plan, Slot, Strategy
 
 PLANS = {
     "single": make_plan("single", 1),
@@ -143,10 +146,61 @@ def test_a_number_in_the_index_cannot_be_changed_by_hand(tmp_path: Path) -> None
 
 def test_an_index_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
-    content = json.loads(index.read_bytes())["content"] | {"version": 2, "news": []}
+    content = json.loads(index.read_bytes())["content"] | {"version": 3, "news": []}
     index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
-    with pytest.raises(CheckpointError, match="expected version 1, got version 2"):
+    with pytest.raises(CheckpointError, match="expected version 2, got version 3"):
         Checkpoint.open(index.parent)
+
+
+def test_a_checkpoint_of_before_chunks_is_refused_by_its_version(tmp_path: Path) -> None:
+    index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
+    content = json.loads(index.read_bytes())["content"] | {"version": 1}
+    index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
+    with pytest.raises(CheckpointError, match="expected version 2, got version 1"):
+        Checkpoint.open(index.parent)
+
+
+LENGTH = 2**16 * 15
+CHUNK = 4096
+
+
+def large(strategy: Strategy, world: int) -> Plan:
+    """A plan of one parameter, which is much larger than a chunk."""
+    slot = Slot(parameter="w", offset=0, length=LENGTH, shape=(LENGTH,))
+    bucket = Bucket(name="b", dtype="float32", groups=("g",), length=LENGTH, slots=(slot,))
+    return make_plan(strategy, world).model_copy(update={"buckets": (bucket,)})
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [(("zero3", 2), ("zero3", 5)), (("zero3", 5), ("hybrid", 4)), (("hybrid", 4), ("zero1", 3)), (("zero0", 2), ("zero3", 4))],
+)
+def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: tuple[Strategy, int], read: tuple[Strategy, int]
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK", CHUNK)
+    plan = large(*written)
+    ranks = writers(tmp_path, plan)
+    for rank, writer in enumerate(ranks):
+        shares = {entry: held(plan, plan.buckets[0], entry, rank) for entry in ("param", "exp_avg")}
+        entries = {entry: torch.zeros(stop - start) for entry, (start, stop) in shares.items()}
+        writer.save(3, ShardedState({"b": entries}), DATA, {})
+    for writer in ranks:
+        writer.wait()
+    counted: list[int] = []
+    preadv = os.preadv
+
+    def counting(descriptor: int, buffers: Sequence[memoryview], at: int) -> int:
+        counted.append(preadv(descriptor, buffers, at))
+        return counted[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    for rank in range(read[1]):
+        counted.clear()
+        found = load_sharded(Checkpoint.open(tmp_path / "checkpoints" / "step-00000003"), large(*read), rank).flats["b"]
+        own = sum(value.nbytes for value in found.values())
+        ends = (written[1] + 1) * len(found) * 2 * CHUNK  # of each part of each entry, and the headers
+        assert own <= sum(counted) <= own + ends < own + LENGTH
 
 
 def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ def test_user_state_that_is_not_json_is_refused_at_once(tmp_path: Path, user: di
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
     state = make_state(ONE, 0)
     writer = CheckpointWriter(tmp_path, ONE, 0, "t1")
-    writer.save(1, ShardedState(state.flats, state.scalars, {"b": torch.zeros(2, dtype=torch.complex64)}), DATA, {})
-    with pytest.raises(CheckpointError, match=r"buffer/b.*got complex64"):
+    writer.save(1, ShardedState(state.flats, state.scalars, {"b": torch.zeros(2, dtype=torch.complex128)}), DATA, {})
+    with pytest.raises(CheckpointError, match=r"buffer/b.*got complex128"):
         writer.wait()
     assert visible(tmp_path) == []
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainload.capture.errors import IntegrityError, PackageError
-from trainload.packaging import weights as weights_module
+from trainload.packaging import chunks
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.tensors import DTYPES, TensorFileWriter, TensorSpec, read_tensors, write_tensors
 from trainload.packaging.weights import shard_layout
@@ -136,7 +136,7 @@ def test_tensors_that_were_read_can_be_changed_without_changing_the_package(pack
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(weights_module, "CHUNK", 64)
+    monkeypatch.setattr(chunks, "CHUNK", 64)
     return 64
 
 
@@ -173,7 +173,7 @@ def test_whole_tensors_in_a_row_are_read_ahead_of_and_slices_never(packaged: Pac
     reader.slice(second, 0, reader.tensor(second).numel())
     (a, b) = (reader._place(path, name) for name in (first, second))
     sizes = (a.stop - a.start, b.stop - b.start)
-    assert announced[:2] == [(a.start, sizes[0]), (b.start, sizes[1] + weights_module._SPAN)]
+    assert announced[:2] == [(a.start, sizes[0]), (b.start, sizes[1] + chunks.SPAN)]
     assert announced[3] == (a.start, sizes[0])
     assert announced[5] == (b.start, sizes[1])
 
@@ -183,7 +183,7 @@ def test_a_flipped_bit_in_any_chunk_of_a_large_tensor_is_noticed(job: Job, tmp_p
     package = _written(job, tmp_path / "p.tl")
     path, _ = package.weights._find("emb.weight")
     place = package.weights._place(path, "emb.weight")
-    assert (place.stop - place.start) // small_chunks >= 2 * weights_module._FEW
+    assert (place.stop - place.start) // small_chunks >= 2 * chunks.FEW
     flip(package.path / path, place.start + byte if byte >= 0 else place.stop + byte)
     with pytest.raises(IntegrityError, match="model-00001"):
         open_package(package.path).weights.tensor("emb.weight")
