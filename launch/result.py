@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import TrainingError
+from torch import Tensor
+
+from trainload.capture.errors import StorageError, TrainingError, TrainloadError
 from trainload.launch.checkpoints.load import full_parameters
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.journal import Event, losses, read_events
 from trainload.launch.spec import RunSpec
-from trainload.packaging.read import Package
+from trainload.packaging.canonical import sha256_bytes
+from trainload.packaging.manifest import MANIFEST, Manifest
+from trainload.packaging.read import Package, open_package, read_manifest
 from trainload.packaging.write import with_weights
 
 
@@ -59,9 +65,8 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
     checkpoint = Checkpoint.open(usable.path)
     trained = None
     if spec.output is not None:
-        trained = with_weights(
-            package, Path(spec.output), [*full_parameters(checkpoint, mean=spec.weights == "mean"), *checkpoint.buffers().items()]
-        )
+        tensors = chain(full_parameters(checkpoint, mean=spec.weights == "mean"), checkpoint.buffers().items())
+        trained = _write_trained(package, Path(spec.output), tensors)
     events = read_events(run_dir)
     curve = losses(events)
     evaluations = {int(e.data["step"]): dict(e.data) for e in events if e.kind == "eval"}
@@ -77,6 +82,45 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
         output=None if trained is None else trained.path,
         output_digest=None if trained is None else trained.digest,
     )
+
+
+def check_output(spec: RunSpec, *, new: bool) -> None:
+    """Demands a place for the trained package. A run that goes on may have been killed after it wrote it: `finish` compares.
+
+    Raises:
+        StorageError: something else lies there.
+    """
+    if spec.output is None or not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
+        return
+    raise StorageError("it exists already", where=spec.output, cure="Choose another --output, or remove it.")
+
+
+def _parent(path: Path) -> str | None:
+    """The package that one was trained from; None where there is none, or no package."""
+    try:
+        return Manifest.from_bytes(read_manifest(path), MANIFEST).parent
+    except (OSError, TrainloadError):
+        return None
+
+
+def _write_trained(package: Package, output: Path, tensors: Iterable[tuple[str, Tensor]]) -> Package:
+    """Writes the trained package. Where it lies there already, since the run was killed after that and is finished now, it stays.
+
+    Raises:
+        StorageError: something else lies there.
+    """
+    if not output.exists():
+        return with_weights(package, output, tensors)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        again = with_weights(package, Path(folder) / output.name, tensors)
+        if sha256_bytes(read_manifest(output)) != again.digest:
+            raise StorageError(
+                "the run's result cannot be written: something else lies there",
+                where=str(output),
+                expected=f"nothing, or the package {again.digest}",
+                cure="Move it away, and resume the run.",
+            )
+    return open_package(output, namespaces=package.namespaces)
 
 
 def _seconds(events: Sequence[Event]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from trainload.launch.data.run_data import check_run_data
 from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
 from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_for_run, open_with
-from trainload.launch.result import RunResult, finish
+from trainload.launch.result import RunResult, check_output, finish
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
 from trainload.packaging.assets import asset_sources
 from trainload.packaging.op_libraries import Libraries
@@ -263,6 +263,7 @@ def resume(
         new_plan = make_plan(package, cluster, kept, global_batch=spec.plan.global_batch, prefetch=spec.plan.prefetch, shard_ranks=ranks)
         spec = spec.model_copy(update={"plan": new_plan})
     _check_request(package, spec)
+    check_output(spec, new=False)
     clear_failure(folder)
     return _run(package, spec, backend or "ray", address, on_event or _ignore, new=False)
 
@@ -359,8 +360,6 @@ def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
         raise DataError("an evaluation was asked for without held-out data", where="eval_data", cure="Give --eval-data.")
-    if spec.output is not None and Path(spec.output).exists():
-        raise StorageError("it exists already", where=spec.output, cure="Choose another --output, or remove it.")
     return rows, eval_rows
 
 
@@ -376,6 +375,7 @@ def _leads(backend: Backend) -> bool:
 def _check_place(package: Package, spec: RunSpec) -> None:
     """Demands a place for a new run, with room for the checkpoints that it keeps and for the one that is written beside them."""
     check_new_run(Path(spec.run_dir))
+    check_output(spec, new=True)
     states, mean = state_counts(package), package.recipe.keeps_mean
     one = sum(b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean)) for b in spec.plan.buckets)
     count = 1 if spec.checkpoint_every is None else min(spec.keep, spec.steps // spec.checkpoint_every) + 1
