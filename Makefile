@@ -24,8 +24,16 @@ $(STAMP): pyproject.toml constraints.txt
 		|| echo "Debian's docker-registry cannot be had here: the tests that need a registry will be skipped."
 	touch $@
 
+# Tests on a Ray cluster have the machine to themselves: they end workers by their names. The others run two at a time.
+CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_extensions.py tests/launch/test_interrupt.py \
+	tests/launch/test_json.py \
+	tests/launch/test_kills.py tests/launch/test_several_graphs.py tests/launch/test_variants.py
+
 test: env
-	$(BIN)/python -m tests.suite
+	@status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER)) || status=1; \
+	$(BIN)/python -m pytest $(CLUSTER) || status=1; \
+	exit $$status
 
 check: env
 	$(BIN)/ruff check .

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from tests.house.source import PRIVATE_TORCH, ROOT, STAGES, face_files, imports, private_torch_names, stage_files, upward_imports
-from tests.suite import CLUSTER
 
 
 def python_at_root(code: str) -> str:
@@ -114,8 +113,10 @@ def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
     assert private_torch_names(line) == []
 
 
-def test_tests_on_a_ray_cluster_take_turns() -> None:
-    """They end workers by their names: the suite runs the files that it lists in one process."""
+def test_tests_on_the_ray_cluster_have_the_machine_to_themselves() -> None:
+    """They end workers by their names: `make test` runs the files that it lists alone, and all others two at a time."""
+    listed = re.search(r"^CLUSTER := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed is not None
     files = {path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)}
     on_it = {path for path in files if re.search(r"\b(ray_cluster|ray_workers|undisturbed: RunResult)\b", path.read_text())}
-    assert {str(path.relative_to(ROOT)) for path in on_it} == set(CLUSTER)
+    assert {str(path.relative_to(ROOT)) for path in on_it} == set(listed[1].replace("\\", "").split())
