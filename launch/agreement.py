@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainload.packaging.canonical import canonical_json
-from trainload.sharding.collectives import Collective, demand_agreement
+from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.sharding.collectives import Collective, as_json, demand_agreement, of_json
 from trainload.sharding.plan import Plan
+
+T = TypeVar("T")
 
 
 def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], plan: Plan, control: dist.ProcessGroup) -> None:
@@ -25,17 +25,17 @@ def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], pla
     Raises:
         PlanError: on every rank, where two of them would wait for one another.
     """
-    mine = {name: [list(astuple(each)) for each in called] for name, called in collectives.items()}
-    digests = _gathered(hashlib.sha256(canonical_json(mine)).hexdigest(), control)
+    mine = as_json(collectives)
+    digests = gathered(sha256_bytes(canonical_json(mine)), control)
     if len(set(digests)) == 1:
         return
-    everyones: list[dict[str, Any]] = _gathered(mine, control)
+    everyones = [of_json(theirs) for theirs in gathered(mine, control)]
     for name in sorted({name for theirs in everyones for name in theirs}):
-        ranks = [tuple(Collective(*entry) for entry in theirs.get(name, ())) for theirs in everyones]
-        demand_agreement(ranks, plan.groups(), name)
+        demand_agreement([theirs.get(name, ()) for theirs in everyones], plan.groups(), name)
 
 
-def _gathered(value: Any, control: dist.ProcessGroup) -> list[Any]:
+def gathered(value: T, control: dist.ProcessGroup) -> list[T]:
+    """What every rank of `control` has, by rank. All of them call it."""
     found: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(found, value, group=control)
     return found

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -29,7 +29,7 @@ from trainload.launch.determinism import deterministic
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package
-from trainload.sharding.collectives import Collective, collectives_of
+from trainload.sharding.collectives import Collective, as_json, collectives_of, of_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
@@ -184,7 +184,7 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
     updates = {owner: load_compiled(folder / f"{_update_file(owner)}.bin") for owner in set(owners.values())}
     train = {name: {phase: graph(_train_file(name, phase)) for phase in phases(plan)} for name in owners}
     forward = {name: graph(name) for name in _forward_names(package)}
-    collectives = {name: tuple(Collective(*entry) for entry in entries) for name, entries in index["collectives"].items()}
+    collectives = of_json(index["collectives"])
     return Built(train, forward, {name: updates[owner] for name, owner in owners.items()}, True, collectives)
 
 
@@ -245,7 +245,7 @@ def _compile_into(draft: Path, package: Package, plan: Plan, device: torch.devic
         on_stage(f"compile {_update_file(owner)}", time.perf_counter() - began)
     index = {
         "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},
-        "collectives": {name: [list(astuple(each)) for each in called] for name, called in collectives.items()},
+        "collectives": as_json(collectives),
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }
     (draft / _INDEX).write_bytes(canonical_json(index))

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.rounds import draws_before, draws_of
 from trainload.capture.errors import DataError, RunInterrupted, TrainingError
-from trainload.launch.agreement import demand_same_collectives
+from trainload.launch.agreement import demand_same_collectives, gathered
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
@@ -128,11 +128,7 @@ class _Worker:
     def _workers(self) -> list[str]:
         """host:pid of every rank: where to look, and what to end, when one hangs."""
         own = f"{socket.gethostname()}:{os.getpid()}"
-        if self._control is None:
-            return [own]
-        found: list[Any] = [None] * self._place.world
-        dist.all_gather_object(found, own, group=self._control)
-        return found
+        return [own] if self._control is None else gathered(own, self._control)
 
     def _agree(self, decide: Callable[[], tuple[str, str | None]]) -> tuple[str, str | None]:
         """What rank 0 decides, on every rank."""

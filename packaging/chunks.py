@@ -81,7 +81,7 @@ class ChunkedFile:
         size: its bytes.
         digests: of its chunks.
         damaged: the error for a chunk, by its number, whose digest is another one.
-        last: may be shared with other files.
+        last: shared by the files of one reader, so that it keeps one chunk however many they are.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ChunkedFile:
         size: int,
         digests: Sequence[str],
         damaged: Callable[[int], TrainloadError],
-        last: LastChunk | None = None,
+        last: LastChunk,
     ) -> None:
         self._opened, self._size, self._digests, self._damaged = opened, size, digests, damaged
-        self._last = last or LastChunk()
+        self._last = last
         self._end = -1
 
     @property

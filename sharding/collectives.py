@@ -7,7 +7,7 @@ will call stands in its graphs, so that is known before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -36,6 +36,16 @@ class Collective:
         return f"{self.operator}{reduction} of {self.elements} {self.dtype} in {self.group}"
 
 
+def as_json(collectives: Mapping[str, Sequence[Collective]]) -> dict[str, list[list[Any]]]:
+    """The collectives of some graphs, by name, as JSON has them."""
+    return {name: [list(astuple(each)) for each in called] for name, called in collectives.items()}
+
+
+def of_json(told: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, tuple[Collective, ...]]:
+    """The inverse of `as_json`."""
+    return {name: tuple(Collective(*each) for each in called) for name, called in told.items()}
+
+
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """Name -> how the process groups of that name divide the ranks: `Plan.groups`."""
 
@@ -48,15 +58,13 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
             body of an operator, where the data could decide whether a rank calls it.
     """
     found: list[Collective] = []
-    for node in module.graph.nodes:
-        for body in _bodies(module, node):
-            if inner := next(_calls(body), None):
-                raise PlanError(
-                    "a collective stands in the body of an operator: ranks whose data differ would not all call it",
-                    where=f"{where}, {node.name}",
-                    got=str(inner.target),
-                )
-    for node in _calls(module):
+    for node, inside in _calls(module):
+        if inside:
+            raise PlanError(
+                "a collective stands in the body of an operator: ranks whose data differ would not all call it",
+                where=f"{where}, {node.name}",
+                got=str(node.target),
+            )
         collective, ranks = _read(node, where)
         if collective.group not in groups:
             raise PlanError(
@@ -150,17 +158,13 @@ def _read(node: Node, where: str) -> tuple[Collective, int | None]:
     return collective, arguments["group_size"] if name in _SIZED else None
 
 
-def _calls(module: GraphModule) -> Iterator[Node]:
+def _calls(module: GraphModule, inside: bool = False) -> Iterator[tuple[Node, bool]]:
+    """The nodes that call a collective, in order, and whether they stand in the body of an operator."""
     for node in module.graph.nodes:
         if _name(node) not in ("", _WAIT):
-            yield node
-        for body in _bodies(module, node):
-            yield from _calls(body)
-
-
-def _bodies(module: GraphModule, node: Node) -> Iterator[GraphModule]:
-    if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), GraphModule):
-        yield body
+            yield node, inside
+        if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), GraphModule):
+            yield from _calls(body, True)
 
 
 def _name(node: Node) -> str:

@@ -15,7 +15,8 @@ from trainload.packaging.entries import graph_guard
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
 from trainload.sharding.estimate import estimate
-from trainload.sharding.plan import STRATEGIES, Cluster, Estimate, Plan, Strategy
+from trainload.sharding.plan import Cluster, Estimate, Plan
+from trainload.sharding.strategies import STRATEGIES, Strategy
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Of parameters in one bucket; as DistributedDataParallel's default."""

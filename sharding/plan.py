@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Strategy = Literal["single", "zero0", "zero1", "zero2", "zero3", "hybrid"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+from trainload.sharding.strategies import Strategy
+
 DeviceKind = Literal["cpu", "cuda"]
 
 DATA = "trainload.data"

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from trainload.capture.errors import CheckpointError, PackageError
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
-from trainload.sharding.plan import Bucket, Strategy
+from trainload.sharding.plan import Bucket
+from trainload.sharding.strategies import Strategy
 
 VERSION = 2
 """Of the index's format. 1: the first, with a digest of each shard as a whole. 2: with one of each chunk, so that a rank reads its part."""

@@ -15,19 +15,21 @@ import torch
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
 from trainload.launch.checkpoints.shard import CURE, ShardReader
+from trainload.packaging.chunks import LastChunk
 from trainload.sharding.plan import Bucket, Slot
 
 
 class Checkpoint:
     """A published checkpoint. `path`: its folder; `index`: what it holds."""
 
-    __slots__ = ("_buckets", "_open", "_slots", "index", "path")
+    __slots__ = ("_buckets", "_last", "_open", "_slots", "index", "path")
 
     def __init__(self, path: Path, index: CheckpointIndex) -> None:
         self.path, self.index = path, index
         self._buckets: dict[str, Bucket] = {bucket.name: bucket for bucket in index.buckets}
         self._slots: dict[str, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in index.buckets for slot in bucket.slots}
         self._open: dict[int, ShardReader] = {}
+        self._last = LastChunk()
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -97,7 +99,7 @@ class Checkpoint:
 
     def _shard(self, number: int) -> ShardReader:
         if number not in self._open:
-            self._open[number] = ShardReader(self.path, self.index.files[number])
+            self._open[number] = ShardReader(self.path, self.index.files[number], self._last)
         return self._open[number]
 
 

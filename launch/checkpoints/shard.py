@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from trainload.capture.errors import CheckpointError, PackageError
 from trainload.launch.checkpoints.index import FileRecord
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, bytes_of, header_length
+from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length
 
 CURE = "Resume from an earlier checkpoint."
 
@@ -60,13 +61,13 @@ class ShardReader:
     Raises: CheckpointError, of every method, where the file cannot be read, or has changed where it is read.
     """
 
-    def __init__(self, folder: Path, record: FileRecord) -> None:
+    def __init__(self, folder: Path, record: FileRecord, last: chunks.LastChunk) -> None:
         self._path, self._record = folder / record.name, record
         with self._reading():
             size = self._path.stat().st_size
         if size != record.size:
             raise self._changed(f"{record.size} bytes", f"{size} bytes")
-        self._file = chunks.ChunkedFile(lambda: self._path.open("rb", buffering=0), size, record.chunks, self._damaged)
+        self._file = chunks.ChunkedFile(lambda: self._path.open("rb", buffering=0), size, record.chunks, self._damaged, last)
         self._places = self._read_header()
 
     def check(self) -> None:
@@ -76,33 +77,32 @@ class ShardReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on CPU, with memory of its own."""
-        _, shape, start, stop = self._place(name)
-        return self.interval(name, 0, (stop - start) // self._place(name)[0].itemsize).reshape(shape)
+        shape = self._place(name).shape
+        return self.interval(name, 0, math.prod(shape)).reshape(shape)
 
     def interval(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor: (stop - start,)."""
-        dtype, _, begin, end = self._place(name)
-        assert 0 <= start <= stop <= (end - begin) // dtype.itemsize
-        found = torch.empty(stop - start, dtype=dtype)
+        place = self._place(name)
+        assert 0 <= start <= stop <= math.prod(place.shape)
+        found = torch.empty(stop - start, dtype=DTYPES[place.dtype])
         with self._reading():
-            self._file.fill(begin + start * dtype.itemsize, bytes_of(found))
+            self._file.fill(place.start + start * found.itemsize, bytes_of(found))
         return found
 
-    def _place(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
+    def _place(self, name: str) -> Place:
         if name not in self._places:
             raise CheckpointError("a shard lacks a tensor that the index lists", where=str(self._path), expected=name, cure=CURE)
         return self._places[name]
 
-    def _read_header(self) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-        """Name -> dtype, shape, first byte, the byte after the last one."""
-        names = {code: DTYPES[name] for name, code in CODES.items()}
+    def _read_header(self) -> dict[str, Place]:
+        names = {code: name for name, code in CODES.items()}
         with self._reading():
             length = header_length(self._file.read(0, min(8, self._file.size)), self._file.size, str(self._path))
             head = self._file.read(8, 8 + length).rstrip(b" ")
             entries = parse_canonical(head, str(self._path), max_bytes=MAX_HEADER, max_depth=4)
         at = 8 + length
         return {
-            name: (names[entry["dtype"]], entry["shape"], at + entry["data_offsets"][0], at + entry["data_offsets"][1])
+            name: Place(names[entry["dtype"]], tuple(entry["shape"]), at + entry["data_offsets"][0], at + entry["data_offsets"][1])
             for name, entry in entries.items()
         }
 

@@ -36,7 +36,8 @@ from trainload.proving import keep_steps, prove
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.estimate import kept_per_element, state_counts
 from trainload.sharding.make_plan import check_plan, make_plan
-from trainload.sharding.plan import Cluster, Plan, Strategy
+from trainload.sharding.plan import Cluster, Plan
+from trainload.sharding.strategies import Strategy
 
 Backend = Literal["ray", "local", "torchrun"]
 

@@ -11,7 +11,8 @@ import torch
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
-from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Slot, Strategy
+from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Slot
+from trainload.sharding.strategies import Strategy
 
 NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
 PARAMETERS: dict[str, tuple[tuple[int, ...], str | None]] = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tests.ranks import on_ranks
 from tests.sharding.cases import make_plan
 
 from trainload.capture.errors import PlanError
@@ -20,10 +20,8 @@ ALIKE = {"train.only": (FIRST, SECOND), "eval": (FIRST,)}
 OTHER = {"train.only": (FIRST, SECOND), "eval": (SECOND,)}
 
 
-def compare(rank: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", WORLD)  # type: ignore[attr-defined]  # public, though not in __all__
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    plan = make_plan("zero0", WORLD)
+def compare(rank: int, world: int, folder: Path) -> None:
+    plan = make_plan("zero0", world)
     assert dist.group.WORLD is not None
     demand_same_collectives(ALIKE, plan, dist.group.WORLD)
     told = ""
@@ -31,21 +29,14 @@ def compare(rank: int, folder: str) -> None:
         demand_same_collectives(OTHER if rank else ALIKE, plan, dist.group.WORLD)
     except PlanError as error:
         told = str(error)
-    Path(folder, f"{rank}.txt").write_text(told)
-    dist.destroy_process_group()
+    (folder / f"{rank}.txt").write_text(told)
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What each rank was told of the graphs that differ, after those that do not."""
     folder = tmp_path_factory.mktemp("agreement")
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=compare, args=(rank, str(folder)), daemon=True) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=100)
-    assert [process.exitcode for process in processes] == [0] * WORLD
+    on_ranks(WORLD, compare, folder)
     return [(folder / f"{rank}.txt").read_text() for rank in range(WORLD)]
 
 

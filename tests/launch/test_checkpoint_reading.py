@@ -22,7 +22,8 @@ from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, sha256_bytes
-from trainload.sharding.plan import Bucket, Plan, Slot, Strategy
+from trainload.sharding.plan import Bucket, Plan, Slot
+from trainload.sharding.strategies import Strategy
 
 PLANS = {
     "single": make_plan("single", 1),
@@ -201,6 +202,13 @@ def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(
         own = sum(value.nbytes for value in found.values())
         ends = (written[1] + 1) * len(found) * 2 * CHUNK  # of each part of each entry, and the headers
         assert own <= sum(counted) <= own + ends < own + LENGTH
+
+
+def test_a_checkpoint_of_many_shards_keeps_one_chunk(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(save_all(tmp_path, PLANS["zero3 of 5"], 3))
+    load_sharded(checkpoint, PLANS["single"], 0)
+    assert len(checkpoint._open) == 5
+    assert len({id(shard._file._last) for shard in checkpoint._open.values()}) == 1
 
 
 def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:

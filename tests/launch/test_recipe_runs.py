@@ -17,7 +17,7 @@ from trainload.launch.result import RunResult
 from trainload.launch.spec import RUN_FILE, read_spec, replace_file
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
-from trainload.sharding.plan import Strategy
+from trainload.sharding.strategies import Strategy
 
 HALF = STEPS // 2
 TWO = trainload.Cluster(devices_per_node=2)

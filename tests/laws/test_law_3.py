@@ -13,7 +13,7 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
 from trainload.packaging.read import Package
-from trainload.sharding.plan import Strategy
+from trainload.sharding.strategies import Strategy
 
 STEPS = 100
 FEWER = 40

@@ -16,7 +16,8 @@ import trainload
 from trainload.launch.journal import Event, read_events
 from trainload.launch.result import RunResult
 from trainload.packaging.read import Package
-from trainload.sharding.plan import Plan, Strategy
+from trainload.sharding.plan import Plan
+from trainload.sharding.strategies import Strategy
 
 STEPS = 24
 EVERY = 4

@@ -27,7 +27,11 @@ def chunked(path: Path, data: bytes = DATA, last: LastChunk | None = None) -> Ch
     """A file that holds `data`, with the digests of DATA."""
     path.write_bytes(data)
     digests = list(chunk_digests(io.BytesIO(DATA)))
-    return ChunkedFile(lambda: path.open("rb", buffering=0), len(DATA), digests, lambda number: IntegrityError(f"chunk {number}"), last)
+
+    def damaged(number: int) -> IntegrityError:
+        return IntegrityError(f"chunk {number}")
+
+    return ChunkedFile(lambda: path.open("rb", buffering=0), len(DATA), digests, damaged, last or LastChunk())
 
 
 def test_digests_are_of_each_chunk_in_order() -> None:

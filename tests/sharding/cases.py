@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,8 +21,9 @@ from trainload.capture.program import Program
 from trainload.capture.trace import capture
 from trainload.sharding.buckets import make_buckets
 from trainload.sharding.make_plan import parameter_order
-from trainload.sharding.plan import Cluster, Estimate, Plan, Strategy
+from trainload.sharding.plan import Cluster, Estimate, Plan
 from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite
+from trainload.sharding.strategies import Strategy
 from trainload.sharding.update import Lacking, UpdateStep
 
 ROWS = 8
@@ -231,13 +231,8 @@ def world_of(strategy: Strategy) -> int:
     return 4 if strategy == "hybrid" else 2
 
 
-def rank_main(rank: int, world: int, folder: str) -> None:
+def rank_main(rank: int, world: int, folder: Path) -> None:
     """What each process of the group does: every case, its results to a file."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(  # type: ignore[attr-defined]  # public, though not in __all__
-        f"{folder}/store{world}", world
-    )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     program, _, recipe, updates = captured()
     state = dict(program.state)
     cases = [case for case in CASES if world_of(case[0]) == world]
@@ -259,9 +254,7 @@ def rank_main(rank: int, world: int, folder: str) -> None:
             )
         found = {f"gradient/{n}": g for n, g in gradients.items()} | {"totals": totals, "norm": norm}
         found |= {f"new/{x.bucket.name}": p for x, p in zip(update.parts, new, strict=False)}
-        save_file({n: t.clone() for n, t in found.items()}, case_file(Path(folder), case, rank))
-    dist.barrier()
-    dist.destroy_process_group()
+        save_file({n: t.clone() for n, t in found.items()}, case_file(folder, case, rank))
 
 
 def case_file(folder: Path, case: Sequence[object], rank: int) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
+from tests.ranks import on_ranks
 from tests.sharding.cases import WORLDS, rank_main
 
 
@@ -13,15 +13,6 @@ from tests.sharding.cases import WORLDS, rank_main
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank found in each case."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
     for world in WORLDS:
-        processes = [context.Process(target=rank_main, args=(rank, world, str(folder)), daemon=True) for rank in range(world)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=200)
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        assert [process.exitcode for process in processes] == [0] * world
+        on_ranks(world, rank_main, folder)
     return folder

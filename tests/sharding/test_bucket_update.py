@@ -14,8 +14,8 @@ from trainload.autograd_trace.aot import derive
 from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
 from trainload.sharding.buckets import make_buckets
-from trainload.sharding.plan import Strategy
 from trainload.sharding.rewrite import rewrite
+from trainload.sharding.strategies import Strategy
 from trainload.sharding.update import UpdateStep
 
 CPU = torch.device("cpu")

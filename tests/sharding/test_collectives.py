@@ -15,8 +15,9 @@ from torch.fx import GraphModule, Node
 
 from trainload.capture.errors import PlanError
 from trainload.sharding.collectives import Collective, collectives_of, demand_agreement
-from trainload.sharding.plan import REPLICATE, SHARD, Plan, Strategy
+from trainload.sharding.plan import REPLICATE, SHARD, Plan
 from trainload.sharding.rewrite import Phase, rewrite
+from trainload.sharding.strategies import Strategy
 from trainload.sharding.update import UpdateStep
 
 C10D = torch.ops._c10d_functional

@@ -10,7 +10,8 @@ import trainload
 from trainload import cli
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
-from trainload.sharding.plan import DATA, REPLICATE, SHARD, STRATEGIES, Estimate, Plan, Strategy
+from trainload.sharding.plan import DATA, REPLICATE, SHARD, Estimate, Plan
+from trainload.sharding.strategies import STRATEGIES, Strategy
 
 FOUR = trainload.Cluster(nodes=2, devices_per_node=2)
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from tests.sharding.cases import CASES, ROWS, captured, case_file, make_plan, reference, unflatten, world_of
 from torch import Tensor
 
-from trainload.sharding.plan import Plan, Strategy
+from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import update_length
+from trainload.sharding.strategies import Strategy
 
 Case = tuple[Strategy, int, int, int]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))

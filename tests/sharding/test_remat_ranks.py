@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests.autograd_trace.checkpoints import Blocks, checkpointed
 from tests.capture.jobs import job
+from tests.ranks import on_ranks
 from torch import Tensor
 
 from trainload.autograd_trace.aot import bind_groups, derive
@@ -69,34 +68,19 @@ def run_rank(graph: RankGraph, plan: Plan, rank: int) -> dict[str, Tensor]:
     return {p.name: r for p, r in zip(graph.outputs, results, strict=True) if p.role is Role.BUCKET_GRADIENT}
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(  # type: ignore[attr-defined]  # public, though not in __all__
-        f"{folder}/store", WORLD
-    )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+def rank_main(rank: int, _world: int, folder: Path) -> None:
     plan = plan_of(WORLD)
     bind_groups(plan.groups())
     graph = rewrite(captured()[1], plan)
-    save_file(run_rank(graph, plan, rank), Path(folder) / f"plain-{rank}.safetensors")
+    save_file(run_rank(graph, plan, rank), folder / f"plain-{rank}.safetensors")
     hold_back(graph.module)
-    save_file(run_rank(graph, plan, rank), Path(folder) / f"held-{rank}.safetensors")
-    dist.barrier()
-    dist.destroy_process_group()
+    save_file(run_rank(graph, plan, rank), folder / f"held-{rank}.safetensors")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=rank_main, args=(rank, str(folder)), daemon=True) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=200)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0] * WORLD
+    on_ranks(WORLD, rank_main, folder)
     return folder
 
 

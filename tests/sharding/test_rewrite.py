@@ -10,8 +10,9 @@ from torch.fx import Node
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import TANGENT, Role
 from trainload.capture.errors import PlanError
-from trainload.sharding.plan import REPLICATE, SHARD, STRATEGIES, Plan, Strategy
+from trainload.sharding.plan import REPLICATE, SHARD, Plan
 from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite, stored_length
+from trainload.sharding.strategies import STRATEGIES, Strategy
 
 C10D = torch.ops._c10d_functional
 GATHER = C10D.all_gather_into_tensor.default

@@ -18,15 +18,15 @@ from trainload.capture.errors import PlanError, RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.shared import err, json_option, out, package_argument, positive, print_json, show_record, write_text
+from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from trainload.api import Backend
     from trainload.packaging.read import Package
-    from trainload.sharding.plan import Plan, Strategy
+    from trainload.sharding.plan import Plan
+    from trainload.sharding.strategies import Strategy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-STRATEGIES = ("single", "zero0", "zero1", "zero2", "zero3", "hybrid")
 
 
 def device_option(command: Command) -> Command:

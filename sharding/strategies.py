@@ -1,0 +1,8 @@
+"""The names of strategies, for who needs no more than that, such as the command line's help. `Plan` says what they mean."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Strategy = Literal["single", "zero0", "zero1", "zero2", "zero3", "hybrid"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
