@@ -17,7 +17,7 @@ from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import open_inside, read_checked, write_bytes
 from trainload.packaging.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
-from trainload.packaging.tensors import DTYPES, Place, TensorFileWriter, TensorSpec, bytes_of, header_length, parse_header
+from trainload.packaging.tensors import DTYPES, Place, TensorFileWriter, TensorSpec, bytes_of, header_length, parse_header, to_fill
 
 MAX_SHARD = 2 * 2**30
 """Bytes of tensors in one shard, unless one tensor alone is larger."""
@@ -133,7 +133,7 @@ class WeightReader:
         """
         path, spec = self._find(name)
         place = self._place(path, name)
-        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        tensor = to_fill(spec.shape, DTYPES[spec.dtype])
         self._files[path].fill(place.start, bytes_of(tensor), onward=True)
         return tensor
 
@@ -150,7 +150,7 @@ class WeightReader:
         item = DTYPES[spec.dtype].itemsize
         if not 0 <= start <= stop <= (place.stop - place.start) // item:
             raise ValueError(f"elements {start} to {stop} are not within {name} of shape {spec.shape}")
-        tensor = torch.empty(stop - start, dtype=DTYPES[spec.dtype])
+        tensor = to_fill((stop - start,), DTYPES[spec.dtype])
         self._files[path].fill(place.start + start * item, bytes_of(tensor))
         return tensor
 

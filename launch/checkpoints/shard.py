@@ -14,7 +14,7 @@ from trainload.capture.errors import CheckpointError, PackageError
 from trainload.launch.checkpoints.index import FileRecord
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length
+from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length, to_fill
 
 CURE = "Resume from an earlier checkpoint."
 
@@ -84,7 +84,7 @@ class ShardReader:
         """Elements [start, stop) of a flattened tensor: (stop - start,)."""
         place = self._place(name)
         assert 0 <= start <= stop <= math.prod(place.shape)
-        found = torch.empty(stop - start, dtype=DTYPES[place.dtype])
+        found = to_fill((stop - start,), DTYPES[place.dtype])
         with self._reading():
             self._file.fill(place.start + start * found.itemsize, bytes_of(found))
         return found
