@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainload.capture.errors import PackageError, UnsafePackageError
-from trainload.packaging.canonical import parse_canonical
+from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.expressions import check_expression
 from trainload.packaging.operators import HIGHER_ORDER, check_operator
 
@@ -210,15 +210,16 @@ class _Validator:
                 "forward_arg_names": self.maybe(self.many(self.identifier)),
             }
         )
+        self.graph_module_fields = self.record(
+            {
+                "graph": self.graph,
+                "signature": self.record({"input_specs": self.many(input_spec), "output_specs": self.many(output_spec)}),
+                "module_call_graph": self.many(self.record({"fqn": self.choice(frozenset({""})), "signature": call}), 1),
+            }
+        )
         self.document = self.record(
             {
-                "graph_module": self.record(
-                    {
-                        "graph": self.graph,
-                        "signature": self.record({"input_specs": self.many(input_spec), "output_specs": self.many(output_spec)}),
-                        "module_call_graph": self.many(self.record({"fqn": self.choice(frozenset({""})), "signature": call}), 1),
-                    }
-                ),
+                "graph_module": self.graph_module,
                 "range_constraints": self.table(
                     self.symbol, self.record({"min_val": self.maybe(self.integer), "max_val": self.maybe(self.integer)})
                 ),
@@ -385,6 +386,16 @@ class _Validator:
 
     # Graphs.
 
+    def graph_module(self, value: Any) -> None:
+        self.graph_module_fields(value)
+        for end in ("input", "output"):
+            specs, values = value["signature"][f"{end}_specs"], value["graph"][f"{end}s"]
+            if canonical_json([_argument(spec) for spec in specs]) != canonical_json(values):
+                self.refuse(
+                    f"the signature names the graph's {end}s, in order",
+                    next((_argument(s) for s in specs if _argument(s) not in values), len(specs)),
+                )
+
     def named_argument(self, value: Any) -> None:
         if not isinstance(value, dict) or set(value) != {"name", "arg", "kind"}:
             self.refuse("an argument has name, arg and kind", value)
@@ -438,6 +449,12 @@ class _Validator:
             self.refuse(f"control flow is nested at most {MAX_BODIES} deep", self.bodies)
         self.graph(value)
         self.bodies -= 1
+
+
+def _argument(spec: Mapping[str, Any]) -> Any:
+    """The value that an entry of a signature is about, as the graph lists it."""
+    ((kind, entry),) = spec.items()
+    return entry["arg"] if kind in ("user_input", "user_output") else {"as_tensor": entry["arg"]}
 
 
 def _names(result: Mapping[str, Any]) -> list[str]:

@@ -59,6 +59,25 @@ def input_spec(spec: object) -> Change:
     return lambda graph: graph["graph_module"]["signature"]["input_specs"].append(spec)
 
 
+def _specs(end: str) -> Callable[[Document], list[Document]]:
+    return lambda graph: graph["graph_module"]["signature"][f"{end}_specs"]
+
+
+def _argument_of(spec: Document) -> Document:
+    """The `{"name": ...}` of an entry of the signature."""
+    ((kind, entry),) = spec.items()
+    found: Document = entry["arg"]["as_tensor"] if kind in ("user_input", "user_output") else entry["arg"]
+    return found
+
+
+def renamed_in_signature(end: str) -> Change:
+    return lambda graph: _argument_of(_specs(end)(graph)[-1]).update(name="b")
+
+
+def swapped_in_signature(end: str) -> Change:
+    return lambda graph: _specs(end)(graph).reverse()
+
+
 def _nested(graph: Document) -> None:
     body = copy.deepcopy(graph["graph_module"]["graph"])
     for _ in range(MAX_BODIES + 1):
@@ -133,6 +152,10 @@ ATTACKS: dict[str, Change] = {
     "code as an argument's name": lambda graph: nodes(graph)[0]["inputs"][0].update(name="x=1,y"),
     "code as a parameter's name": input_spec({"parameter": {"arg": {"name": "p"}, "parameter_name": 'a"); import os; ("'}}),
     "object as an input": input_spec({"custom_obj": {"arg": {"name": "x", "class_fqn": "os.system"}, "custom_obj_name": "x"}}),
+    "signature with another name of an input": renamed_in_signature("input"),
+    "signature with another name of an output": renamed_in_signature("output"),
+    "signature with inputs in another order": swapped_in_signature("input"),
+    "signature with an output too many": lambda graph: _specs("output")(graph).append(_specs("output")(graph)[0]),
     "token as an input": input_spec({"token": {"arg": {"name": "x"}}}),
     "object as an output": _first_output_of_each_kind,
     "object values": lambda graph: graph["graph_module"]["graph"].update(custom_obj_values={"x": {"name": "x", "class_fqn": "y"}}),
