@@ -46,9 +46,9 @@ def by_hypothesis(count: int, number: int, report: Path) -> None:
 
     @seed(number)
     @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(rng=st.randoms(use_true_random=False))
-    def judged(rng: random.Random) -> None:
-        changed = mutant(files, rng)
+    @given(choice=st.integers(0, 2**64 - 1))
+    def judged(choice: int) -> None:
+        changed = mutant(files, random.Random(choice))
         report.with_suffix(".mutant").write_text(changed.to_json(), encoding="utf-8")
         changed.apply(folder)
         try:
@@ -149,6 +149,7 @@ def main() -> None:
     total = sum(told["outcomes"].values()) + guided
     spoken = f"{sum(told['outcomes'].values())} by Hypothesis {told['outcomes']}, {guided} by Atheris"
     print(f"{total} mutants: {spoken}; {time.monotonic() - began:.0f} s", flush=True)
+    problems += [f"{total} mutants instead of {arguments.mutants}"] if total < arguments.mutants else []
     for name in PARSERS:
         problem = ended(started(folder, name, atheris_arguments(name, folder, arguments.runs, arguments.seed)), folder, name)
         print(f"{name}: {executed(folder / f'{name}.log')} runs", flush=True)
