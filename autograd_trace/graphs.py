@@ -40,6 +40,8 @@ class Role(StrEnum):
     """1-D: the gradients of a bucket; as an input, what was accumulated so far."""
     TOTALS = "totals"
     """1-D float32: weight * loss, weight * each metric, and the weight, summed over the ranks."""
+    TENSOR_RANK = "tensor_rank"
+    """0-dim int64: this rank's number on the tensor axis. Only in graphs that were partitioned over one."""
 
 
 TANGENT = "tangent"

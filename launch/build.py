@@ -32,13 +32,14 @@ from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective, as_json, collectives_of, of_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import Phase, RankGraph, rewrite
+from trainload.sharding.tensor.partition import partition
 from trainload.sharding.update import UpdateStep
 
 BUILD_VERSION = 6
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 DERIVATION = 3
 """Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
-_SHAPING = {"strategy", "shard_ranks", "accumulate", "prefetch", "buckets"}
+_SHAPING = {"strategy", "shard_ranks", "accumulate", "prefetch", "buckets", "tensor_ranks", "tensor_shards"}
 _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -222,6 +223,9 @@ def _graphs(package: Package, plan: Plan, device: torch.device, on_stage: Callab
     forward = {name: derive(program, name, device) for name in _forward_names(package)}
     on_stage("derive joint graphs", time.perf_counter() - began)
     began = time.perf_counter()
+    if plan.tensor_ranks > 1:
+        steps = {name: partition(step, plan.tensor_ranks, plan.tensor_shards).step for name, step in steps.items()}
+        forward = {name: partition(step, plan.tensor_ranks, plan.tensor_shards).step for name, step in forward.items()}
     graphs = {name: rewrite(step, plan) for name, step in forward.items()}
     for name, step in steps.items():
         groups = package.recipe.graph(name).groups

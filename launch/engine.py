@@ -210,7 +210,12 @@ class Engine:
                 case Role.SCALE:
                     arguments.append(self._scale(call.graph))
                 case _:
-                    value = {Role.SEED: seed_of(self._recipe.seed, call.graph), Role.STEP: call.count, Role.ROW: microbatch.row}[port.role]
+                    value = {
+                        Role.SEED: seed_of(self._recipe.seed, call.graph),
+                        Role.STEP: call.count,
+                        Role.ROW: microbatch.row,
+                        Role.TENSOR_RANK: self._plan.tensor_index(self._rank),
+                    }[port.role]
                     arguments.append(torch.tensor(value, dtype=torch.int64, device=self._device))
         with torch.no_grad():
             results = graph.call(*arguments)

@@ -303,21 +303,21 @@ class _Worker:
         """
         data = part.dataset
         each = self._plan.rows_per_call
-        world = self._place.world
+        lanes, lane = self._plan.data_ranks, self._plan.data_index(self._place.rank)
         static = any(isinstance(i.shape[0], int) for i in self._package.manifest.data_inputs(part.variant).values())
-        limit = data.size if self._spec.eval_batches is None else min(data.size, self._spec.eval_batches * each * world)
+        limit = data.size if self._spec.eval_batches is None else min(data.size, self._spec.eval_batches * each * lanes)
         start = 0
         while start < limit:
             left = limit - start
-            count = min(each, left // world)
+            count = min(each, left // lanes)
             if static and count < each:
                 return
             if count:
-                first = start + self._place.rank * count
+                first = start + lane * count
                 yield Microbatch(data.batch(sequential(data.size, first, count)), first), 1.0
-                start += count * world
+                start += count * lanes
             else:
-                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / world
+                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / lanes
                 start += left
 
 

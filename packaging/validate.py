@@ -311,8 +311,8 @@ class _Validator:
             self.refuse("a small number belongs here", value)
 
     def number(self, value: Any) -> None:
-        if isinstance(value, bool) or (not isinstance(value, int | float) and not (isinstance(value, str) and value in _INFINITE)):
-            self.refuse("a number belongs here", value)
+        if not isinstance(value, float) and not (isinstance(value, str) and value in _INFINITE):
+            self.refuse("a number with a fraction belongs here", value)
 
     def string(self, value: Any) -> None:
         if not isinstance(value, str) or len(value) > MAX_STRING:

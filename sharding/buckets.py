@@ -14,6 +14,9 @@ ALIGNMENT = 16
 """Parameters begin at multiples of this many elements, so that kernels may load whole vectors."""
 
 
+_Kind = tuple[str, tuple[str, ...], bool]
+
+
 def item_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype, as torch spells it ("float32")."""
     found: torch.dtype = getattr(torch, dtype)
@@ -31,8 +34,10 @@ def make_buckets(
     world_size: int,
     bucket_bytes: int,
     whole: Collection[str] = (),
+    divided: Collection[str] = (),
 ) -> tuple[Bucket, ...]:
-    """Fills buckets with parameters in the order of their first use, one open bucket for each dtype and set of groups.
+    """Fills buckets with parameters in the order of their first use, one open bucket for each dtype, set of groups, and whether
+    they are divided.
 
     Laws: every parameter is in one slot; slots begin at multiples of ALIGNMENT; a bucket is as long as a multiple of ALIGNMENT * world_size
     elements, the smallest that holds it; but for its last slot it holds less than `bucket_bytes`.
@@ -44,13 +49,14 @@ def make_buckets(
         world_size: every bucket's length is a multiple of it.
         bucket_bytes: a bucket is closed when it holds this much or more.
         whole: groups whose update takes whole parameters.
+        divided: parameters of which each rank of the tensor axis has a share; `parameters` has the shapes of shares.
     """
     position = {name: i for i, name in enumerate(order)}
     owners = sorted((p for p in parameters if p.alias_of is None), key=lambda p: position.get(p.name, len(position)))
-    open_slots: dict[tuple[str, tuple[str, ...]], list[Slot]] = {}
-    closed: list[tuple[tuple[str, tuple[str, ...]], list[Slot]]] = []
+    open_slots: dict[_Kind, list[Slot]] = {}
+    closed: list[tuple[_Kind, list[Slot]]] = []
     for parameter in owners:
-        kind = (parameter.dtype, tuple(groups_of.get(parameter.name, ())))
+        kind = (parameter.dtype, tuple(groups_of.get(parameter.name, ())), parameter.name in divided)
         if kind not in open_slots:
             open_slots[kind] = []
             closed.append((kind, open_slots[kind]))
@@ -68,6 +74,7 @@ def make_buckets(
             length=_round_up(slots[-1].offset + slots[-1].length, ALIGNMENT * world_size),
             slots=tuple(slots),
             whole=tuple(group for group in groups if group in whole),
+            divided=is_divided,
         )
-        for number, ((dtype, groups), slots) in enumerate(closed)
+        for number, ((dtype, groups, is_divided), slots) in enumerate(closed)
     )

@@ -6,15 +6,20 @@ will call stands in its graphs, so that is known before.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from torch import SymInt
 from torch.fx import GraphModule, Node
 
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload
 
+_SYMBOL = re.compile(r"\b[a-z]+[0-9]+\b")
+_UNBACKED = re.compile(r"\bu[0-9]+\b")
+"""A size that the data decides."""
 _PREFIX = "_c10d_functional."
 _WAIT = "wait_tensor"
 _SIZED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
@@ -23,12 +28,14 @@ _CURE = "Every rank must run the same package, plan, trainload and torch: compar
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as one rank calls it. `elements`: of its input."""
+    """One collective as one rank calls it. `elements`: of its input; where they depend on the rows of a call, an expression of symbols
+    n0, n1, ..., numbered as the graph's collectives name them.
+    """
 
     operator: str
     group: str
     dtype: str
-    elements: int
+    elements: int | str
     reduction: str = ""
 
     def __str__(self) -> str:
@@ -58,6 +65,7 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
             body of an operator, where the data could decide whether a rank calls it.
     """
     found: list[Collective] = []
+    symbols: dict[str, str] = {}
     for node, inside in _calls(module):
         if inside:
             raise PlanError(
@@ -65,7 +73,7 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
                 where=f"{where}, {node.name}",
                 got=str(node.target),
             )
-        collective, ranks = _read(node, where)
+        collective, ranks = _read(node, where, symbols)
         if collective.group not in groups:
             raise PlanError(
                 "a collective names a process group that the plan has not",
@@ -78,12 +86,13 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
             raise PlanError(
                 "a collective takes its group for another size", where=f"{where}, {node.name}", expected=f"{size} ranks", got=f"{ranks}"
             )
-        if collective.operator == "reduce_scatter_tensor" and collective.elements % size:
+        whole = collective.elements
+        if collective.operator == "reduce_scatter_tensor" and isinstance(whole, int) and whole % size:
             raise PlanError(
                 "what is scattered does not divide",
                 where=f"{where}, {node.name}",
                 expected=f"a multiple of {size} elements",
-                got=f"{collective.elements}",
+                got=f"{whole}",
             )
         if not any(_name(user) == _WAIT for user in node.users):
             raise PlanError("nothing waits for the result of a collective", where=f"{where}, {node.name}", got=str(collective))
@@ -144,17 +153,20 @@ def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], f
     return {pair: names for (_, _, names), pair in found.items()}
 
 
-def _read(node: Node, where: str) -> tuple[Collective, int | None]:
-    """A node's collective, and how large it takes its group for, where it says so."""
+def _read(node: Node, where: str, symbols: dict[str, str]) -> tuple[Collective, int | None]:
+    """A node's collective, and how large it takes its group for, where it says so. `symbols`: what those met so far are called here."""
     name = _name(node)
     value: Any = node.all_input_nodes[0].meta["val"]
     assert is_overload(node.target)
     arguments: dict[str, Any] = {named.name: given for named, given in zip(node.target._schema.arguments, node.args, strict=False)}
     arguments |= node.kwargs
-    if not isinstance(arguments.get("group_name"), str) or not all(isinstance(size, int) for size in value.shape):
+    elements = value.numel()
+    if isinstance(elements, SymInt) and not _UNBACKED.search(str(elements)):
+        elements = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), str(elements))
+    if not isinstance(arguments.get("group_name"), str) or isinstance(elements, SymInt):
         raise PlanError("a collective whose group or size is not known before", where=f"{where}, {node.name}", got=str(node.target))
     dtype = str(value.dtype).removeprefix("torch.")
-    collective = Collective(name, arguments["group_name"], dtype, value.numel(), arguments.get("reduce_op", ""))
+    collective = Collective(name, arguments["group_name"], dtype, elements, arguments.get("reduce_op", ""))
     return collective, arguments["group_size"] if name in _SIZED else None
 
 

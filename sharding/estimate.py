@@ -10,8 +10,14 @@ from trainload.sharding.buckets import item_bytes
 from trainload.sharding.plan import Bucket, Estimate, Plan
 
 
-def estimate(plan: Plan, package: Package) -> Estimate:
-    """What a rank of a plan holds and sends. The plan's own estimate is not looked at."""
+def estimate(plan: Plan, package: Package, tensor_bytes: float = 0) -> Estimate:
+    """What a rank of a plan holds and sends. The plan's own estimate is not looked at.
+
+    Args:
+        plan: how the package is spread.
+        package: what is trained.
+        tensor_bytes: what a rank sends on the tensor axis for one microbatch.
+    """
     states, own_state = state_counts(package), own_state_bytes(package)
     shard, replicas = plan.shard_degree, plan.replicas
     parameters = gradients = optimizer = communication = gathered = 0
@@ -40,6 +46,7 @@ def estimate(plan: Plan, package: Package) -> Estimate:
         if plan.shards_state and not plan.shards_parameters:
             communication += ring  # the updated parameters
         communication += 2 * (part * (replicas - 1) // replicas)
+    communication += round(plan.accumulate * tensor_bytes)
     if plan.shards_parameters:
         gathered = max([gathered, *(sum(full[i : i + plan.prefetch + 1]) for i in range(len(full)))])
     return Estimate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
@@ -15,8 +16,9 @@ from trainload.packaging.entries import graph_guard
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
 from trainload.sharding.estimate import estimate
-from trainload.sharding.plan import Cluster, Estimate, Plan
+from trainload.sharding.plan import Cluster, Estimate, Plan, Shard
 from trainload.sharding.strategies import STRATEGIES, Strategy
+from trainload.sharding.tensor.axis import TensorAxis, divide
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Of parameters in one bucket; as DistributedDataParallel's default."""
@@ -34,77 +36,103 @@ def make_plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     prefetch: int = 1,
     shard_ranks: int | None = None,
+    tensor_ranks: int = 1,
+    tensor_rules: Mapping[str, Shard | None] | None = None,
 ) -> Plan:
     """Spreads a package over a cluster.
 
     Args:
         package: what is to be trained.
         cluster: the cluster's shape.
-        strategy: None: "single" for one device; else "zero0" while a replica of everything takes up to REPLICATED_BYTES, then "zero3".
+        strategy: of the data axis. None: "single" where it has one rank; else "zero0" while a replica of everything takes up to
+            REPLICATED_BYTES, then "zero3".
         global_batch: rows of one optimizer update; None: the recipe's.
         accumulate: microbatches of one update on each rank.
         bucket_bytes: bytes of parameters in one bucket; a bucket ends with the parameter that reaches it.
         prefetch: how many buckets ahead of its use a bucket's gather starts.
-        shard_ranks: for "hybrid": how many ranks share one copy; None: the devices of a node.
+        shard_ranks: for "hybrid": how many ranks of the data axis share one copy; None: those of a node.
+        tensor_ranks: how many neighbours divide the work on the same rows.
+        tensor_rules: pattern of parameter names (as in a shell) -> how the tensor axis divides them; None: not. What no pattern fits is
+            found from the graph.
 
     Raises:
         PlanError: no such plan can be made; the message says what would do.
     """
     world = cluster.world_size
     rows = global_batch or package.recipe.global_batch
-    _check_batch(package, rows, world, accumulate)
+    lanes = _data_ranks(cluster, tensor_ranks, tensor_rules)
+    _check_batch(package, rows, lanes, accumulate)
     manifest = package.manifest
     groups_of = _groups_of(package)
     owners = [p for p in package.parameters if p.alias_of is None]
+    whole = {u.group for u in manifest.updates if not u.elementwise}
+    tensor = TensorAxis(tensor_ranks, {})
+    if tensor_ranks > 1:
+        tensor = divide(package, tensor_ranks, {name for name, groups in groups_of.items() if whole.intersection(groups)}, tensor_rules)
+        owners = [replace(p, shape=tensor.shape(p.name, p.shape)) for p in owners]
     if strategy is None:
         everything = sum(
             math.prod(p.shape) * item_bytes(p.dtype) * (2 + 2 * len(groups_of[p.name]) if p.name in groups_of else 1) for p in owners
         )
-        strategy = "single" if world == 1 else "zero0" if everything <= REPLICATED_BYTES else "zero3"
-    if strategy == "single" and world > 1:
+        strategy = "single" if lanes == 1 else "zero0" if everything <= REPLICATED_BYTES else "zero3"
+    if strategy == "single" and lanes > 1:
         raise PlanError(
-            "one device was asked for, and the cluster has more",
+            "one device was asked for, and the cluster has more" if tensor_ranks == 1 else "the data axis has more than one rank",
             where="strategy",
             expected=f"one of {', '.join(STRATEGIES[1:])}",
-            got=f"single for {world} devices",
+            got=f"single for {lanes} {'devices' if tensor_ranks == 1 else 'ranks'}",
         )
-    shard_ranks = _shard_ranks(strategy, cluster, shard_ranks)
+    shard_ranks = _shard_ranks(strategy, cluster, lanes, tensor_ranks, shard_ranks)
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
         raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
     order = [name for graph in manifest.training_graphs() for name in parameter_order(package.captured(graph))]
     aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
-    whole = {u.group for u in manifest.updates if not u.elementwise}
     uses = list(dict.fromkeys(aliases.get(n) or n for n in order))
-    buckets = make_buckets(owners, groups_of, uses, world, bucket_bytes, whole)
+    buckets = make_buckets(owners, groups_of, uses, world, bucket_bytes, whole, tensor.shards)
     made = Plan(
         package=package.digest,
         cluster=cluster,
         strategy=strategy,
         shard_ranks=shard_ranks,
+        tensor_ranks=tensor_ranks,
+        tensor_shards=dict(sorted(tensor.shards.items())),
         global_batch=rows,
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
         estimate=_NOTHING,
     )
-    return made.model_copy(update={"estimate": estimate(made, package)})
+    return made.model_copy(update={"estimate": estimate(made, package, tensor.sent(made.rows_per_call))})
 
 
 _NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
 
 
-def _shard_ranks(strategy: Strategy, cluster: Cluster, given: int | None) -> int | None:
+def _data_ranks(cluster: Cluster, tensor_ranks: int, rules: Mapping[str, Shard | None] | None) -> int:
+    if cluster.world_size % tensor_ranks:
+        raise PlanError(
+            "the tensor axis does not divide the cluster",
+            where="tensor_ranks",
+            expected=f"a divisor of the cluster's {cluster.world_size} devices",
+            got=str(tensor_ranks),
+        )
+    if rules and tensor_ranks == 1:
+        raise PlanError("there are rules for a tensor axis of one rank", where="tensor_rules", cure="Give tensor_ranks (--tensor).")
+    return cluster.world_size // tensor_ranks
+
+
+def _shard_ranks(strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks: int, given: int | None) -> int | None:
     if strategy != "hybrid":
         if given is not None:
             raise PlanError("a number of ranks that share one copy goes with the strategy hybrid", where="shard_ranks", got=strategy)
         return None
-    ranks = cluster.devices_per_node if given is None else given
-    if cluster.world_size % ranks or ranks < min(2, cluster.world_size):
+    ranks = max(1, cluster.devices_per_node // tensor_ranks) if given is None else given
+    if lanes % ranks or ranks < min(2, lanes):
         raise PlanError(
             "so many ranks cannot share one copy",
             where="shard_ranks",
-            expected=f"a divisor of the cluster's {cluster.world_size} devices, at least 2",
+            expected=f"a divisor of the {'cluster' if tensor_ranks == 1 else 'data axis'}'s {lanes} devices, at least 2",
             got=str(ranks),
             cure="Choose shard_ranks (--shard-ranks), or zero0, which shards nothing.",
         )
@@ -135,7 +163,7 @@ def check_plan(plan: Plan, package: Package) -> None:
             got=plan.package,
             cure="Make a plan for this package: trainload plan.",
         )
-    shapes = {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None}
+    shapes = _share_shapes(plan, {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None})
     groups_of = _groups_of(package)
     whole = {u.group for u in package.manifest.updates if not u.elementwise}
     placed: dict[str, tuple[int, ...]] = {}
@@ -154,6 +182,13 @@ def check_plan(plan: Plan, package: Package) -> None:
                     expected=", ".join(groups) or "none",
                     got=", ".join(bucket.groups) or "none",
                 )
+            if bucket.divided != (slot.parameter in plan.tensor_shards):
+                raise PlanError(
+                    "a bucket has parameters that the tensor axis divides, and others",
+                    where=f"plan.buckets: {bucket.name}: {slot.parameter}",
+                    expected=f"divided: {slot.parameter in plan.tensor_shards}",
+                    got=f"divided: {bucket.divided}",
+                )
             placed[slot.parameter] = tuple(slot.shape)
             end = slot.offset + slot.length
         if bucket.length < end or bucket.length % plan.world_size:
@@ -171,7 +206,26 @@ def check_plan(plan: Plan, package: Package) -> None:
             expected=str(shapes.get(wrong, "no such parameter")),
             got=str(placed.get(wrong, "none")),
         )
-    _check_batch(package, plan.global_batch, plan.world_size, plan.accumulate)
+    _check_batch(package, plan.global_batch, plan.data_ranks, plan.accumulate)
+
+
+def _share_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes that slots must have. Raises: PlanError where the tensor axis divides what there is not, or what it cannot."""
+    found = dict(shapes)
+    for name, shard in plan.tensor_shards.items():
+        where = f"plan.tensor_shards: {name}"
+        if name not in shapes:
+            raise PlanError("the tensor axis divides a parameter that the package lacks", where=where)
+        shape, ranks = shapes[name], plan.tensor_ranks
+        if not shard.divides(shape, ranks):
+            raise PlanError(
+                "the tensor axis cannot divide a parameter so",
+                where=where,
+                expected=f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {ranks} ranks",
+                got=str(shard),
+            )
+        found[name] = shard.share_shape(shape, ranks)
+    return found
 
 
 def parameter_order(capture: GraphCapture) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,11 +12,13 @@ from trainload.sharding.strategies import Strategy
 DeviceKind = Literal["cpu", "cuda"]
 
 DATA = "trainload.data"
-"""Logical name of the process group of all ranks."""
+"""Logical name of the process group of the ranks that have other rows: all of them, where there is no tensor axis."""
 SHARD = "trainload.shard"
 """Of the ranks that share one copy of what is sharded, where there are several copies."""
 REPLICATE = "trainload.replicate"
 """Of the ranks that hold the same part of a copy each."""
+TENSOR = "trainload.tensor"
+"""Of the ranks that share the work on one and the same rows."""
 
 
 class _Record(BaseModel):
@@ -35,6 +37,32 @@ class Cluster(_Record):
         return self.nodes * self.devices_per_node
 
 
+class Shard(_Record):
+    """How a parameter is divided among the ranks of the tensor axis.
+
+    Its dim `dim`, of n elements, is `blocks` blocks of `ranks` shares each; a rank has its share of every block. A fused projection of
+    query, key and value has three blocks.
+    """
+
+    dim: int = Field(ge=0)
+    blocks: int = Field(default=1, ge=1)
+
+    def divides(self, shape: Sequence[int], ranks: int) -> bool:
+        """Whether a parameter of this shape has equal shares for so many ranks."""
+        return self.dim < len(shape) and shape[self.dim] % (self.blocks * ranks) == 0
+
+    def share_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """The shape of one rank's share of a parameter."""
+        return tuple(size // ranks if at == self.dim else size for at, size in enumerate(shape))
+
+    def whole_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """The shape of a parameter, of one share's."""
+        return tuple(size * ranks if at == self.dim else size for at, size in enumerate(shape))
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
+
+
 class Slot(_Record):
     """Where one parameter lies in its bucket, in elements: [offset, offset + length)."""
 
@@ -50,7 +78,7 @@ class Bucket(_Record):
     Laws: slots are in order and do not overlap; `length` is a multiple of the world size and no smaller than the end of the last slot;
     of what is sharded among s ranks, number r owns [r * length / s, (r + 1) * length / s). All parameters of a bucket have one dtype and
     are in the same parameter groups: none where they are frozen, one, or several where several graphs train them with optimizers of their
-    own.
+    own. All are divided by the tensor axis (`divided`), or all are whole on each of its ranks; a slot is of a rank's share.
 
     `whole`: those of the groups whose update takes whole parameters. What is stored and communicated is as in other buckets; but for such
     an update every rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
@@ -62,6 +90,7 @@ class Bucket(_Record):
     length: int = Field(ge=0)
     slots: tuple[Slot, ...]
     whole: tuple[str, ...] = ()
+    divided: bool = False
 
     def group_among(self, groups: Collection[str]) -> str | None:
         """The one of its groups that is among these: a graph's; None where there is none."""
@@ -91,10 +120,12 @@ class Plan(_Record):
     strategy: "single" one device; "zero0" data parallel, gradients all-reduced; "zero1" optimizer state sharded, gradients
     reduce-scattered once a step, updated parameters gathered; "zero2" gradients sharded too, reduce-scattered after each microbatch;
     "zero3" parameters sharded too, gathered once for forward and once for backward; "hybrid" as zero3 among `shard_ranks` neighbours, and
-    replicated beyond them.
+    replicated beyond them. That is the data axis. `tensor_ranks` neighbours at a time work on the same rows, each on its shares of the
+    parameters in `tensor_shards`: the tensor axis.
 
-    Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = world_size * accumulate * rows of one call;
-    `shard_ranks` divides the world size and is given for "hybrid" alone.
+    Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = data_ranks * accumulate * rows of one call;
+    `shard_ranks` divides data_ranks and is given for "hybrid" alone; rank = its number on the data axis * tensor_ranks + its number on the
+    tensor axis.
     """
 
     version: int = 1
@@ -103,7 +134,9 @@ class Plan(_Record):
     cluster: Cluster
     strategy: Strategy
     shard_ranks: int | None = Field(default=None, ge=1)
-    """How many ranks, neighbours, share one copy: a node's, since its devices have the fastest links."""
+    """How many ranks of the data axis, neighbours, share one copy: a node's, since its devices have the fastest links."""
+    tensor_ranks: int = Field(default=1, ge=1)
+    tensor_shards: dict[str, Shard] = {}
     global_batch: int = Field(ge=1)
     accumulate: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)
@@ -119,11 +152,35 @@ class Plan(_Record):
     def _check_degrees(self) -> Self:
         if (self.strategy == "hybrid") != (self.shard_ranks is not None):
             raise ValueError("shard_ranks goes with the strategy hybrid, and with no other")
-        if self.shard_ranks == 1 < self.world_size:
+        if self.world_size % self.tensor_ranks:
+            raise ValueError(f"tensor_ranks is {self.tensor_ranks}, which does not divide the cluster's {self.world_size} devices")
+        if self.shard_ranks == 1 < self.data_ranks:
             raise ValueError("shard_ranks is 1, so that every rank would hold everything: that is the strategy zero0")
-        if self.shard_ranks is not None and self.world_size % self.shard_ranks:
-            raise ValueError(f"shard_ranks is {self.shard_ranks}, which does not divide the cluster's {self.world_size} devices")
+        if self.shard_ranks is not None and self.data_ranks % self.shard_ranks:
+            raise ValueError(f"shard_ranks is {self.shard_ranks}, which does not divide the {self.data_ranks} ranks of the data axis")
+        if self.strategy == "single" and self.data_ranks > 1:
+            raise ValueError(f"the strategy is single, and the data axis has {self.data_ranks} ranks")
+        if self.tensor_ranks == 1 and self.tensor_shards:
+            raise ValueError("tensor_shards divides parameters, and tensor_ranks is 1")
         return self
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of ranks of the tensor axis, have rows of their own."""
+        return self.world_size // self.tensor_ranks
+
+    def data_index(self, rank: int) -> int:
+        """A rank's number on the data axis."""
+        return rank // self.tensor_ranks
+
+    def tensor_index(self, rank: int) -> int:
+        """A rank's number on the tensor axis."""
+        return rank % self.tensor_ranks
+
+    def shape(self, slot: Slot) -> tuple[int, ...]:
+        """The shape of a slot's whole parameter."""
+        shard = self.tensor_shards.get(slot.parameter)
+        return slot.shape if shard is None else shard.whole_shape(slot.shape, self.tensor_ranks)
 
     # What is sharded, and among whom
 
@@ -144,15 +201,15 @@ class Plan(_Record):
 
     @property
     def shard_degree(self) -> int:
-        """How many ranks share one copy of what is sharded."""
+        """How many ranks of the data axis share one copy of what is sharded."""
         if self.shard_ranks is not None:
             return self.shard_ranks
-        return self.world_size if self.shards_state else 1
+        return self.data_ranks if self.shards_state else 1
 
     @property
     def replicas(self) -> int:
         """How many copies there are of what is sharded."""
-        return self.world_size // self.shard_degree
+        return self.data_ranks // self.shard_degree
 
     @property
     def shard_group(self) -> str:
@@ -161,22 +218,32 @@ class Plan(_Record):
 
     def shard_index(self, rank: int) -> int:
         """Which share of its copy a rank holds."""
-        return rank % self.shard_degree
+        return self.data_index(rank) % self.shard_degree
 
     def part_index(self, rank: int) -> int:
-        """Which of `world_size` equal parts of every bucket is a rank's to write: one that it holds, under whatever strategy."""
-        return self.shard_index(rank) * self.replicas + rank // self.shard_degree
+        """Which of `data_ranks` equal parts of its buckets is a rank's to write: one that it holds, under whatever strategy."""
+        return self.shard_index(rank) * self.replicas + self.data_index(rank) // self.shard_degree
+
+    def file_index(self, rank: int) -> int:
+        """The number of a rank's file of a checkpoint: parts in order, of each part the ranks of the tensor axis."""
+        return self.part_index(rank) * self.tensor_ranks + self.tensor_index(rank)
 
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """The process groups that the plan's graphs name: for each, how it divides the ranks. All its parts are equally large."""
-        ranks = range(self.world_size)
-        found: dict[str, tuple[tuple[int, ...], ...]] = {DATA: (tuple(ranks),)}
+        ranks, tensor = range(self.world_size), self.tensor_ranks
+        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        lanes = [ranks[lane::tensor] for lane in range(tensor)]
+        if self.data_ranks > 1 or tensor == 1:
+            found[DATA] = tuple(tuple(lane) for lane in lanes)
         if self.replicas > 1 and self.shard_degree > 1:
-            found[SHARD] = tuple(tuple(ranks[i : i + self.shard_degree]) for i in range(0, self.world_size, self.shard_degree))
-            found[REPLICATE] = tuple(tuple(ranks[i :: self.shard_degree]) for i in range(self.shard_degree))
+            degree = self.shard_degree
+            found[SHARD] = tuple(tuple(lane[i : i + degree]) for lane in lanes for i in range(0, self.data_ranks, degree))
+            found[REPLICATE] = tuple(tuple(lane[i::degree]) for lane in lanes for i in range(degree))
+        if tensor > 1:
+            found[TENSOR] = tuple(tuple(ranks[i : i + tensor]) for i in range(0, self.world_size, tensor))
         return found
 
     @property
     def rows_per_call(self) -> int:
-        """Rows of the batch that one rank is given for one microbatch."""
-        return self.global_batch // (self.world_size * self.accumulate)
+        """Rows of the batch that one rank of the data axis is given for one microbatch."""
+        return self.global_batch // (self.data_ranks * self.accumulate)

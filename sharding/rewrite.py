@@ -301,7 +301,7 @@ class _Rewriter:
         if bucket.length > end:
             pieces.append(self._zeros(bucket.length - end, bucket.dtype))
         flat = self._call(aten.cat.default, pieces) if len(pieces) > 1 else pieces[0]
-        if self._plan.world_size == 1:
+        if self._plan.data_ranks == 1:
             return self._add_so_far(bucket, flat)
         if self._plan.shards_gradients:
             return self._reduce_scatter(flat)
@@ -322,7 +322,7 @@ class _Rewriter:
 
     def _land(self, reduced: dict[str, Node]) -> dict[str, Node]:
         """Bucket -> its gradient, all communication done."""
-        if self._plan.world_size == 1 or (self._phase is Phase.ACCUMULATE and not self._plan.shards_gradients):
+        if self._plan.data_ranks == 1 or (self._phase is Phase.ACCUMULATE and not self._plan.shards_gradients):
             return reduced
         landed = {name: self._wait(reduction) for name, reduction in reduced.items()}
         if self._plan.shards_gradients:
@@ -372,19 +372,19 @@ class _Rewriter:
             as_float = self._call(aten._to_copy.default, node, dtype=torch.float32)
             values.append(self._call(aten.mul.Tensor, as_float, weight))
         totals = self._call(aten.stack.default, [*values, weight])
-        if self._plan.world_size == 1:
+        if self._plan.data_ranks == 1:
             return totals
         return self._wait(self._all_reduce(totals, DATA))
 
     def _synchronised_buffer(self, port: Port, node: Node) -> Node:
         """Floating-point buffers become the mean over the ranks (as running statistics do); others change alike on every rank."""
-        if self._plan.world_size == 1:
+        if self._plan.data_ranks == 1:
             return node
         if not node.meta["val"].is_floating_point():
             self._refuse_difference(port)
             return node
         total = self._wait(self._all_reduce(node, DATA))
-        return self._call(aten.div.Scalar, total, self._plan.world_size)
+        return self._call(aten.div.Scalar, total, self._plan.data_ranks)
 
     def _refuse_difference(self, port: Port) -> None:
         """Refuses a buffer of whole numbers whose new value is another one on every rank."""

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter
 from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.errors import PlanError
-from trainload.sharding.plan import Bucket, Plan
+from trainload.sharding.plan import TENSOR, Bucket, Plan
 from trainload.sharding.rewrite import update_length
 
 aten = torch.ops.aten
@@ -244,10 +244,15 @@ class UpdateStep:
         return result
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        square = torch.stack([g.to(torch.float32).square().sum() for g in gradients]).sum()
+        squares = [g.to(torch.float32).square().sum() for g in gradients]
+        divided = [square for square, part in zip(squares, self.parts, strict=True) if part.bucket.divided]
+        whole = [square for square, part in zip(squares, self.parts, strict=True) if not part.bucket.divided]
+        found = [torch.stack(whole).sum()] if whole else []
+        if divided:
+            found.append(_total(torch.stack(divided).sum(), TENSOR))
+        square = torch.stack(found).sum()
         if self._plan.shards_state and self._plan.shard_degree > 1:
-            reduced = torch.ops._c10d_functional.all_reduce.default(square, "sum", self._plan.shard_group)
-            square = torch.ops._c10d_functional.wait_tensor.default(reduced)
+            square = _total(square, self._plan.shard_group)
         return square.sqrt()
 
     def trace(self, device: torch.device) -> GraphModule:
@@ -278,6 +283,12 @@ class UpdateStep:
             return (norm,)
 
         return trace_flat(in_place, inputs)
+
+
+def _total(value: Tensor, group: str) -> Tensor:
+    """The sum over a group's ranks."""
+    result: Tensor = torch.ops._c10d_functional.wait_tensor.default(torch.ops._c10d_functional.all_reduce.default(value, "sum", group))
+    return result
 
 
 def _joined(bucket: Bucket, values: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from trainload.capture.errors import CheckpointError, PackageError
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
-from trainload.sharding.plan import Bucket
+from trainload.sharding.plan import Bucket, Shard
 from trainload.sharding.strategies import Strategy
 
 VERSION = 2
@@ -56,9 +56,10 @@ class CheckpointIndex(_Record):
     """What a checkpoint holds.
 
     Laws: `step` is the next step to run. Shard i of `files`, whichever rank has written it, holds of each entry of each bucket the
-    elements [i * length / world_size, (i + 1) * length / world_size); shard 0 also holds the scalars, the buffers, and what parameters have
-    in shapes of their own (`own`: parameter -> entries). `entries` and `scalars` have the names of all buckets. `attempt` says which
-    attempt of the run wrote it. `user` is anything that JSON can hold.
+    elements [i * length / world_size, (i + 1) * length / world_size); of a bucket that a tensor axis of t ranks divides, those elements
+    [p * length / d, (p + 1) * length / d) that rank i % t of it has, with p = i // t and d = world_size / t. Shard 0 also holds the
+    scalars, the buffers, and what parameters have in shapes of their own (`own`: parameter -> entries). `entries` and `scalars` have the
+    names of all buckets. `attempt` says which attempt of the run wrote it. `user` is anything that JSON can hold.
     """
 
     version: int = VERSION
@@ -67,6 +68,8 @@ class CheckpointIndex(_Record):
     attempt: str
     strategy: Strategy
     world_size: int = Field(ge=1)
+    tensor_ranks: int = Field(default=1, ge=1)
+    tensor_shards: dict[str, Shard] = {}
     buckets: tuple[Bucket, ...]
     entries: dict[str, tuple[str, ...]]
     scalars: dict[str, tuple[str, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, held
-from trainload.sharding.plan import Bucket, Plan
+from trainload.sharding.plan import Bucket, Plan, Slot
 
 
 def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int) -> ShardedState:
@@ -48,12 +49,13 @@ def full_parameters(checkpoint: Checkpoint, *, mean: bool = False) -> Iterator[t
     for bucket in checkpoint.index.buckets:
         entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
         for slot in bucket.slots:
-            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, entry, 0, slot.length).reshape(slot.shape)
+            shape = checkpoint.shape(slot.parameter)
+            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, entry, 0, math.prod(shape)).reshape(shape)
 
 
 def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:
-    wanted = {slot.parameter: (bucket.dtype, slot.shape) for bucket in plan.buckets for slot in bucket.slots}
-    found = {slot.parameter: (bucket.dtype, slot.shape) for bucket in checkpoint.index.buckets for slot in bucket.slots}
+    wanted = {slot.parameter: (bucket.dtype, plan.shape(slot)) for bucket in plan.buckets for slot in bucket.slots}
+    found = {s.parameter: (bucket.dtype, checkpoint.shape(s.parameter)) for bucket in checkpoint.index.buckets for s in bucket.slots}
     for name in sorted(set(wanted) | set(found)):
         if wanted.get(name) != found.get(name):
             raise CheckpointError(
@@ -115,13 +117,20 @@ def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: 
     for slot in bucket.slots:
         first, last = max(start, slot.offset), min(stop, slot.offset + slot.length)
         if first < last:
-            part = checkpoint.parameter_interval(slot.parameter, entry, first - slot.offset, last - slot.offset)
+            part = _interval(checkpoint, plan, rank, slot, entry, first - slot.offset, last - slot.offset)
             if flat is None:
                 flat = part.new_zeros(stop - start)
             flat[first - start : last - start] = part
     if flat is None:  # the rank owns padding only
         return torch.zeros(stop - start, dtype=_dtype(checkpoint, bucket, entry))
     return flat
+
+
+def _interval(checkpoint: Checkpoint, plan: Plan, rank: int, slot: Slot, entry: str, start: int, stop: int) -> torch.Tensor:
+    shard = plan.tensor_shards.get(slot.parameter)
+    if shard is None:
+        return checkpoint.parameter_interval(slot.parameter, entry, start, stop)
+    return checkpoint.share_interval(slot.parameter, entry, shard, plan.tensor_ranks, plan.tensor_index(rank), start, stop)
 
 
 def _dtype(checkpoint: Checkpoint, bucket: Bucket, entry: str) -> torch.dtype:

@@ -6,6 +6,7 @@ find what they need.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,7 +17,8 @@ from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
 from trainload.launch.checkpoints.shard import CURE, ShardReader
 from trainload.packaging.chunks import LastChunk
-from trainload.sharding.plan import Bucket, Slot
+from trainload.sharding.plan import Bucket, Shard, Slot
+from trainload.sharding.shares import read_share, read_whole
 
 
 class Checkpoint:
@@ -52,8 +54,9 @@ class Checkpoint:
             raise CheckpointError(f"the checkpoint has no parameter {parameter!r}", where=str(self.path))
         return self._slots[parameter]
 
-    def read_interval(self, bucket: str, entry: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a bucket's entry: (stop - start,), on CPU.
+    def read_interval(self, bucket: str, entry: str, start: int, stop: int, tensor_index: int = 0) -> torch.Tensor:
+        """Elements [start, stop) of a bucket's entry: (stop - start,), on CPU. `tensor_index`: of a bucket that the tensor axis divided,
+        whose of its ranks.
 
         Raises: CheckpointError where there is no such interval, or a shard that holds part of it has changed.
         """
@@ -65,25 +68,52 @@ class Checkpoint:
                 expected=f"entries of {bucket!r}: {', '.join(self.index.entries.get(bucket, ()))}; length {length}",
                 got=f"{entry!r} [{start}, {stop})",
             )
-        each = length // self.index.world_size
+        lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
+        parts = self.index.world_size // lanes
+        each = length // parts
         pieces: list[torch.Tensor] = []
         at = start
         # An empty interval still reads an empty slice, for its dtype.
         while at < stop or not pieces:
-            number = min(at // each, self.index.world_size - 1) if each else 0
+            number = min(at // each, parts - 1) if each else 0
             end = min(stop, (number + 1) * each)
-            pieces.append(self._shard(number).interval(flat_key(bucket, entry), at - number * each, end - number * each))
+            shard = self._shard(number * lanes + tensor_index)
+            pieces.append(shard.interval(flat_key(bucket, entry), at - number * each, end - number * each))
             at = end
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter's entry ("param", "exp_avg", ...): (stop - start,), on CPU. Raises: as `read_interval`."""
         bucket, slot = self.bucket_of(parameter)
-        if not 0 <= start <= stop <= slot.length:
+        length = math.prod(self.shape(parameter))
+        if not 0 <= start <= stop <= length:
             raise CheckpointError(
-                "the parameter has no such interval", where=parameter, expected=f"within [0, {slot.length})", got=f"[{start}, {stop})"
+                "the parameter has no such interval", where=parameter, expected=f"within [0, {length})", got=f"[{start}, {stop})"
             )
-        return self.read_interval(bucket.name, entry, slot.offset + start, slot.offset + stop)
+        if not bucket.divided:
+            return self.read_interval(bucket.name, entry, slot.offset + start, slot.offset + stop)
+
+        def share(index: int, low: int, high: int) -> torch.Tensor:
+            return self.read_interval(bucket.name, entry, slot.offset + low, slot.offset + high, index)
+
+        return read_whole(share, slot.shape, self.index.tensor_shards[parameter], self.index.tensor_ranks, start, stop)
+
+    def share_interval(self, parameter: str, entry: str, shard: Shard, ranks: int, index: int, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the share that rank `index` of a tensor axis has of a parameter's entry. Raises: as `read_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        if (self.index.tensor_shards.get(parameter), self.index.tensor_ranks) == (shard, ranks):
+            return self.read_interval(bucket.name, entry, slot.offset + start, slot.offset + stop, index)
+
+        def whole(low: int, high: int) -> torch.Tensor:
+            return self.parameter_interval(parameter, entry, low, high)
+
+        return read_share(whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, stop)
+
+    def shape(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a whole parameter. Raises: CheckpointError where there is none of that name."""
+        _, slot = self.bucket_of(parameter)
+        shard = self.index.tensor_shards.get(parameter)
+        return slot.shape if shard is None else shard.whole_shape(slot.shape, self.index.tensor_ranks)
 
     def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
         """A bucket's 0-dim entries. Raises: CheckpointError where shard 0 has changed."""

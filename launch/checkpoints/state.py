@@ -70,8 +70,16 @@ def held(plan: Plan, bucket: Bucket, entry: str, rank: int) -> tuple[int, int]:
     return share(bucket.length, plan.shard_index(rank), plan.shard_degree) if is_sharded(plan, entry) else (0, bucket.length)
 
 
+def written(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, int]:
+    """The elements [start, stop) of its bucket that a rank writes."""
+    if bucket.divided:
+        return share(bucket.length, plan.part_index(rank), plan.data_ranks)
+    return share(bucket.length, plan.file_index(rank), plan.world_size)
+
+
 def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, str], torch.Tensor]:
-    """(bucket, entry) -> the (length / world size,) elements that `rank` writes: part `Plan.part_index` of sharded and replicated entries.
+    """(bucket, entry) -> the elements that `rank` writes: of a bucket that the tensor axis divides, part `Plan.part_index` of the rank's
+    own; of others part `Plan.file_index`, so that its ranks write each element once.
 
     Raises: CheckpointError where the state is not that of the plan.
     """
@@ -82,7 +90,7 @@ def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, 
         )
     owned: dict[tuple[str, str], torch.Tensor] = {}
     for bucket in plan.buckets:
-        start, stop = share(bucket.length, plan.part_index(rank), plan.world_size)
+        start, stop = written(plan, bucket, rank)
         entries = state.flats[bucket.name]
         if PARAM not in entries:
             raise CheckpointError("a bucket has no parameters", where=bucket.name, expected=PARAM, got=", ".join(sorted(entries)))

@@ -115,6 +115,8 @@ class CheckpointWriter:
             attempt=self._attempt,
             strategy=self._plan.strategy,
             world_size=self._plan.world_size,
+            tensor_ranks=self._plan.tensor_ranks,
+            tensor_shards=self._plan.tensor_shards,
             buckets=self._plan.buckets,
             entries={name: tuple(sorted(state.flats[name])) for name in names},
             scalars={name: tuple(sorted(state.scalars.get(name, {}))) for name in names},
@@ -170,8 +172,8 @@ class CheckpointWriter:
             draft.mkdir(exist_ok=True)
             mine = write_shard(draft / shard_name(0, self._plan.world_size), self._host)
             by_rank = [mine, *self._collect(draft)]
-            by_part = sorted(range(self._plan.world_size), key=self._plan.part_index)
-            index = index.model_copy(update={"files": tuple(by_rank[rank] for rank in by_part)})
+            in_order = sorted(range(self._plan.world_size), key=self._plan.file_index)
+            index = index.model_copy(update={"files": tuple(by_rank[rank] for rank in in_order)})
             _write_durably(draft / INDEX, encode_index(index))
             sync_folder(draft)
             self._publish(draft, self._folder / folder_name(index.step))

@@ -50,9 +50,10 @@ class RankRows:
     """What a rank reads: `RankRows(...)(step)` are its calls of one step, one for each microstep of each global batch that the step draws.
 
     Global batch number b of a run of one data set is the positions [b * G, (b + 1) * G) of the sampler's stream, whatever the world size;
-    of a mixture, the next G positions of its part's stream. Microbatch m of rank r is its contiguous chunk number m * world_size + r.
+    of a mixture, the next G positions of its part's stream. Microbatch m of number r on the data axis is its contiguous chunk number
+    m * data_ranks + r.
 
-    Law: over all ranks and microsteps, the calls of a step hold each position of its global batches once.
+    Law: over the data axis and all microsteps, the calls of a step hold each position of its global batches once.
     """
 
     recipe: Recipe
@@ -62,7 +63,8 @@ class RankRows:
 
     def __call__(self, step: int) -> tuple[CallRows, ...]:
         count, whole = self.plan.rows_per_call, self.plan.global_batch
-        firsts = [(microstep * self.plan.world_size + self.rank) * count for microstep in range(self.plan.accumulate)]
+        lane = self.plan.data_index(self.rank)
+        firsts = [(microstep * self.plan.data_ranks + lane) * count for microstep in range(self.plan.accumulate)]
         before = draws_before(self.recipe, step)
         places = [self.order.part(before + draw) for draw in range(draws_of(self.recipe, step))]
         return tuple(

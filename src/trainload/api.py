@@ -12,7 +12,7 @@ from typing import Literal, Required, TypedDict, Unpack
 
 from trainload.abstract import freeze_abstract
 from trainload.bundling import Bundler, given_wheel
-from trainload.capture.errors import ClusterError, DataError, JobError, StorageError
+from trainload.capture.errors import ClusterError, DataError, JobError, PlanError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
 from trainload.capture.program import Program
@@ -232,6 +232,7 @@ def resume(
     *,
     workers: int | None = None,
     strategy: Strategy | None = None,
+    plan: Plan | None = None,
     backend: Backend | None = None,
     address: str | None = None,
     policy: str | Path | None = None,
@@ -243,30 +244,59 @@ def resume(
         run_dir: the run's folder.
         workers: None: as before.
         strategy: None: as before where that is possible for the number of workers.
+        plan: another plan for the package, in place of both. Its global batch is the run's.
         backend: None: "local" for a run of one worker that is asked for so, else Ray.
         address: of a Ray cluster.
         policy: a policy file, beside those that the run was launched under and those that hold here.
         on_event: told everything that happens.
 
     Raises:
-        IntegrityError: the package is not the one that the run was launched with; otherwise as `launch`.
+        IntegrityError: the package is not the one that the run was launched with.
+        PlanError: the plan has another global batch; otherwise as `launch`.
     """
     folder = Path(run_dir).absolute()
     spec = read_spec(folder)
     policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
     spec = spec.model_copy(update={"policies": policies})
     package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
-    if workers is not None or strategy is not None:
+    if plan is not None:
+        spec = spec.model_copy(update={"plan": _another_plan(plan, spec.plan, workers, strategy)})
+    elif workers is not None or strategy is not None:
         world = workers or spec.plan.world_size
         cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
         kept = strategy or (None if world == 1 or spec.plan.strategy == "single" else spec.plan.strategy)
         ranks = spec.plan.shard_ranks if kept == "hybrid" and world % (spec.plan.shard_ranks or 1) == 0 else None
-        new_plan = make_plan(package, cluster, kept, global_batch=spec.plan.global_batch, prefetch=spec.plan.prefetch, shard_ranks=ranks)
+        tensor = spec.plan.tensor_ranks if world % spec.plan.tensor_ranks == 0 else 1
+        rules = dict(spec.plan.tensor_shards) if tensor > 1 else None
+        new_plan = make_plan(
+            package,
+            cluster,
+            kept,
+            global_batch=spec.plan.global_batch,
+            prefetch=spec.plan.prefetch,
+            shard_ranks=ranks,
+            tensor_ranks=tensor,
+            tensor_rules=rules,
+        )
         spec = spec.model_copy(update={"plan": new_plan})
     _check_request(package, spec)
     check_output(spec, new=False)
     clear_failure(folder)
     return _run(package, spec, backend or "ray", address, on_event or _ignore, new=False)
+
+
+def _another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strategy | None) -> Plan:
+    if workers is not None or strategy is not None:
+        raise PlanError("a plan says the number of workers and the strategy itself", where="resume", cure="Give the plan alone.")
+    if plan.global_batch != before.global_batch:
+        raise PlanError(
+            "the plan has another global batch than the run",
+            where="plan.global_batch",
+            expected=str(before.global_batch),
+            got=str(plan.global_batch),
+            cure="Make a plan with the run's: its losses depend on it.",
+        )
+    return plan
 
 
 @dataclass(frozen=True, slots=True)

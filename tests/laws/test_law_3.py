@@ -20,6 +20,7 @@ FEWER = 40
 """Steps of the plans that differ from another one in buckets or microbatches only."""
 SMALL = 6_000
 """Bytes of a bucket, so that there are several."""
+TOGETHER: tuple[Strategy, ...] = ("zero0", "zero1", "zero2", "zero3")
 WHOLE = 10**9
 ONE_EACH = 1
 
@@ -34,7 +35,7 @@ def single(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactor
     return folder / "run"
 
 
-CASES: dict[str, tuple[Strategy, int, int, int]] = {
+CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "zero0": ("zero0", STEPS, 1, SMALL),
     "zero1": ("zero1", STEPS, 1, SMALL),
     "zero3": ("zero3", STEPS, 1, SMALL),
@@ -43,8 +44,10 @@ CASES: dict[str, tuple[Strategy, int, int, int]] = {
     "zero2, microbatches": ("zero2", FEWER, 2, SMALL),
     "zero3, microbatches, a bucket for each": ("zero3", FEWER, 2, ONE_EACH),
     "zero3, one bucket": ("zero3", FEWER, 1, WHOLE),
+    "tensor": (None, STEPS, 1, SMALL),
+    "tensor, microbatches": (None, FEWER, 2, SMALL),
 }
-"""(strategy, steps, microbatches, bytes of a bucket)"""
+"""(strategy; None: a tensor axis of both workers, steps, microbatches, bytes of a bucket)"""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,8 @@ def two_workers(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathF
         if name not in asked:
             continue
         cluster = trainload.Cluster(devices_per_node=2)
-        plan = trainload.plan(gpt, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes)
+        tensor = 1 if strategy is not None else 2
+        plan = trainload.plan(gpt, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, tensor_ranks=tensor)
         assert (len(plan.buckets) > 4) == (bucket_bytes != WHOLE)
         runs[name] = Run(folder / f"run{number}", gpt, plan, gpt_data, {"steps": steps})
     train(2, list(runs.values()), folder)
@@ -89,6 +93,18 @@ def test_four_workers_in_two_nodes_have_the_losses_of_one(gpt: Package, gpt_data
     (losses,) = train(4, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": FEWER})], tmp_path)
     assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
     assert difference(curve(single, of="gradient_norm")[:FEWER], curve(tmp_path / "run", of="gradient_norm")) <= TOLERANCE
+
+
+def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:
+    cluster = trainload.Cluster(nodes=2, devices_per_node=2)
+    runs = []
+    for number, strategy in enumerate(TOGETHER):
+        plan = trainload.plan(gpt, cluster, strategy, accumulate=2, bucket_bytes=SMALL, tensor_ranks=2)
+        assert (plan.data_ranks, plan.tensor_ranks) == (2, 2)
+        runs.append(Run(tmp_path / f"run{number}", gpt, plan, gpt_data, {"steps": FEWER}))
+    for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):
+        assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
+        assert difference(curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")) <= TOLERANCE
 
 
 def test_one_worker_that_accumulates_has_the_same_losses(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:

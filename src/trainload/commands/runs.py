@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -51,11 +52,13 @@ def strategy_option(command: Command) -> Command:
 @click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
 @device_option
 @strategy_option
-@click.option("--shard-ranks", type=positive, metavar="N", help="For hybrid: ranks that share one copy. Default: a node's.")
+@click.option("--shard-ranks", type=positive, metavar="N", help="Hybrid: ranks of a copy. Default: a node's.")
+@click.option("--tensor", type=positive, metavar="N", default=1, help="Ranks that share a row's work. Default: 1.")
+@click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
 @click.option("--global-batch", type=positive, metavar="N", help="Rows of one update. Default: the job's.")
 @click.option("--accumulate", type=positive, metavar="N", default=1, help="Microbatches of one update. Default: 1.")
-@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Size of a bucket of parameters. Default: 25.")
-@click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead of their use. Default: 1.")
+@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="A bucket of parameters. Default: 25.")
+@click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead. Default: 1.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
 @json_option
 def plan(
@@ -65,6 +68,8 @@ def plan(
     device: str,
     strategy: Strategy | None,
     shard_ranks: int | None,
+    tensor: int,
+    rules: tuple[str, ...],
     global_batch: int | None,
     accumulate: int,
     bucket_mib: float | None,
@@ -79,6 +84,7 @@ def plan(
     if output is not None and output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
     options: dict[str, Any] = {"global_batch": global_batch, "accumulate": accumulate, "shard_ranks": shard_ranks}
+    options |= {"tensor_ranks": tensor, "tensor_rules": dict(_rule(text) for text in rules)}
     if bucket_mib is not None:
         options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
     if prefetch is not None:
@@ -92,7 +98,8 @@ def plan(
     rows: list[tuple[str, Any]] = [
         ("cluster", f"{nodes} x {devices_per_node} {device}"),
         ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
-        ("batch", f"{made.global_batch} rows = {made.world_size} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
+        ("batch", f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
+        *([("tensor", f"{made.tensor_ranks} ranks divide {len(made.tensor_shards)} parameters")] if made.tensor_ranks > 1 else []),
         ("buckets", len(made.buckets)),
         *view.as_json(made.estimate).items(),
     ]
@@ -184,20 +191,30 @@ def launch(
 @click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--workers", type=positive, metavar="N", help="Workers. Default: as before.")
 @strategy_option
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Another plan, in place of both.")
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
 @json_option
-def resume(run_dir: Path, workers: int | None, strategy: Strategy | None, backend: Backend, address: str | None, as_json: bool) -> None:
+def resume(
+    run_dir: Path,
+    workers: int | None,
+    strategy: Strategy | None,
+    plan_file: Path | None,
+    backend: Backend,
+    address: str | None,
+    as_json: bool,
+) -> None:
     """Continue a run from its last checkpoint, on as many workers as there are now."""
     if not run_dir.is_dir():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
     demand_supported_torch()
+    plan = _read_plan(plan_file) if plan_file is not None else None
     from trainload import api
 
     def work(report: Callable[[view.Event], None]) -> Any:
         place = run_dir.absolute()
-        policy = shared.policy()
-        return api.resume(place, workers=workers, strategy=strategy, backend=backend, address=address, policy=policy, on_event=report)
+        options: dict[str, Any] = {"workers": workers, "strategy": strategy, "plan": plan}
+        return api.resume(place, **options, backend=backend, address=address, policy=shared.policy(), on_event=report)
 
     result = _watch(work, run_dir)
     if _leads(backend):
@@ -215,6 +232,19 @@ def _make_plan(package: Package, nodes: int, devices: int, device: str, strategy
 
     cluster = Cluster.model_validate({"nodes": nodes, "devices_per_node": devices, "device": device})
     return api.plan(package, cluster, strategy, **options)
+
+
+def _rule(text: str) -> tuple[str, Any]:
+    """PATTERN=DIM, PATTERN=DIM/BLOCKS or PATTERN=whole, as `make_plan` takes it."""
+    from trainload.sharding.plan import Shard
+
+    pattern, _, how = text.rpartition("=")
+    found = re.fullmatch(r"(?P<whole>whole)|(?P<dim>[0-9]{1,2})(/(?P<blocks>[0-9]{1,6}))?", how)
+    if not pattern or found is None or found["blocks"] == "0":
+        raise PlanError(
+            "this is no rule of the tensor axis", where="--tensor-rule", expected="PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole", got=text
+        )
+    return pattern, None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
 
 
 def _read_plan(path: Path) -> Plan:

@@ -1,0 +1,203 @@
+"""Finds in a graph itself what a tensor axis can divide: the hidden features of a feed-forward block, the heads of attention, a vocabulary.
+
+Nothing is known of the model but its operators. Each class of dims that parameters have is judged by itself: the work that sharding it
+saves each rank, and what ranks would have to exchange. Two classes that one parameter has exclude each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch.fx import Node
+
+from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.capture.errors import PlanError
+from trainload.sharding.plan import Shard
+from trainload.sharding.tensor.factors import Dims, Factor
+from trainload.sharding.tensor.links import Links, arguments
+from trainload.sharding.tensor.partition import can_share, ends, linked
+from trainload.sharding.tensor.place import position
+
+aten = torch.ops.aten
+WORTH = 8
+"""Operations that must be saved for each element that is exchanged: less than that no link makes good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A class of dims that could be divided. `flops`: of a step, saved on each rank; `exchanged`: elements; `parameters`: elements of the
+    parameters that have it.
+    """
+
+    factor: Factor
+    shards: Mapping[str, Shard]
+    flops: float
+    exchanged: float
+    parameters: int
+
+    @property
+    def worth(self) -> float:
+        """Work saved for each element that is exchanged."""
+        return self.flops / max(self.exchanged, 1.0)
+
+    @property
+    def pays(self) -> bool:
+        """In work, or in memory."""
+        return self.worth > WORTH or self.parameters > self.exchanged
+
+
+def choose(
+    steps: Sequence[StepGraph], ranks: int, whole: Collection[str] = (), rules: Mapping[str, Shard | None] | None = None
+) -> dict[str, Shard]:
+    """Which parameters a tensor axis divides, and how.
+
+    Args:
+        steps: the training graphs, the main one first; what is decided for one holds for those after it.
+        ranks: of the axis.
+        whole: parameters that no rank may lack a part of.
+        rules: pattern of parameter names (as in a shell) -> how they are divided; None: not. The first that fits counts.
+
+    Raises:
+        PlanError: a rule's parameter cannot be divided so, or no parameter has the name.
+    """
+    asked = _asked(steps, dict(rules or {}))
+    decided: dict[str, Shard | None] = {**dict.fromkeys(whole), **asked}
+    for step in steps:
+        chosen = _choose_one(step, ranks, decided)
+        for port in step.inputs:
+            if port.role is Role.PARAMETER:
+                decided.setdefault(port.name, chosen.get(port.name))
+                if decided[port.name] is None and port.name in chosen:
+                    decided[port.name] = chosen[port.name]
+    return {name: shard for name, shard in decided.items() if shard is not None}
+
+
+def _asked(steps: Sequence[StepGraph], rules: Mapping[str, Shard | None]) -> dict[str, Shard | None]:
+    names = dict.fromkeys(port.name for step in steps for port in step.inputs if port.role is Role.PARAMETER)
+    found: dict[str, Shard | None] = {}
+    for pattern, shard in rules.items():
+        fits = [name for name in names if fnmatchcase(name, pattern)]
+        if not fits:
+            raise PlanError("a rule of the tensor axis fits no parameter", where=pattern, expected=f"one of {', '.join(list(names)[:20])}")
+        for name in fits:
+            found.setdefault(name, shard)
+    return found
+
+
+def _choose_one(step: StepGraph, ranks: int, decided: Mapping[str, Shard | None]) -> dict[str, Shard]:
+    found = candidates(step, ranks)
+    found.sort(key=lambda each: -each.worth)
+    wanted = [c for c in found if any(decided.get(name) == shard for name, shard in c.shards.items())]
+    taken: dict[str, Shard] = {}
+    for candidate in [*wanted, *found]:
+        free = all(name not in taken and decided.get(name, shard) == shard for name, shard in candidate.shards.items())
+        if free and (candidate in wanted or candidate.pays):
+            taken.update(candidate.shards)
+    missing = sorted(n for n, s in decided.items() if s is not None and taken.get(n) != s and any(p.name == n for p in step.inputs))
+    if missing:
+        raise PlanError(
+            "a parameter cannot be divided as asked",
+            where=missing[0],
+            expected="; ".join(str(c.shards[missing[0]]) for c in found if missing[0] in c.shards)
+            or "no division: the graph has none for it",
+            got=str(decided[missing[0]]),
+        )
+    return taken
+
+
+def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
+    """Every class of dims of a graph's parameters that `ranks` ranks could share."""
+    links = linked(step)
+    placeholders, _ = ends(step)
+    inputs = dict(zip(placeholders, step.inputs, strict=True))
+    batch = {f for n, p in inputs.items() if p.role is Role.BATCH for dim in links.dims(n) for f in links.factors.leaves(dim)}
+    twice = _twice(links)
+    shards: dict[Factor, dict[str, Shard]] = {}
+    counts: dict[Factor, int] = {}
+    for node, port in inputs.items():
+        if port.role is not Role.PARAMETER:
+            continue
+        for at, dim in enumerate(links.dims(node)):
+            blocks = 1
+            for leaf in links.factors.leaves(dim):
+                if not isinstance(leaf.size, int):
+                    break
+                if can_share(links, leaf, ranks) and leaf not in batch and leaf not in twice:
+                    shards.setdefault(leaf, {})[port.name] = Shard(dim=at, blocks=blocks)
+                    counts[leaf] = counts.get(leaf, 0) + math.prod(node.meta["val"].shape)
+                blocks *= leaf.size
+    saved: dict[Factor, float] = dict.fromkeys(shards, 0.0)
+    exchanged: dict[Factor, float] = dict.fromkeys(shards, 0.0)
+    for node, use in links.uses.items():
+        work = flops(node)
+        operands = [dims for source in node.all_input_nodes for dims in links.outputs.get(source, ())]
+        present = {f for dims in (*operands, *links.outputs[node]) for dim in dims or () for f in links.factors.leaves(dim)} & shards.keys()
+        whole, special = set(links.factors.leaves(use.whole)), set(links.factors.leaves(use.special))
+        for factor in present:
+            if factor in whole:
+                exchanged[factor] += sum(_count(s) for s in node.all_input_nodes if _has(links, s, factor))
+                continue
+            saved[factor] += work * (ranks - 1) / ranks
+            for number, contracted in enumerate(use.contracted):
+                if factor in links.factors.leaves(contracted):
+                    exchanged[factor] += _count(node, number)
+            if factor in special and not any(_has_dims(links, dims, factor) for dims in links.outputs[node]):
+                exchanged[factor] += _count(node, 0)
+    return [Candidate(f, own, saved[f], exchanged[f], counts[f]) for f, own in shards.items()]
+
+
+def flops(node: Node) -> float:
+    """Multiplications and additions of a node that multiplies matrices; 0 of any other."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        left = next(s for s in node.args[1 if packet in (aten.addmm, aten.baddbmm) else 0 :])
+        return 2.0 * _count(node) * _size(left.meta["val"].shape[-1])  # type: ignore[union-attr]
+    if packet is aten.convolution:
+        return 2.0 * _count(node) * _product(arguments(node)["weight"].meta["val"].shape[1:])
+    if packet is aten.convolution_backward:
+        given = arguments(node)
+        return 4.0 * _count(given["grad_output"]) * _product(given["weight"].meta["val"].shape[1:])
+    if "scaled_dot_product" in str(packet):
+        given = arguments(node)
+        rounds = 5 if "grad_out" in given or "grad_output" in given else 2
+        return 2.0 * rounds * _count(given["query"]) * _size(given["key"].meta["val"].shape[2])
+    return 0.0
+
+
+def _twice(links: Links) -> set[Factor]:
+    """Factors that some value has more than once: a share of one would not be a share of the other."""
+    found: set[Factor] = set()
+    for outputs in links.outputs.values():
+        for dims in outputs:
+            seen: set[Factor] = set()
+            for dim in dims or ():
+                for leaf in links.factors.leaves(dim):
+                    (found if leaf in seen else seen).add(leaf)
+    return found
+
+
+def _has(links: Links, node: Node, factor: Factor) -> bool:
+    return links.has_dims(node) and _has_dims(links, links.dims(node), factor)
+
+
+def _has_dims(links: Links, dims: Dims | None, factor: Factor) -> bool:
+    return dims is not None and position(links.factors, dims, factor) is not None
+
+
+def _count(node: Node, number: int = 0) -> float:
+    value = node.meta["val"]
+    found = value[number] if isinstance(value, tuple | list) else value
+    return _product(found.shape) if isinstance(found, torch.Tensor) else 0.0
+
+
+def _product(sizes: Sequence[object]) -> float:
+    return math.prod(_size(size) for size in sizes)
+
+
+def _size(size: object) -> float:
+    """A size, or its value in the example batch."""
+    return float(size) if isinstance(size, int) else float(size.node.hint)  # type: ignore[attr-defined]

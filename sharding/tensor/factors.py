@@ -1,0 +1,136 @@
+"""Factors: what the dims of a graph's tensors are made of, and which of them are the same.
+
+A dim is a sequence of factors, outermost first, whose sizes multiply to its own: of a fused projection's output, 3 * heads * 64, after the
+graph has split and viewed it so. Operators tie factors together: a matmul the columns of one operand to the rows of the other, an addition
+dim to dim. What is tied is one class, and sharding a class shards every tensor that has it, wherever in a dim it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+
+Size = Any
+"""A number, or an expression of symbols."""
+Dim = tuple["Factor", ...]
+Dims = tuple[Dim, ...]
+
+
+class Factor:
+    """A part of a dim. Compare what `Factors.leaves` gives, by identity: other factors may have been tied or divided since."""
+
+    __slots__ = ("parent", "parts", "size")
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.parent: Factor | None = None
+        self.parts: Dim | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.size} at {id(self) % 65536:04x}>"
+
+
+class Factors:
+    """Makes factors, ties them, and remembers which cannot be told apart from what they overlap."""
+
+    def __init__(self) -> None:
+        self._broken: set[Factor] = set()
+
+    def dim(self, size: Size) -> Dim:
+        """A dim of its own; () for a dim of one element."""
+        return () if size == 1 else (Factor(size),)
+
+    def dims(self, shape: Iterable[Size]) -> Dims:
+        """Dims that are tied to nothing yet."""
+        return tuple(self.dim(size) for size in shape)
+
+    def leaves(self, dim: Iterable[Factor]) -> Dim:
+        """The factors that a dim is made of now."""
+        found: list[Factor] = []
+        stack = list(dim)[::-1]
+        while stack:
+            factor = _root(stack.pop())
+            if factor.parts is None:
+                found.append(factor)
+            else:
+                stack += factor.parts[::-1]
+        return tuple(found)
+
+    def is_broken(self, factor: Factor) -> bool:
+        """Whether dims overlap here in a way that no common factors express."""
+        return any(leaf in self._broken for leaf in self.leaves((factor,)))
+
+    def tie(self, left: Sequence[Factor], right: Sequence[Factor]) -> None:
+        """Makes two dims of one size the same."""
+        ours, theirs = list(self.leaves(left))[::-1], list(self.leaves(right))[::-1]
+        while ours and theirs:
+            one, other = ours.pop(), theirs.pop()
+            if one is other:
+                continue
+            if one.size == other.size:
+                self._join(one, other)
+            elif (rest := divided(other.size, one.size)) is not None:
+                theirs.append(self._divide(other, one, rest))
+            elif (rest := divided(one.size, other.size)) is not None:
+                ours.append(self._divide(one, other, rest))
+            else:
+                self._broken.update([one, other, *ours, *theirs])
+                return
+        self._broken.update([*ours, *theirs])
+
+    def regroup(self, dims: Iterable[Dim], shape: Sequence[Size]) -> Dims | None:
+        """The same elements in the same order as a tensor of `shape`; None: the dims of the two overlap."""
+        rest = [factor for dim in dims for factor in self.leaves(dim)][::-1]
+        found: list[Dim] = []
+        for size in shape:
+            own: list[Factor] = []
+            wanted: Size = size
+            while wanted != 1:
+                if not rest:
+                    return None
+                factor = rest.pop()
+                if (left := divided(wanted, factor.size)) is not None:
+                    own.append(factor)
+                    wanted = left
+                elif (left := divided(factor.size, wanted)) is not None:
+                    first = Factor(wanted)
+                    rest.append(self._divide(factor, first, left))
+                    own.append(first)
+                    wanted = 1
+                else:
+                    return None
+            found.append(tuple(own))
+        return tuple(found) if not rest else None
+
+    def _divide(self, factor: Factor, first: Factor, rest: Size) -> Factor:
+        second = Factor(rest)
+        factor.parts = (first, second)
+        if factor in self._broken:
+            self._broken |= {first, second}
+        return second
+
+    def _join(self, one: Factor, other: Factor) -> None:
+        other.parent = one
+        if other in self._broken:
+            self._broken.add(one)
+
+
+def divided(whole: Size, part: Size) -> Size | None:
+    """Whole / part; None where that is no whole number."""
+    if isinstance(whole, int) and isinstance(part, int):
+        return whole // part if whole % part == 0 else None
+    quotient, below = sympy.fraction(sympy.cancel(sympy.sympify(whole) / part))
+    if below != 1:
+        return None
+    return int(quotient) if quotient.is_Integer else quotient
+
+
+def _root(factor: Factor) -> Factor:
+    top = factor
+    while top.parent is not None:
+        top = top.parent
+    while factor.parent is not None:
+        factor.parent, factor = top, factor.parent
+    return top

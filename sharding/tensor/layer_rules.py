@@ -1,0 +1,283 @@
+"""What operators do with the dims of their operands: those of layers and losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from trainload.sharding.tensor.factors import Dim, Dims
+from trainload.sharding.tensor.links import Links, Outputs, arguments, rule, sizes
+
+aten = torch.ops.aten
+
+
+def _lengths(node: Node) -> list[list[Any] | None]:
+    """Sizes of each output; None where it is no tensor."""
+    return [sizes(value) if isinstance(value, torch.Tensor) else None for value in node.meta["val"]]
+
+
+# Norms
+
+
+@rule(aten.native_layer_norm, aten._fused_rms_norm)
+def _layer_norm(links: Links, node: Node) -> Outputs:
+    source, shape, *affine = node.args[:4]
+    dims = links.dims(source)  # type: ignore[arg-type]
+    first = len(dims) - len(shape)  # type: ignore[arg-type]
+    links.use(node).whole += [f for dim in dims[first:] for f in dim]
+    for parameter in affine:
+        if isinstance(parameter, Node):
+            links.tie(links.dims(parameter), dims[first:])
+    statistics = (*dims[:first], *[()] * len(shape))  # type: ignore[arg-type]
+    return (dims, *[statistics] * (len(node.meta["val"]) - 1))
+
+
+@rule(aten.native_layer_norm_backward, aten._fused_rms_norm_backward)
+def _layer_norm_backward(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    dims = links.dims(given["input"])
+    links.tie(links.dims(given["grad_out"] if "grad_out" in given else given["grad_output"]), dims)
+    first = len(dims) - len(given["normalized_shape"])
+    for name in ("mean", "rstd"):
+        if name in given:
+            links.tie(links.dims(given[name])[:first], dims[:first])
+    use = links.use(node)
+    use.whole += [f for dim in dims[first:] for f in dim]
+    rows = [f for dim in dims[:first] for f in dim]
+    affine = tuple(None if lengths is None else dims[first:] for lengths in _lengths(node)[1:])
+    use.contracted = ([], *[rows] * len(affine))
+    return (dims, *affine)
+
+
+@rule(aten.native_batch_norm, aten._native_batch_norm_legit_functional, aten._native_batch_norm_legit, aten.cudnn_batch_norm)
+def _batch_norm(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    dims = links.dims(given["input"])
+    return _of_channels(links, node, given, dims)
+
+
+@rule(aten.native_batch_norm_backward, aten.cudnn_batch_norm_backward)
+def _batch_norm_backward(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    dims = links.dims(given["input"])
+    links.tie(links.dims(given["grad_out"] if "grad_out" in given else given["grad_output"]), dims)
+    return _of_channels(links, node, given, dims)
+
+
+def _of_channels(links: Links, node: Node, given: dict[str, Any], dims: Dims) -> Outputs:
+    channels = dims[1]
+    links.use(node).whole += [f for at, dim in enumerate(dims) if at != 1 for f in dim]
+    for value in given.values():
+        if isinstance(value, Node) and links.has_dims(value) and len(links.dims(value)) == 1:
+            links.factors.tie(links.dims(value)[0], channels)
+    found: list[Dims | None] = [dims]
+    for lengths in _lengths(node)[1:]:
+        found.append(
+            None
+            if lengths is None
+            else (channels,)
+            if len(lengths) == 1 and lengths[0] != 0
+            else tuple(links.own(node, n) for n in lengths)
+        )
+    return tuple(found)
+
+
+# Attention
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+def _attention(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    query, value = _heads(links, node, given)
+    found: list[Dims | None] = [(*query[:3], value[3])]
+    for lengths in _lengths(node)[1:]:
+        if lengths is not None and len(lengths) >= 2 and lengths[:2] == sizes(given["query"].meta["val"])[:2]:
+            found.append((*query[:2], *(links.own(node, n) for n in lengths[2:])))
+        else:
+            found.append(None if lengths is None else tuple(links.own(node, n) for n in lengths))
+    return tuple(found)
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+)
+def _attention_backward(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    _heads(links, node, given)
+    found: list[Dims | None] = [links.dims(given[name]) for name in ("query", "key", "value")]
+    return tuple(found) + tuple(None if lengths is None else tuple(links.own(node, n) for n in lengths) for lengths in _lengths(node)[3:])
+
+
+def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]:
+    """Each batch row and each head is by itself. Returns: dims of query and value."""
+    query, key, value = (links.dims(given[name]) for name in ("query", "key", "value"))
+    whole = links.use(node).whole
+    for dims in (query, key, value):
+        whole += [f for dim in dims[2:] for f in dim]
+    for at in (0, 1):
+        for dims in (key, value):
+            if sizes(given["query"].meta["val"])[at] == sizes(given["key"].meta["val"])[at]:
+                links.factors.tie(query[at], dims[at])
+            else:
+                whole += [*query[at], *dims[at]]
+    for name in ("attn_mask", "attn_bias", "grad_out", "grad_output", "out", "logsumexp"):
+        operand = given.get(name)
+        if not isinstance(operand, Node):
+            continue
+        dims = links.dims(operand)
+        for at in range(len(dims)):
+            back = at - len(dims) if name in ("attn_mask", "attn_bias") else at - 4
+            if back in (-4, -3) and dims[at]:
+                links.factors.tie(query[back], dims[at])
+            else:
+                whole += dims[at]
+    return query, value
+
+
+# Tables and losses
+
+
+@rule(aten.embedding)
+def _embedding(links: Links, node: Node) -> Outputs:
+    table, at = node.args[:2]
+    rows, *features = links.dims(table)  # type: ignore[arg-type]
+    links.use(node).special += rows
+    return ((*links.dims(at), *features),)  # type: ignore[arg-type]
+
+
+@rule(aten.embedding_dense_backward)
+def _embedding_backward(links: Links, node: Node) -> Outputs:
+    gradient, at, rows = node.args[:3]
+    lines = links.dims(at)  # type: ignore[arg-type]
+    dims = links.dims(gradient)  # type: ignore[arg-type]
+    links.tie(dims[: len(lines)], lines)
+    table = links.factors.dim(rows)
+    use = links.use(node)
+    use.special += table
+    use.contracted = ([f for line in lines for f in line],)
+    return ((table, *dims[len(lines) :]),)
+
+
+@rule(aten._softmax, aten._log_softmax)
+def _softmax(links: Links, node: Node) -> Outputs:
+    dims = links.dims(node.args[0])  # type: ignore[arg-type]
+    links.use(node).special += dims[node.args[1]]  # type: ignore[index]
+    return (dims,)
+
+
+@rule(aten._softmax_backward_data, aten._log_softmax_backward_data)
+def _softmax_backward(links: Links, node: Node) -> Outputs:
+    gradient, output, at = node.args[:3]
+    dims = links.dims(output)  # type: ignore[arg-type]
+    links.tie(links.dims(gradient), dims)  # type: ignore[arg-type]
+    links.use(node).special += dims[at]  # type: ignore[index]
+    return (dims,)
+
+
+@rule(aten.gather)
+def _gathered(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    source, at, index = links.dims(given["self"]), given["dim"], links.dims(given["index"])
+    use = links.use(node)
+    use.special += source[at]
+    use.whole += index[at]
+    lengths, wanted = sizes(given["self"].meta["val"]), sizes(given["index"].meta["val"])
+    for number, (one, other) in enumerate(zip(source, index, strict=True)):
+        if number == at % len(source):
+            continue
+        if lengths[number] == wanted[number]:
+            links.factors.tie(one, other)
+        else:
+            use.whole += [*one, *other]
+    return (index,)
+
+
+@rule(aten.nll_loss_forward, aten.nll_loss_backward)
+def _negative_log_likelihood(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    source = links.dims(given["self"])
+    target = links.dims(given["target"])
+    use = links.use(node)
+    links.tie(source[:-1], target)
+    use.whole += [f for dim in target for f in dim]
+    (use.special if given["weight"] is None else use.whole).extend(source[-1])
+    if "grad_output" in given:
+        return (source,)
+    return tuple(target if len(lengths or ()) else () for lengths in _lengths(node))
+
+
+# Images
+
+
+@rule(aten.convolution)
+def _convolution(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    source, weight = links.dims(given["input"]), links.dims(given["weight"])
+    use = links.use(node)
+    use.whole += [f for dims in (source, weight) for dim in dims[2:] for f in dim]
+    shape = sizes(node.meta["val"])
+    if given["transposed"] or given["groups"] != 1:
+        use.whole += [*source[1], *weight[0], *weight[1]]
+        channels: Dim = links.own(node, shape[1])
+    else:
+        links.factors.tie(source[1], weight[1])
+        use.contracted = (list(weight[1]),)
+        channels = weight[0]
+    if given["bias"] is not None:
+        use.once.append(given["bias"])
+        links.factors.tie(links.dims(given["bias"])[0], channels)
+    return ((source[0], channels, *(links.own(node, n) for n in shape[2:])),)
+
+
+@rule(aten.convolution_backward)
+def _convolution_backward(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    gradient, source, weight = (links.dims(given[name]) for name in ("grad_output", "input", "weight"))
+    use = links.use(node)
+    links.factors.tie(gradient[0], source[0])
+    use.whole += [f for dims in (gradient, source, weight) for dim in dims[2:] for f in dim]
+    channels = gradient[1]
+    if given["transposed"] or given["groups"] != 1:
+        use.whole += [f for dims in (gradient[1:2], source[1:2], weight[:2]) for dim in dims for f in dim]
+        use.contracted = ([], list(source[0]), list(source[0]))
+    else:
+        links.factors.tie(channels, weight[0])
+        links.factors.tie(source[1], weight[1])
+        use.contracted = (list(weight[0]), list(source[0]), list(source[0]))
+    found: tuple[Dims, ...] = (source, weight, (channels,))
+    return tuple(dims if wanted else None for dims, wanted in zip(found, given["output_mask"], strict=True))
+
+
+@rule(
+    aten.max_pool2d_with_indices,
+    aten.avg_pool2d,
+    aten._adaptive_avg_pool2d,
+    aten.upsample_nearest2d,
+    aten.upsample_bilinear2d,
+)
+def _pooled(links: Links, node: Node) -> Outputs:
+    source = node.args[0]
+    dims = links.dims(source)  # type: ignore[arg-type]
+    links.use(node).whole += [f for dim in dims[2:] for f in dim]
+    values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
+    first = (*dims[:2], *(links.own(node, n) for n in sizes(values[0])[2:]))
+    return (first,) * len(values)
+
+
+@rule(aten.max_pool2d_with_indices_backward, aten.avg_pool2d_backward, aten._adaptive_avg_pool2d_backward)
+def _pooled_backward(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    dims = links.dims(given["self"])
+    links.tie(links.dims(given["grad_output"])[:2], dims[:2])
+    links.use(node).whole += [f for source in (dims, links.dims(given["grad_output"])) for dim in source[2:] for f in dim]
+    return (dims,)

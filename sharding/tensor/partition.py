@@ -1,0 +1,361 @@
+"""Partitions a step graph over the ranks of a tensor axis: each runs it on its shares of some factors.
+
+One graph serves all ranks: which of them one is stands in an input. The result is a step graph again, of smaller parameters, with
+collectives; a plan's other axes rewrite it as they would any other.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+import trainload.sharding.tensor.layer_rules
+import trainload.sharding.tensor.rules  # noqa: F401 - these two declare the rules
+from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.capture.errors import PlanError
+from trainload.sharding.plan import TENSOR, Shard
+from trainload.sharding.tensor.factors import Dims, Factor
+from trainload.sharding.tensor.links import Links, arguments
+from trainload.sharding.tensor.place import Emitter, Exchange, Held, Place, position
+from trainload.sharding.tensor.special import SPECIAL, Results
+
+aten = torch.ops.aten
+_SIZES: Mapping[Any, int] = {
+    **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten.expand), 1),
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.slice_backward, aten.select_backward), 1),
+    **dict.fromkeys((aten.full, aten.zeros, aten.ones, aten.empty), 0),
+}
+"""Operator -> which of its arguments is the shape of its result."""
+_VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
+_LINEAR = frozenset(
+    {aten.view, aten._unsafe_view, aten.reshape, aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.detach, aten.neg}
+)
+"""Of one operand: a term of it gives a term of the result."""
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioned:
+    """A step graph for the ranks of a tensor axis.
+
+    Laws: `step` has the inputs of the graph it was made from and, last, TENSOR_RANK; parameters that are sharded, and their gradients, have
+    the shape of one rank's share; all other inputs and outputs are whole, and equal on all ranks.
+    """
+
+    step: StepGraph
+    exchanges: tuple[Exchange, ...]
+
+
+def linked(step: StepGraph) -> Links:
+    """The factors of a step graph, each gradient's the same as its parameter's, and each new buffer's as the buffer's."""
+    links = Links(step.module.graph)
+    placeholders, results = ends(step)
+    inputs = {(p.role, p.name): n for p, n in zip(step.inputs, placeholders, strict=True)}
+    for port, node in zip(step.outputs, results, strict=True):
+        owner = {Role.GRADIENT: Role.PARAMETER, Role.BUFFER: Role.BUFFER}.get(port.role)
+        if owner is not None and (owner, port.name) in inputs:
+            links.tie(links.dims(node), links.dims(inputs[owner, port.name]))
+    return links
+
+
+def ends(step: StepGraph) -> tuple[list[Node], Sequence[Node]]:
+    """The nodes of a step graph's inputs and outputs."""
+    nodes = list(step.module.graph.nodes)
+    return [n for n in nodes if n.op == "placeholder"], nodes[-1].args[0]
+
+
+def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard]) -> Partitioned:
+    """Partitions a step graph.
+
+    Args:
+        step: the graph.
+        ranks: of the tensor axis.
+        shards: parameter -> how it is divided among them; parameters that are missing are whole on each.
+
+    Raises:
+        PlanError: a parameter cannot be divided so, or two of them meet in one operator that would need both whole.
+    """
+    return _Partitioner(step, ranks, shards).run()
+
+
+class _Partitioner:
+    def __init__(self, step: StepGraph, ranks: int, shards: Mapping[str, Shard]) -> None:
+        self.links = linked(step)
+        self._step, self._ranks = step, ranks
+        self._placeholders, self._results = ends(step)
+        self._parameters = {p.name: n for p, n in zip(step.inputs, self._placeholders, strict=True) if p.role is Role.PARAMETER}
+        self._order = {name: self._factor(name, shard) for name, shard in shards.items() if name in self._parameters}
+        self._sharded = list(dict.fromkeys(self._order.values()))
+        self._values: dict[Node, dict[Place, Node]] = {}
+        self._items: dict[Node, Results] = {}
+        self._exchanges: list[Exchange] = []
+
+    def run(self) -> Partitioned:
+        graph = Graph()
+        for node in self._placeholders:
+            copied = graph.node_copy(node)
+            self._values[node] = {Held.WHOLE: copied}
+        rank = graph.placeholder("tensor_rank")
+        mode = next(v.fake_mode for n in self._placeholders if hasattr(v := n.meta["val"], "fake_mode"))
+        with mode:
+            rank.meta["val"] = torch.empty((), dtype=torch.int64, device=self._placeholders[0].meta["val"].device)
+            for name, factor in self._order.items():
+                (copied,) = self._values[self._parameters[name]].values()
+                whole = copied.meta["val"]
+                copied.meta["val"] = torch.empty(self._share(self._parameters[name], factor), dtype=whole.dtype, device=whole.device)
+                self._values[self._parameters[name]] = {factor: copied}
+        self.emit = Emitter(graph, mode, self._ranks, TENSOR, rank)
+        for node in self._step.module.graph.nodes:
+            if node.op == "get_attr":
+                self._values[node] = {Held.WHOLE: graph.node_copy(node)}
+            elif node.op == "call_function":
+                self._run(node)
+        results = []
+        for port, node in zip(self._step.outputs, self._results, strict=True):
+            owned = port.role is Role.GRADIENT and port.name in self._order
+            results.append(self.value(node, self._order[port.name] if owned else Held.WHOLE))
+        graph.output(tuple(results)).meta["val"] = tuple(result.meta["val"] for result in results)
+        module = GraphModule(self._step.module, graph)
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        inputs = (*self._step.inputs, Port(Role.TENSOR_RANK, "tensor_rank"))
+        return Partitioned(StepGraph(module, inputs, self._step.outputs), tuple(self._exchanges))
+
+    # Factors
+
+    def _factor(self, name: str, shard: Shard) -> Factor:
+        """The factor that a parameter's division divides."""
+        node = self._parameters[name]
+        shape = tuple(node.meta["val"].shape)
+        where = f"plan.tensor_shards: {name}"
+        if not shard.divides(shape, self._ranks):
+            raise PlanError(
+                "a parameter cannot be divided so",
+                where=where,
+                expected=f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {self._ranks} ranks",
+                got=str(shard),
+            )
+        apart = self.links.factors.regroup((self.links.dims(node)[shard.dim],), (shard.blocks, shape[shard.dim] // shard.blocks))
+        if apart is not None and can_share(self.links, leaf := self.links.factors.leaves(apart[1])[0], self._ranks):
+            return leaf
+        raise PlanError(
+            "the graph does not keep such shares of a parameter apart",
+            where=where,
+            expected=f"one of {', '.join(str(s) for s in shards_of(self.links, node, self._ranks)) or 'none: leave it whole'}",
+            got=str(shard),
+        )
+
+    def _share(self, node: Node, factor: Factor) -> list[Any]:
+        found = position(self.links.factors, self.links.dims(node), factor)
+        assert found is not None
+        return [size // self._ranks if at == found[0] else size for at, size in enumerate(node.meta["val"].shape)]
+
+    def holds(self, dims: Dims | None, factor: Factor) -> bool:
+        """Whether a tensor of these dims has the factor."""
+        return dims is not None and any(factor in self.links.factors.leaves(dim) for dim in dims)
+
+    def among(self, factors: Sequence[Factor], factor: Factor) -> bool:
+        return factor in self.links.factors.leaves(factors)
+
+    def _active(self, node: Node) -> Factor | None:
+        """The factor of which an operator is run on shares."""
+        use = self.links.use(node)
+        operands = [dims for source in node.all_input_nodes for dims in self.links.outputs.get(source, ())]
+        everyone = [*operands, *self.links.outputs[node]]
+        for factor in self._sharded:
+            if not any(self.holds(dims, factor) for dims in everyone) or self.among(use.whole, factor):
+                continue
+            counts = [[f for dim in dims or () for f in self.links.factors.leaves(dim)].count(factor) for dims in everyone]
+            if max(counts) == 1 and (not self.among(use.special, factor) or self._is_special(node, factor)):
+                return factor
+        return None
+
+    def _is_special(self, node: Node, factor: Factor) -> bool:
+        """Whether the operator can look along this factor: each rank's share has to be one row of indices."""
+        holders = [dims for source in node.all_input_nodes for dims in self.links.outputs.get(source, ()) if self.holds(dims, factor)]
+        leading = all(self.links.factors.leaves(dim)[0] is factor for dims in holders for dim in dims or () if self.among(dim, factor))
+        return leading and node.target in SPECIAL
+
+    # Values
+
+    def value(self, node: Node, place: Place) -> Node:
+        """A value of the step graph, where it is wanted."""
+        held = self._values[node]
+        if place not in held:
+            held[place] = self._moved(node, held, place)
+        return held[place]
+
+    def _moved(self, node: Node, held: Mapping[Place, Node], place: Place) -> Node:
+        dims = self.links.dims(node)
+        if place is Held.WHOLE:
+            have = Held.TERM if Held.TERM in held else next(iter(held))
+            value = held[have]
+            if have is Held.TERM:
+                return self._noted(node, "all_reduce", self.emit.reduced(value))
+            assert isinstance(have, Factor)
+            return self._noted(node, "all_gather", self.emit.gathered(value, *self._at(dims, have)))
+        assert isinstance(place, Factor), f"{node} is wanted as a term"
+        at, inner = self._at(dims, place)
+        if Held.TERM in held and Held.WHOLE not in held:
+            return self._noted(node, "reduce_scatter", self.emit.scattered(held[Held.TERM], at, inner))
+        return self.emit.own_share(self.value(node, Held.WHOLE), at, inner)
+
+    def _at(self, dims: Dims, factor: Factor) -> tuple[int, int]:
+        found = position(self.links.factors, dims, factor)
+        assert found is not None
+        assert isinstance(factor.size, int)
+        at, inner = found
+        return at, inner * factor.size // self._ranks
+
+    def _noted(self, node: Node, collective: str, made: Node) -> Node:
+        value = made.meta["val"]
+        sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
+        by_rows = not all(isinstance(size, int) for size in value.shape)
+        self._exchanges.append(Exchange(node.name, collective, math.prod(sizes), value.itemsize, by_rows))
+        return made
+
+    # Nodes
+
+    def _run(self, node: Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self._items:
+            made, place = self._items[node.args[0]][node.args[1]]  # type: ignore[index]
+            self._values[node] = {place: made}
+        elif not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+            self._values[node] = {Held.WHOLE: self._size(node)}
+        elif node.target is operator.getitem or (active := self._active(node)) is None:
+            self._run_whole(node)
+        elif self.among(self.links.use(node).special, active):
+            self._keep(node, SPECIAL[node.target](self, node, active))
+        else:
+            self._keep(node, self._run_share(node, active))
+
+    def _keep(self, node: Node, results: Results) -> None:
+        values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
+        for (made, place), whole, dims in zip(results, values, self.links.outputs[node], strict=True):
+            if dims is not None:
+                found = position(self.links.factors, dims, place) if isinstance(place, Factor) else None
+                wanted = [n // self._ranks if found is not None and at == found[0] else n for at, n in enumerate(whole.shape)]
+                assert list(made.meta["val"].shape) == wanted, (
+                    f"{node.format_node()}: {place}: {wanted}, got {list(made.meta['val'].shape)}"
+                )
+        if isinstance(node.meta["val"], tuple | list):
+            self._items[node] = results
+        else:
+            ((made, place),) = results
+            self._values[node] = {place: made}
+
+    def _size(self, node: Node) -> Node:
+        """Sizes are those of whole tensors on every rank."""
+        if node.target is not aten.sym_size.int:
+            return self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
+        source, at = node.args
+        ((place, held),) = list(self._values[source].items())[:1]  # type: ignore[index]
+        made = self.emit.call(aten.sym_size.int, held, at)
+        found = position(self.links.factors, self.links.dims(source), place) if isinstance(place, Factor) else None  # type: ignore[arg-type]
+        return self.emit.times(made, self._ranks) if found is not None and found[0] == at else made
+
+    def _run_whole(self, node: Node) -> None:
+        packet = getattr(node.target, "overloadpacket", None)
+        sources = node.all_input_nodes
+        terms = [s for s in sources if Held.TERM in self._values.get(s, {}) and len(s.users) == 1]
+        passes = packet in _LINEAR and sources[:1] == terms[:1] and bool(terms)
+        passes |= node.target in _SUMS and len(terms) == 2 == len(sources) and self._same_shape(node, sources)
+        if passes:
+            args = torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.TERM if s in terms else Held.WHOLE))
+            self._values[node] = {Held.TERM: self._call(node, args, node.kwargs)}
+            return
+        if packet in _VIEWS:
+            args = torch.fx.node.map_arg(node.args, lambda source: self.value(source, Held.WHOLE))
+            self._values[node] = {Held.WHOLE: self._call(node, args, {})}
+            return
+        copied = self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
+        self._values[node] = {Held.WHOLE: copied}
+
+    def _call(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
+        """The operator of a node, on operands that may have other strides than its own had."""
+        target: Any = node.target
+        if target.overloadpacket in _VIEWS:
+            target = aten.reshape.default
+        if target is aten.baddbmm.default:
+            added, left, right = args[:3]
+            scale = {"beta": 1, "alpha": 1} | dict(kwargs)
+            product = self.emit.call(aten.bmm.default, left, right, like=node)
+            return self.emit.call(
+                aten.add.Tensor, self.emit.call(aten.mul.Tensor, added, scale["beta"]), product, like=node, alpha=scale["alpha"]
+            )
+        return self.emit.call(target, *args, like=node, **kwargs)
+
+    def _same_shape(self, node: Node, sources: Sequence[Node]) -> bool:
+        return all(s.meta["val"].shape == node.meta["val"].shape for s in sources)
+
+    def _run_share(self, node: Node, active: Factor) -> Results:
+        """The operator on shares: of what has the factor."""
+        use = self.links.use(node)
+        contracted = [self.among(factors, active) for factors in use.contracted] + [False] * len(self.links.outputs[node])
+
+        def operand(source: Node) -> Node:
+            if not self.links.has_dims(source):
+                return self.value(source, Held.WHOLE)
+            made = self.value(source, active if self.holds(self.links.dims(source), active) else Held.WHOLE)
+            return self.emit.only_first(made) if contracted[0] and source in use.once else made
+
+        args = list(torch.fx.node.map_arg(tuple(node.args), operand))
+        self._divide_sizes(node, args, active)
+        made = self._call(node, args, torch.fx.node.map_arg(dict(node.kwargs), operand))
+        if node.target in (aten.mean.dim, aten.mean.default) and contracted[0]:
+            made = self.emit.call(aten.div.Scalar, made, self._ranks)
+        places: list[Place] = []
+        for dims, is_term in zip(self.links.outputs[node], contracted, strict=False):
+            places.append(active if self.holds(dims, active) else Held.TERM if is_term else Held.WHOLE)
+        if not isinstance(node.meta["val"], tuple | list):
+            return [(made, places[0])]
+        return [
+            (self.emit.call(operator.getitem, made, number) if isinstance(value, torch.Tensor) else made, place)
+            for number, (value, place) in enumerate(zip(node.meta["val"], places, strict=True))
+        ]
+
+    def _divide_sizes(self, node: Node, args: list[Any], active: Factor) -> None:
+        packet = node.target.overloadpacket  # type: ignore[union-attr]
+        if packet in _SIZES:
+            (dims,) = self.links.outputs[node]
+            assert dims is not None
+            found = position(self.links.factors, dims, active)
+            if found is not None:
+                sizes = list(args[_SIZES[packet]])
+                sizes[found[0]] = self.emit.part(sizes[found[0]], self._ranks)
+                args[_SIZES[packet]] = sizes
+        if packet is aten.convolution_backward and args[3] is not None and self.holds(self.links.outputs[node][2], active):
+            args[3] = [self.emit.part(n, self._ranks) for n in args[3]]
+        if packet in (aten.split, aten.split_with_sizes):
+            first = self.links.outputs[node][0]
+            given = arguments(node)
+            found = position(self.links.factors, first or (), active)
+            if found is not None and found[0] == given["dim"] % len(first or ()):
+                lengths = args[1]
+                parts = [self.emit.part(n, self._ranks) for n in (lengths if isinstance(lengths, list | tuple) else [lengths])]
+                args[1] = parts if isinstance(lengths, list | tuple) else parts[0]
+
+
+def shards_of(links: Links, node: Node, ranks: int) -> list[Shard]:
+    """The ways in which a graph can keep shares of a parameter apart."""
+    found: list[Shard] = []
+    for at, dim in enumerate(links.dims(node)):
+        blocks = 1
+        for leaf in links.factors.leaves(dim):
+            if not isinstance(leaf.size, int):
+                break
+            if can_share(links, leaf, ranks):
+                found.append(Shard(dim=at, blocks=blocks))
+            blocks *= leaf.size
+    return found
+
+
+def can_share(links: Links, factor: Factor, ranks: int) -> bool:
+    """Whether equal shares of a factor can be told apart."""
+    return isinstance(factor.size, int) and factor.size % ranks == 0 and not links.factors.is_broken(factor)

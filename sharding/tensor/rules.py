@@ -1,0 +1,265 @@
+"""What operators do with the dims of their operands: those that move elements, multiply matrices, and work element by element."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from trainload.sharding.tensor.factors import Dim, Dims
+from trainload.sharding.tensor.links import Links, Outputs, arguments, pointwise, rule, sizes
+
+aten = torch.ops.aten
+
+
+@pointwise
+def _elementwise(links: Links, node: Node) -> Outputs:
+    """Operands are broadcast."""
+    shape = sizes(node.meta["val"])
+    found: list[Dim | None] = [None] * len(shape)
+    for source in node.all_input_nodes:
+        if not links.has_dims(source):
+            continue
+        theirs, own = sizes(source.meta["val"]), links.dims(source)
+        for back in range(1, len(own) + 1):
+            if theirs[-back] == 1 and shape[-back] != 1:
+                continue
+            made = found[-back]
+            if made is None:
+                found[-back] = own[-back]
+            else:
+                links.factors.tie(made, own[-back])
+    return (tuple(links.factors.dim(size) if dim is None else dim for dim, size in zip(found, shape, strict=True)),)
+
+
+rule(
+    aten._to_copy,
+    aten.detach,
+    aten.alias,
+    aten.lift_fresh_copy,
+    aten.fill,
+    aten.copy,
+    aten.hardtanh_backward,
+    aten.leaky_relu_backward,
+    aten.elu_backward,
+    aten.softplus_backward,
+    aten.mish_backward,
+    aten.hardswish_backward,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
+)(_elementwise)
+
+
+@rule(aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
+def _made(links: Links, node: Node) -> Outputs:
+    """Any part of it can be made alone."""
+    return links.fresh(node)
+
+
+@rule(operator.getitem)
+def _item(links: Links, node: Node) -> Outputs:
+    source, number = node.args
+    return (links.outputs[source][number],) if isinstance(node.meta.get("val"), torch.Tensor) else links.fresh(node)  # type: ignore[index]
+
+
+# Moving elements
+
+
+@rule(aten.t, aten.transpose, aten.permute)
+def _permuted(links: Links, node: Node) -> Outputs:
+    source = node.args[0]
+    dims = list(links.dims(source))  # type: ignore[arg-type]
+    if node.target.overloadpacket is aten.permute:  # type: ignore[union-attr]
+        return (tuple(dims[at] for at in node.args[1]),)  # type: ignore[union-attr, index]
+    one, other = node.args[1:] if len(node.args) == 3 else (0, len(dims) - 1)
+    if dims:
+        dims[one], dims[other] = dims[other], dims[one]  # type: ignore[index]
+    return (tuple(dims),)
+
+
+@rule(aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze)
+def _viewed(links: Links, node: Node) -> Outputs:
+    found = links.factors.regroup(links.dims(node.args[0]), sizes(node.meta["val"]))  # type: ignore[arg-type]
+    return links.refuse(node) if found is None else (found,)
+
+
+@rule(aten.expand)
+def _expanded(links: Links, node: Node) -> Outputs:
+    source = node.args[0]
+    own = list(links.dims(source))  # type: ignore[arg-type]
+    theirs, shape = sizes(source.meta["val"]), sizes(node.meta["val"])  # type: ignore[union-attr]
+    own, theirs = [()] * (len(shape) - len(own)) + own, [1] * (len(shape) - len(theirs)) + theirs
+    return (tuple(d if was == size else links.factors.dim(size) for d, was, size in zip(own, theirs, shape, strict=True)),)
+
+
+@rule(aten.slice)
+def _sliced(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    source, at = given["self"], given["dim"]
+    dims = list(links.dims(source))
+    if whole_slice(node):
+        return (tuple(dims),)
+    links.use(node).whole += dims[at]
+    dims[at] = links.own(node, sizes(node.meta["val"])[at])
+    return (tuple(dims),)
+
+
+def whole_slice(node: Node) -> bool:
+    """Whether a slice takes everything."""
+    given = arguments(node)
+    at = given["dim"]
+    return bool(sizes(node.meta["val"])[at] == sizes(given["self"].meta["val"])[at]) and given["step"] == 1
+
+
+@rule(aten.slice_backward, aten.select_backward)
+def _placed(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    shape = sizes(node.meta["val"])
+    at = given["dim"] % len(shape)
+    dims = list(links.dims(given["grad_output"]))
+    if node.target is aten.select_backward.default:
+        dims.insert(at, ())
+    else:
+        links.use(node).whole += dims[at]
+    dims[at] = links.own(node, shape[at])
+    return (tuple(dims),)
+
+
+@rule(aten.select)
+def _selected(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    dims = list(links.dims(given["self"]))
+    links.use(node).whole += dims.pop(given["dim"])
+    return (tuple(dims),)
+
+
+@rule(aten.constant_pad_nd)
+def _padded(links: Links, node: Node) -> Outputs:
+    source = node.args[0]
+    dims = list(links.dims(source))  # type: ignore[arg-type]
+    for at, (was, size) in enumerate(zip(sizes(source.meta["val"]), sizes(node.meta["val"]), strict=True)):  # type: ignore[union-attr]
+        if was != size:
+            links.use(node).whole += dims[at]
+            dims[at] = links.own(node, size)
+    return (tuple(dims),)
+
+
+@rule(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
+def _divided(links: Links, node: Node) -> Outputs:
+    """Equal pieces of a dim: the dim is (pieces, the rest), and the pieces have the rest in common."""
+    given = arguments(node)
+    pieces = node.meta["val"]
+    dims = list(links.dims(given["self"]))
+    at = given["dim"] % len(dims)
+    if node.target is aten.unbind.int:
+        links.use(node).whole += dims.pop(at)
+        return (tuple(dims),) * len(pieces)
+    lengths = [sizes(piece)[at] for piece in pieces]
+    halves = links.factors.regroup((dims[at],), (len(lengths), lengths[0])) if len(set(lengths)) == 1 else None
+    if halves is None:
+        links.use(node).whole += dims[at]
+        return tuple((*dims[:at], links.own(node, length), *dims[at + 1 :]) for length in lengths)
+    links.use(node).whole += halves[0]
+    return ((*dims[:at], halves[1], *dims[at + 1 :]),) * len(pieces)
+
+
+@rule(aten.cat, aten.stack)
+def _joined(links: Links, node: Node) -> Outputs:
+    """The reverse of `divided`."""
+    given = arguments(node)
+    sources: Sequence[Node] = given["tensors"]
+    shape = sizes(node.meta["val"])
+    at = given["dim"] % len(shape)
+    parts = [list(links.dims(source)) for source in sources]
+    if node.target is aten.stack.default:
+        for part in parts:
+            part.insert(at, ())
+    lengths = {sizes(source.meta["val"])[at] for source in sources} if node.target is aten.cat.default else {1}
+    if any(len(part) != len(shape) for part in parts):
+        return links.refuse(node)  # cat passes over empty tensors of one dim
+    first = parts[0]
+    for part in parts[1:]:
+        links.tie(first[:at] + first[at + 1 :], part[:at] + part[at + 1 :])
+        if len(lengths) == 1:
+            links.factors.tie(first[at], part[at])
+    if len(lengths) == 1:
+        pieces = links.own(node, len(parts))
+        return ((*first[:at], (*pieces, *first[at]), *first[at + 1 :]),)
+    for part in parts:
+        links.use(node).whole += part[at]
+    return ((*first[:at], links.own(node, shape[at]), *first[at + 1 :]),)
+
+
+@rule(aten.cumsum, aten.flip, aten.tril, aten.triu, aten.roll)
+def _along(links: Links, node: Node) -> Outputs:
+    given = arguments(node)
+    dims = links.dims(given["self"])
+    ats = [-1, -2] if "diagonal" in given else [given["dim"]] if "dim" in given else given["dims"]
+    for at in ats or range(len(dims)):
+        links.use(node).whole += dims[at]
+    return (dims,)
+
+
+# Matrices
+
+
+@rule(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.dot)
+def _multiplied(links: Links, node: Node) -> Outputs:
+    *bias, left, right = (argument for argument in node.args[:3] if isinstance(argument, Node))
+    one, other = links.dims(left), links.dims(right)
+    batch: Dims = ()
+    if len(one) == 3:
+        links.factors.tie(one[0], other[0])
+        batch, one, other = one[:1], one[1:], other[1:]
+    links.factors.tie(one[-1], other[0])
+    found = (*batch, *one[:-1], *other[1:])
+    use = links.use(node)
+    use.contracted = (list(one[-1]),)
+    for added in bias:
+        use.once.append(added)
+        theirs = links.dims(added)
+        for back in range(1, len(theirs) + 1):
+            if sizes(added.meta["val"])[-back] == sizes(node.meta["val"])[-back]:
+                links.factors.tie(found[-back], theirs[-back])
+    return (found,)
+
+
+# Reductions
+
+
+@rule(aten.sum, aten.mean)
+def _summed(links: Links, node: Node) -> Outputs:
+    dims, rest = _reduced(links, node)
+    links.use(node).contracted = (dims,)
+    return (rest,)
+
+
+@rule(aten.amax, aten.amin, aten.argmax, aten.argmin, aten.any, aten.all, aten.prod, aten.var, aten.std, aten.logsumexp, aten.var_mean)
+def _condensed(links: Links, node: Node) -> Outputs:
+    dims, rest = _reduced(links, node)
+    use = links.use(node)
+    special = node.target in (aten.amax.default, aten.amin.default) or (node.target is aten.argmax.default and len(_ats(node)) == 1)
+    (use.special if special else use.whole).extend(dims)
+    return (rest,) * (2 if node.target.overloadpacket is aten.var_mean else 1)  # type: ignore[union-attr]
+
+
+def _ats(node: Node) -> list[int]:
+    """The dims that are reduced; all of them where none is named."""
+    given = arguments(node)
+    asked = given.get("dim")
+    ndim = given["self"].meta["val"].ndim
+    if asked is None or asked == []:
+        return list(range(ndim))
+    return [at % ndim for at in ([asked] if isinstance(asked, int) else asked)] if ndim else []
+
+
+def _reduced(links: Links, node: Node) -> tuple[list, Dims]:  # type: ignore[type-arg]
+    given = arguments(node)
+    dims, ats = links.dims(given["self"]), _ats(node)
+    rest = [() if at in ats else dim for at, dim in enumerate(dims)]
+    kept = given.get("keepdim")
+    return [f for at in ats for f in dims[at]], tuple(dim for at, dim in enumerate(rest) if kept or at not in ats)

@@ -1,0 +1,185 @@
+"""Operators that look along a dim of which each rank has a share: vocabulary-parallel embedding, softmax and loss, and their like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from trainload.sharding.tensor.factors import Factor
+from trainload.sharding.tensor.links import arguments
+from trainload.sharding.tensor.place import Held, Place
+
+if TYPE_CHECKING:
+    from trainload.sharding.tensor.partition import _Partitioner as Partitioner
+
+aten = torch.ops.aten
+Results = list[tuple[Node, Place]]
+Special = Callable[["Partitioner", Node, Factor], Results]
+SPECIAL: dict[Any, Special] = {}
+"""Operator -> how it is run on shares of a factor that it is special in."""
+
+
+def special(*targets: Any) -> Callable[[Special], Special]:
+    """Declares how some operators are run on shares."""
+
+    def declare(made: Special) -> Special:
+        SPECIAL.update(dict.fromkeys(targets, made))
+        return made
+
+    return declare
+
+
+def _own(at: Partitioner, index: Node, length: int) -> tuple[Node, Node]:
+    """Of indices into a dim of which this rank has `length` elements: which are its own, and what they are within them (else 0)."""
+    emit = at.emit
+    local = emit.call(aten.sub.Tensor, index, emit.offset(length))
+    inside = emit.call(aten.logical_and.default, emit.call(aten.ge.Scalar, local, 0), emit.call(aten.lt.Scalar, local, length))
+    return inside, emit.call(aten.where.self, inside, local, _zero(at, local))
+
+
+def _zero(at: Partitioner, like: Node) -> Node:
+    value = like.meta["val"]
+    return at.emit.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+
+
+def _masked(at: Partitioner, keep: Node, value: Node) -> Node:
+    return at.emit.call(aten.where.self, keep, value, _zero(at, value))
+
+
+@special(aten.embedding.default)
+def _embedding(at: Partitioner, node: Node, active: Factor) -> Results:
+    given = arguments(node)
+    table = at.value(given["weight"], active)
+    inside, local = _own(at, at.value(given["indices"], Held.WHOLE), table.meta["val"].shape[0])
+    found = at.emit.call(aten.embedding.default, table, local, like=node)
+    return [(_masked(at, at.emit.call(aten.unsqueeze.default, inside, -1), found), Held.TERM)]
+
+
+@special(aten.embedding_dense_backward.default)
+def _embedding_backward(at: Partitioner, node: Node, active: Factor) -> Results:
+    given = arguments(node)
+    length = given["num_weights"] // at.emit.ranks
+    index = at.value(given["indices"], Held.WHOLE)
+    inside, local = _own(at, index, length)
+    if given["padding_idx"] >= 0:
+        inside = at.emit.call(aten.logical_and.default, inside, at.emit.call(aten.ne.Scalar, index, given["padding_idx"]))
+    gradient = _masked(at, at.emit.call(aten.unsqueeze.default, inside, -1), at.value(given["grad_output"], Held.WHOLE))
+    return [(at.emit.call(node.target, gradient, local, length, -1, False, like=node), active)]  # type: ignore[arg-type]
+
+
+@special(aten.amax.default, aten.amin.default)
+def _extreme(at: Partitioner, node: Node, active: Factor) -> Results:
+    given = arguments(node)
+    found = at.emit.call(node.target, at.value(given["self"], active), given["dim"], given["keepdim"], like=node)  # type: ignore[arg-type]
+    return [(at.emit.reduced(found, "max" if node.target is aten.amax.default else "min"), Held.WHOLE)]
+
+
+@special(aten.argmax.default)
+def _argmax(at: Partitioner, node: Node, active: Factor) -> Results:
+    """The lowest index of those that have the greatest value, as torch takes it on one device."""
+    emit, given = at.emit, arguments(node)
+    source = at.value(given["self"], active)
+    ndim = source.meta["val"].ndim
+    along = 0 if given["dim"] is None else given["dim"] % ndim
+    length = source.meta["val"].shape[along]
+    keep = given["keepdim"]
+    most = emit.call(aten.amax.default, source, [along], keep)
+    index = emit.call(aten.add.Tensor, emit.call(aten.argmax.default, source, along, keep), emit.offset(length))
+    greatest = emit.reduced(most, "max")
+    beyond = emit.call(aten.full.default, [], length * emit.ranks - 1, dtype=torch.int64, device=index.meta["val"].device)
+    index = emit.call(aten.where.self, emit.call(aten.eq.Tensor, most, greatest), index, beyond)
+    return [(emit.reduced(index, "min"), Held.WHOLE)]
+
+
+@special(aten._softmax.default, aten._log_softmax.default)
+def _softmax(at: Partitioner, node: Node, active: Factor) -> Results:
+    emit, given = at.emit, arguments(node)
+    along = [given["dim"]]
+    source = at.value(given["self"], active)
+    wide = _wide(at, source)
+    greatest = emit.reduced(emit.call(aten.amax.default, wide, along, True), "max")
+    moved = emit.call(aten.sub.Tensor, wide, greatest)
+    powers = emit.call(aten.exp.default, moved)
+    total = emit.reduced(emit.call(aten.sum.dim_IntList, powers, along, True))
+    if node.target is aten._softmax.default:
+        found = emit.call(aten.div.Tensor, powers, total)
+    else:
+        found = emit.call(aten.sub.Tensor, moved, emit.call(aten.log.default, total))
+    return [(_as(at, found, node.meta["val"].dtype), active)]
+
+
+@special(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def _softmax_backward(at: Partitioner, node: Node, active: Factor) -> Results:
+    emit, given = at.emit, arguments(node)
+    along = [given["dim"]]
+    gradient, output = (_wide(at, at.value(given[name], active)) for name in ("grad_output", "output"))
+    if node.target is aten._softmax_backward_data.default:
+        products = emit.call(aten.mul.Tensor, gradient, output)
+        total = emit.reduced(emit.call(aten.sum.dim_IntList, products, along, True))
+        found = emit.call(aten.sub.Tensor, products, emit.call(aten.mul.Tensor, output, total))
+    else:
+        total = emit.reduced(emit.call(aten.sum.dim_IntList, gradient, along, True))
+        found = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, emit.call(aten.exp.default, output), total))
+    return [(_as(at, found, node.meta["val"].dtype), active)]
+
+
+def _wide(at: Partitioner, value: Node) -> Node:
+    """In float32 at least, as torch's own kernels reckon."""
+    dtype = value.meta["val"].dtype
+    return _as(at, value, torch.float32) if dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _as(at: Partitioner, value: Node, dtype: torch.dtype) -> Node:
+    return value if value.meta["val"].dtype == dtype else at.emit.call(aten._to_copy.default, value, dtype=dtype)
+
+
+@special(aten.gather.default)
+def _gather(at: Partitioner, node: Node, active: Factor) -> Results:
+    given = arguments(node)
+    source = at.value(given["self"], active)
+    inside, local = _own(at, at.value(given["index"], Held.WHOLE), source.meta["val"].shape[given["dim"]])
+    return [(_masked(at, inside, at.emit.call(aten.gather.default, source, given["dim"], local, like=node)), Held.TERM)]
+
+
+@special(aten.nll_loss_forward.default)
+def _negative_log_likelihood(at: Partitioner, node: Node, active: Factor) -> Results:
+    emit, given = at.emit, arguments(node)
+    source = at.value(given["self"], active)
+    counts, inside, local = _targets(at, given, source)
+    picked = emit.call(
+        aten.squeeze.dim, emit.call(aten.gather.default, source, 1, emit.call(aten.unsqueeze.default, local, 1), like=node), 1
+    )
+    losses = _masked(at, inside, emit.call(aten.neg.default, picked))
+    weight = emit.call(aten.sum.default, _as(at, counts, source.meta["val"].dtype))
+    if given["reduction"] == 0:
+        return [(losses, Held.TERM), (_zero(at, source), Held.WHOLE)]
+    total = emit.call(aten.sum.default, losses)
+    return [(emit.call(aten.div.Tensor, total, weight) if given["reduction"] == 1 else total, Held.TERM), (weight, Held.WHOLE)]
+
+
+@special(aten.nll_loss_backward.default)
+def _negative_log_likelihood_backward(at: Partitioner, node: Node, active: Factor) -> Results:
+    emit, given = at.emit, arguments(node)
+    source = at.value(given["self"], active)
+    _, inside, local = _targets(at, given, source)
+    gradient = emit.call(aten.neg.default, at.value(given["grad_output"], Held.WHOLE))
+    if given["reduction"] == 1:
+        gradient = emit.call(aten.div.Tensor, gradient, at.value(given["total_weight"], Held.WHOLE))
+    if given["reduction"] == 0:
+        gradient = emit.call(aten.unsqueeze.default, gradient, 1)
+    length = source.meta["val"].shape[1]
+    columns = emit.call(aten.arange.default, length, dtype=torch.int64, device=source.meta["val"].device)
+    own = emit.call(aten.eq.Tensor, emit.call(aten.unsqueeze.default, local, 1), columns)
+    own = emit.call(aten.logical_and.default, own, emit.call(aten.unsqueeze.default, inside, 1))
+    return [(_masked(at, own, gradient), active)]
+
+
+def _targets(at: Partitioner, given: dict[str, Any], source: Node) -> tuple[Node, Node, Node]:
+    """Which targets count; which of them are among this rank's classes, and what they are there."""
+    target = at.value(given["target"], Held.WHOLE)
+    counts = at.emit.call(aten.ne.Scalar, target, given["ignore_index"])
+    inside, local = _own(at, target, source.meta["val"].shape[1])
+    return counts, at.emit.call(aten.logical_and.default, inside, counts), local
