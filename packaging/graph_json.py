@@ -402,7 +402,8 @@ def _demand_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: 
     for node, entry in zip(calls, told["nodes"], strict=True):
         names = [argument["name"] for argument in entry["inputs"]]
         known = [argument.name for argument in node.target._schema.arguments] if isinstance(node.target, OpOverload) else names
-        if len(node.args) + len(node.kwargs) != len(names) or [name for name in known if name in names] != names:
+        ordered = [name for name in known if name in names] == names and names[: len(node.args)] == known[: len(node.args)]
+        if len(node.args) + len(node.kwargs) != len(names) or not ordered:
             raise PackageError(
                 "a node's arguments are not those of its operator, in their order",
                 where=f"{where}, node {entry['name']}",

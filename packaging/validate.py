@@ -34,6 +34,7 @@ _MODULE = re.compile(r"[A-Za-z0-9_.@-]{0,512}")
 _CALL = re.compile(r"@\d{1,6}")
 _DEVICES = frozenset({"cpu", "cuda", "meta"})
 _SCALAR_TYPES = frozenset([*range(1, 14), *range(28, 36)])
+_QUOTED = re.compile(r"Symbol\('([a-z]{1,8}[0-9]{1,6})'")
 _SINGLE = frozenset({"as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"})
 _INFINITE = frozenset({"Infinity", "-Infinity", "NaN"})
 _NODE = b'"is_hop_single_tensor_return":'
@@ -79,6 +80,7 @@ def validate_graph(document: object, where: str, namespaces: Set[str] = frozense
     """
     validator = _Validator(where, namespaces)
     validator.document(document)
+    validator.demand_known_symbols(document)
     return GraphFacts(frozenset(validator.operators), frozenset(validator.higher_order), frozenset(validator.used_namespaces))
 
 
@@ -307,8 +309,8 @@ class _Validator:
             self.refuse("an integer of 64 bits belongs here", value)
 
     def small(self, value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1024:
-            self.refuse("a small number belongs here", value)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 128:
+            self.refuse("a number below 128 belongs here", value)
 
     def number(self, value: Any) -> None:
         if not isinstance(value, float) and not (isinstance(value, str) and value in _INFINITE):
@@ -384,6 +386,13 @@ class _Validator:
         for child in children:
             self.tree(child)
 
+    def demand_known_symbols(self, document: Any) -> None:
+        """Limits are of symbols that a size has."""
+        known = {symbol for expression in self.hints for symbol in _QUOTED.findall(expression)}
+        for symbol in document["range_constraints"]:
+            if symbol not in known:
+                self.refuse("range_constraints limit what no size has", symbol)
+
     # Graphs.
 
     def graph_module(self, value: Any) -> None:
@@ -424,7 +433,10 @@ class _Validator:
         self.at = f"node {str(value.get('name'))[:80] if isinstance(value, dict) else '?'}"
         self.node_fields(value)
         results = [name for result in value["outputs"] for name in _names(result)]
-        single = value["is_hop_single_tensor_return"] or not value["target"].startswith("torch.ops.higher_order.")
+        is_hop = value["target"].startswith("torch.ops.higher_order.")
+        if value["is_hop_single_tensor_return"] is not None and not is_hop:
+            self.refuse("only an operator that takes graphs says whether it returns one tensor", value["is_hop_single_tensor_return"])
+        single = value["is_hop_single_tensor_return"] or not is_hop
         if single and len(value["outputs"]) == 1 and set(value["outputs"][0]) <= _SINGLE and results and results != [value["name"]]:
             self.refuse("a node that computes one value has its name", results[0])
         self.at = before
