@@ -218,7 +218,7 @@ def schema_still_fits(name: str, recorded: str) -> bool:
     try:
         running: Any = overload._schema  # the stubs lack its methods
         return bool(running.is_backward_compatible_with(torch._C.parse_schema(recorded)))
-    except RuntimeError:  # the recorded text is no schema
+    except (RuntimeError, UnicodeDecodeError):  # the recorded text is no schema; torch's complaint may cut a letter in two
         return False
 
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch.fx import Node
 
-from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.plan import Shard
 from trainload.sharding.tensor.factors import Dims, Factor
@@ -114,7 +114,7 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
     links = linked(step)
     placeholders, _ = ends(step)
     inputs = dict(zip(placeholders, step.inputs, strict=True))
-    batch = {f for n, p in inputs.items() if p.role is Role.BATCH for dim in links.dims(n) for f in links.factors.leaves(dim)}
+    batch = _of_data(links, inputs)
     twice = _twice(links)
     shards: dict[Factor, dict[str, Shard]] = {}
     counts: dict[Factor, int] = {}
@@ -166,6 +166,22 @@ def flops(node: Node) -> float:
         rounds = 5 if "grad_out" in given or "grad_output" in given else 2
         return 2.0 * rounds * _count(given["query"]) * _size(given["key"].meta["val"].shape[2])
     return 0.0
+
+
+def _of_data(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
+    """Factors of what is computed of the batch alone: rows, positions in a sequence, features of the data."""
+    kinds = {node: port.role for node, port in inputs.items()}
+    data: set[Node] = set()
+    other: set[Node] = set()
+    for node in links.outputs:
+        sources = node.all_input_nodes
+        if not any(dims is not None for dims in links.outputs[node]):
+            continue  # a size: what is made with it is no data
+        if kinds.get(node) is Role.PARAMETER or any(source in other for source in sources):
+            other.add(node)
+        elif kinds.get(node) is Role.BATCH or any(source in data for source in sources):
+            data.add(node)
+    return {f for node in data for dims in links.outputs[node] for dim in dims or () for f in links.factors.leaves(dim)}
 
 
 def _twice(links: Links) -> set[Factor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from trainload.capture.operators import is_overload
 from trainload.sharding.tensor.factors import Dim, Dims, Factor, Factors, Size
 
 Outputs = tuple[Dims | None, ...]
@@ -69,7 +70,7 @@ class Links:
 
     def _link(self, node: Node) -> Outputs:
         rule = RULES.get(node.target) if node.op == "call_function" else None
-        if rule is None and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if rule is None and node.op == "call_function" and is_overload(node.target):
             rule = RULES.get(node.target.overloadpacket)
             if rule is None and torch.Tag.pointwise in node.target.tags:
                 rule = _POINTWISE[0]

@@ -41,6 +41,8 @@ def judge(folder: Path, files: Files, mutant: Mutant) -> tuple[str, str]:
             found = _differences(package, files_of(folder))
         except TrainloadError as error:
             found, refused = [], str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, people would see a traceback
+            found, refused = [f"it fails with {type(error).__name__}: {error}"], ""
         else:
             refused = ""
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tests.shares import cut
 
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
-from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Slot
+from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Shard, Slot
 from trainload.sharding.strategies import Strategy
 
 NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
@@ -21,20 +22,31 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], str | None]] = {
     "a.bias": ((7,), "plain"),
     "b.bias": ((1,), "plain"),
     "frozen": ((4, 3), None),
+    "c.weight": ((12, 4), "decay"),
 }
 ONE_EACH = tuple((name,) for name in PARAMETERS)
-BY_GROUP = (("a.weight", "b.weight"), ("a.bias", "b.bias"), ("frozen",))
-TURNED = (("b.weight", "a.weight"), ("b.bias", "a.bias"), ("frozen",))
+BY_GROUP = (("a.weight", "b.weight"), ("a.bias", "b.bias"), ("frozen",), ("c.weight",))
+TURNED = (("b.weight", "a.weight"), ("b.bias", "a.bias"), ("frozen",), ("c.weight",))
 DATA = DataPosition(fingerprint="f" * 64, seed=3, position=48)
 
 
-def make_plan(strategy: Strategy, world: int, layout: Sequence[Sequence[str]] = BY_GROUP, gap: int = 0) -> Plan:
-    """A plan whose buckets hold `layout`'s parameters, `gap` elements apart, padded to a multiple of the world size."""
+def make_plan(
+    strategy: Strategy,
+    world: int,
+    layout: Sequence[Sequence[str]] = BY_GROUP,
+    gap: int = 0,
+    tensor: int = 1,
+    shard: Shard | None = None,
+) -> Plan:
+    """A plan whose buckets hold `layout`'s parameters, `gap` elements apart, padded to a multiple of the world size. shard: how a tensor
+    axis of `tensor` ranks divides c.weight.
+    """
+    shards = {} if shard is None else {"c.weight": shard}
     buckets = []
     for number, names in enumerate(layout):
         slots, offset = [], 0
         for name in names:
-            shape = PARAMETERS[name][0]
+            shape = PARAMETERS[name][0] if name not in shards else shards[name].share_shape(PARAMETERS[name][0], tensor)
             length = int(torch.Size(shape).numel())
             slots.append(Slot(parameter=name, offset=offset, length=length, shape=shape))
             offset += length + gap
@@ -42,12 +54,15 @@ def make_plan(strategy: Strategy, world: int, layout: Sequence[Sequence[str]] = 
         dtype = "bfloat16" if group is None else "float32"
         length = -(-offset // world) * world
         groups = () if group is None else (group,)
-        buckets.append(Bucket(name=f"bucket{number}", dtype=dtype, groups=groups, length=length, slots=tuple(slots)))
+        divided = names[0] in shards
+        buckets.append(Bucket(name=f"bucket{number}", dtype=dtype, groups=groups, length=length, slots=tuple(slots), divided=divided))
     return Plan(
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
         strategy=strategy,
         shard_ranks=world // 2 if strategy == "hybrid" else None,
+        tensor_ranks=tensor,
+        tensor_shards=shards,
         global_batch=24 * world,
         buckets=tuple(buckets),
         estimate=NOTHING,
@@ -70,7 +85,11 @@ def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
         for entry in ("param",) if not bucket.groups else ("param", "exp_avg", "exp_avg_sq"):
             flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
             for slot in bucket.slots:
-                flat[slot.offset : slot.offset + slot.length] = value(slot.parameter, entry, salt)
+                whole = value(slot.parameter, entry, salt)
+                if slot.parameter in plan.tensor_shards:
+                    shaped, shard = whole.reshape(PARAMETERS[slot.parameter][0]), plan.tensor_shards[slot.parameter]
+                    whole = cut(shaped, shard, plan.tensor_index(rank), plan.tensor_ranks).flatten()
+                flat[slot.offset : slot.offset + slot.length] = whole
             start, stop = held(plan, bucket, entry, rank)
             flats[bucket.name][entry] = flat[start:stop].clone()
     scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in plan.buckets if bucket.groups}

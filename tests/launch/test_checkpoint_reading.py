@@ -22,7 +22,7 @@ from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, sha256_bytes
-from trainload.sharding.plan import Bucket, Plan, Slot
+from trainload.sharding.plan import Bucket, Plan, Shard, Slot
 from trainload.sharding.strategies import Strategy
 
 PLANS = {
@@ -35,6 +35,10 @@ PLANS = {
     "zero2 of 2": make_plan("zero2", 2, ONE_EACH),
     "hybrid of 4": make_plan("hybrid", 4, TURNED),
     "hybrid of 6": make_plan("hybrid", 6, BY_GROUP, gap=2),
+    "rows of 2": make_plan("single", 2, BY_GROUP, gap=1, tensor=2, shard=Shard(dim=0)),
+    "blocks of 2, zero3 of 2": make_plan("zero3", 4, TURNED, tensor=2, shard=Shard(dim=0, blocks=3)),
+    "columns of 4, zero1 of 2": make_plan("zero1", 8, BY_GROUP, tensor=4, shard=Shard(dim=1)),
+    "columns of 2, zero0 of 3": make_plan("zero0", 6, ONE_EACH, gap=2, tensor=2, shard=Shard(dim=1)),
 }
 
 

@@ -20,7 +20,10 @@ def train(entry: dict[str, Any]) -> None:
     backend: Any = "local" if os.environ["WORLD_SIZE"] == "1" else "torchrun"
     os.environ["MASTER_PORT"] = str(entry["port"])
     if "resume" in entry:
-        trainload.resume(entry["run_dir"], backend=backend, **entry["resume"])
+        given = dict(entry["resume"])
+        if "plan" in given:
+            given["plan"] = Plan.model_validate(given["plan"])
+        trainload.resume(entry["run_dir"], backend=backend, **given)
         return
     package = trainload.open(entry["package"])
     plan = Plan.model_validate_json(entry["plan"])

@@ -53,6 +53,14 @@ def test_an_operator_whose_result_is_another_is_incompatible(copied: Path) -> No
     assert verdicts(copied) == {SUM: Verdict.INCOMPATIBLE}
 
 
+@pytest.mark.parametrize(
+    "text", ["", "no schema", "aten::sum(\U0001f600 self) -> Tensor", "aten::sum(Tensor self) -> Tensor \U000f0000"], ids=ascii
+)
+def test_a_schema_that_is_none_is_incompatible(text: str, copied: Path) -> None:
+    recorded(copied, SUM, text)
+    assert verdicts(copied) == {SUM: Verdict.INCOMPATIBLE}
+
+
 @pytest.mark.parametrize("name", ["torch.ops.aten.sum_of_old.default", "torch.ops.nowhere.at.all", "torch.ops", "os.system", "a b"])
 def test_an_operator_that_is_not_there_is_missing(name: str, copied: Path) -> None:
     recorded(copied, name, "aten::x() -> ()")

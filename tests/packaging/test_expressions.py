@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 import pytest
-import sympy  # type: ignore[import-untyped]  # it ships no types
+import sympy
 from torch.utils._sympy import functions
 
 from trainload.capture.errors import UnsafePackageError

@@ -94,7 +94,7 @@ def test_shards_of_another_strategy_are_refused(gpt: Package) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"shard_ranks": 3}, "does not divide the cluster's 4 devices"),
+        ({"shard_ranks": 3}, "does not divide the 4 ranks of the data axis"),
         ({"shard_ranks": 1}, "that is the strategy zero0"),
         ({"shard_ranks": None}, "goes with the strategy hybrid"),
         ({"strategy": "zero3"}, "goes with the strategy hybrid"),

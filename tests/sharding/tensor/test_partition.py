@@ -1,0 +1,146 @@
+"""Partitioned step graphs on real ranks: losses, gradients and buffers of the graph that they were made from."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.coverage.cases import case_named
+from tests.laws.gpt import gpt_job
+from tests.ranks import on_ranks
+from tests.shares import cut
+from torch import Tensor
+
+from trainload.autograd_trace.aot import bind_groups, derive
+from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.capture.errors import PlanError
+from trainload.capture.job import Job
+from trainload.capture.trace import capture
+from trainload.sharding.plan import TENSOR, Shard
+from trainload.sharding.tensor.choose import choose
+from trainload.sharding.tensor.partition import partition
+
+WORLD = 2
+CASES = {
+    "gpt": 6,
+    "llama": 8,
+    "gpt2": 8,
+    "olmoe": 9,
+    "bart": 30,
+    "clip": 24,
+    "sdpa with grouped queries": 2,
+    "a convolutional classifier": 2,
+    "MultiheadAttention": 3,
+    "LSTM": 4,
+}
+"""A job, and how many of its parameters two ranks divide."""
+SCALARS = {Role.SEED: 5, Role.STEP: 3, Role.ROW: 0}
+
+
+def job_of(case: str) -> Job:
+    return gpt_job() if case == "gpt" else case_named(case).job()
+
+
+def value(port: Port, job: Job, state: dict[str, Tensor], constants: Any, rank: int) -> Tensor:
+    """What a step graph is given, whole."""
+    match port.role:
+        case Role.PARAMETER | Role.BUFFER:
+            return state[port.name].clone()
+        case Role.CONSTANT:
+            found: Tensor = constants[port.name]
+            return found
+        case Role.BATCH:
+            given: Tensor = job.batch[port.name]
+            return given.contiguous()
+        case Role.SCALE:
+            return torch.tensor(0.25)
+        case Role.TENSOR_RANK:
+            return torch.tensor(rank)
+        case _:
+            return torch.tensor(SCALARS[port.role])
+
+
+def compared(case: str, rank: int, world: int) -> dict[str, Any]:
+    """One case on one rank: how far each output is from the whole graph's, relative to its greatest element; and what was exchanged."""
+    job = job_of(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the models
+        program = capture(job)
+    step = derive(program, "train", torch.device("cpu"))
+    shards = choose([step], world)
+    made = partition(step, world, shards)
+    state = dict(program.state)
+
+    def share(port: Port, whole: Tensor) -> Tensor:
+        return cut(whole, shards[port.name], rank, world) if port.name in shards else whole
+
+    wanted = step.module(*[value(port, job, state, program.constants, rank) for port in step.inputs])
+    given = [(port, value(port, job, state, program.constants, rank)) for port in made.step.inputs]
+    found = made.step.module(*[share(port, each) if port.role is Role.PARAMETER else each for port, each in given])
+    far: dict[str, float] = {}
+    for port, own, whole in zip(step.outputs, found, wanted, strict=True):
+        expected = share(port, whole) if port.role is Role.GRADIENT else whole
+        assert own.shape == expected.shape, port
+        greatest = max(1e-3, expected.double().abs().max().item()) if expected.numel() else 1.0
+        far[f"{port.role}/{port.name}"] = (own.double() - expected.double()).abs().max().item() / greatest if own.numel() else 0.0
+    return {"far": far, "divided": len(shards), "exchanges": Counter(e.collective for e in made.exchanges)}
+
+
+def rank_main(rank: int, world: int, folder: Path) -> None:
+    bind_groups({TENSOR: (tuple(range(world)),)})
+    for case in CASES:
+        (folder / f"{case}-{rank}.json").write_text(json.dumps(compared(case, rank, world)))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    on_ranks(WORLD, rank_main, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def step() -> StepGraph:
+    return derive(capture(gpt_job()), "train", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_what_one_would(ranks: Path, case: str, rank: int) -> None:
+    found = json.loads((ranks / f"{case}-{rank}.json").read_text())
+    assert max(found["far"].values()) < 1e-4, found["far"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_divided(ranks: Path, case: str) -> None:
+    assert json.loads((ranks / f"{case}-0.json").read_text())["divided"] == CASES[case]
+
+
+@pytest.mark.parametrize(("case", "count"), [("gpt", 6), ("llama", 6)])
+def test_a_block_is_exchanged_twice_forward_and_twice_backward(ranks: Path, case: str, count: int) -> None:
+    """And once for the embedding, and once for the gradient of what the vocabulary's rows are multiplied with."""
+    exchanges = json.loads((ranks / f"{case}-0.json").read_text())["exchanges"]
+    assert exchanges == {"all_reduce": count + 1}  # the loss
+
+
+def test_a_graph_that_divides_nothing_is_as_it_was(step: StepGraph) -> None:
+    made = partition(step, WORLD, {})
+    assert made.exchanges == ()
+    assert made.step.inputs[:-1] == step.inputs
+    assert not any("_c10d_functional" in str(node.target) for node in made.step.module.graph.nodes)
+
+
+def test_a_parameter_may_be_divided_where_the_graph_needs_it_whole(step: StepGraph) -> None:
+    made = partition(step, WORLD, {"norms.0.weight": Shard(dim=0)})
+    assert ("parameter_norms_0_weight", "all_gather") in {(e.node, e.collective) for e in made.exchanges}
+
+
+@pytest.mark.parametrize("shard", [Shard(dim=2), Shard(dim=0, blocks=5), Shard(dim=0, blocks=96)], ids=str)
+def test_a_division_that_is_none_is_refused_by_the_parameter_s_name(step: StepGraph, shard: Shard) -> None:
+    with pytest.raises(PlanError, match=r"plan\.tensor_shards: mix_in\.weight: a parameter cannot be divided so"):
+        partition(step, WORLD, {"mix_in.weight": shard})
