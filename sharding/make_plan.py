@@ -182,6 +182,12 @@ def check_plan(plan: Plan, package: Package) -> None:
                     expected=", ".join(groups) or "none",
                     got=", ".join(bucket.groups) or "none",
                 )
+            if bucket.divided and bucket.whole:
+                raise PlanError(
+                    "the tensor axis divides a parameter whose optimizer needs it whole",
+                    where=f"plan.buckets: {bucket.name}: {slot.parameter}",
+                    got=f"groups {', '.join(bucket.whole)}",
+                )
             if bucket.divided != (slot.parameter in plan.tensor_shards):
                 raise PlanError(
                     "a bucket has parameters that the tensor axis divides, and others",

@@ -65,14 +65,17 @@ def choose(
         PlanError: a rule's parameter cannot be divided so, or no parameter has the name.
     """
     asked = _asked(steps, dict(rules or {}))
-    decided: dict[str, Shard | None] = {**dict.fromkeys(whole), **asked}
+    for name in whole:
+        if asked.get(name) is not None:
+            raise PlanError(
+                "a parameter's optimizer needs it whole", where=name, expected="a rule that leaves it whole", got=str(asked[name])
+            )
+    decided: dict[str, Shard | None] = {**asked, **dict.fromkeys(whole)}
     for step in steps:
         chosen = _choose_one(step, ranks, decided)
         for port in step.inputs:
             if port.role is Role.PARAMETER:
                 decided.setdefault(port.name, chosen.get(port.name))
-                if decided[port.name] is None and port.name in chosen:
-                    decided[port.name] = chosen[port.name]
     return {name: shard for name, shard in decided.items() if shard is not None}
 
 

@@ -316,7 +316,7 @@ class _Partitioner:
         if not isinstance(node.meta["val"], tuple | list):
             return [(made, places[0])]
         return [
-            (self.emit.call(operator.getitem, made, number) if isinstance(value, torch.Tensor) else made, place)
+            (made if value is None else self.emit.call(operator.getitem, made, number), place)
             for number, (value, place) in enumerate(zip(node.meta["val"], places, strict=True))
         ]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from tests.capture.jobs import job
+from torch import nn
 
 import trainload
 from trainload import cli
@@ -118,6 +122,36 @@ def test_shards_edited_by_hand_say_what_does_not_fit(gpt: Package, plan: Plan, n
     with pytest.raises(PlanError) as caught:
         check_plan(edited, gpt)
     assert str(caught.value).startswith(line)
+
+
+@pytest.fixture(scope="module")
+def muon(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """Two matrices whose optimizer needs them whole."""
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+    made = job(model, optimizer=lambda m: torch.optim.Muon(m.parameters(), lr=0.01), global_batch=8)
+    return trainload.freeze(made, tmp_path_factory.mktemp("muon") / "muon.tl")
+
+
+def test_what_an_optimizer_needs_whole_is_not_divided(muon: Package) -> None:
+    with pytest.raises(PlanError, match="finds nothing to divide"):
+        trainload.plan(muon, trainload.Cluster(devices_per_node=2), tensor_ranks=2)
+    with pytest.raises(PlanError, match=r"0\.weight: a parameter's optimizer needs it whole"):
+        trainload.plan(muon, trainload.Cluster(devices_per_node=2), tensor_ranks=2, tensor_rules={"0.*": Shard(dim=0)})
+
+
+def test_a_plan_edited_to_divide_what_an_optimizer_needs_whole_is_refused(muon: Package) -> None:
+    before = trainload.plan(muon, trainload.Cluster(devices_per_node=2), "zero0")
+    buckets = tuple(
+        b.model_copy(update={"divided": True, "slots": tuple(s.model_copy(update=_half(s.shape)) for s in b.slots)}) for b in before.buckets
+    )
+    shards = {slot.parameter: Shard(dim=0) for b in buckets for slot in b.slots}
+    with pytest.raises(PlanError, match="the tensor axis divides a parameter whose optimizer needs it whole"):
+        check_plan(before.model_copy(update={"tensor_ranks": 2, "tensor_shards": shards, "buckets": buckets}), muon)
+
+
+def _half(shape: tuple[int, ...]) -> dict[str, Any]:
+    own = Shard(dim=0).share_shape(shape, 2)
+    return {"shape": own, "length": math.prod(own)}
 
 
 def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

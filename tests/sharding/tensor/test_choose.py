@@ -95,6 +95,11 @@ def test_what_must_be_whole_is(gpt_step: StepGraph) -> None:
     assert found == {name: shard for name, shard in GPT.items() if name not in ("narrow.weight", "widen.weight", "widen.bias")}
 
 
+def test_a_rule_for_what_must_be_whole_is_refused(gpt_step: StepGraph) -> None:
+    with pytest.raises(PlanError, match=r"narrow\.weight: a parameter's optimizer needs it whole"):
+        choose([gpt_step], 2, whole=["narrow.weight"], rules={"narrow.*": COLUMNS})
+
+
 def test_a_rule_keeps_a_parameter_whole_and_what_is_divided_with_it(gpt_step: StepGraph) -> None:
     found = choose([gpt_step], 2, rules={"mix_*": None})
     assert found == {name: shard for name, shard in GPT.items() if not name.startswith("mix_")}
