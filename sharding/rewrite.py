@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload, is_seeded
+from trainload.sharding.nodes import append, ends, mode_of
 from trainload.sharding.plan import DATA, REPLICATE, Bucket, Plan
 
 aten = torch.ops.aten
@@ -106,13 +107,12 @@ class _Rewriter:
         self._phase = phase
         self._graph = Graph()
         self._old = list(step.module.graph.nodes)
-        self._placeholders = [n for n in self._old if n.op == "placeholder"]
+        self._placeholders, self._results = ends(step.module)
         self._body = [n for n in self._old if n.op not in ("placeholder", "output")]
-        (self._results,) = (n.args[0] for n in self._old if n.op == "output")
         self._sharded = plan.shards_parameters and plan.shard_degree > 1
         self._bucket_of = {s.parameter: (b, s) for b in plan.buckets for s in b.slots}
         self._parameter = {n: port.name for n, port in zip(self._placeholders, step.inputs, strict=True) if port.role is Role.PARAMETER}
-        self._mode = next(v.fake_mode for n in self._placeholders if hasattr(v := n.meta["val"], "fake_mode"))
+        self._mode = mode_of(self._placeholders)
         self._device = self._placeholders[0].meta["val"].device
         lacking = sorted(set(self._parameter.values()) - set(self._bucket_of))
         if lacking:
@@ -411,11 +411,7 @@ class _Rewriter:
         return self._call(aten.full.default, [length], 0.0, dtype=getattr(torch, dtype), device=self._device)
 
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        node = self._graph.call_function(target, args, kwargs)
-        values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self._mode:
-            node.meta["val"] = target(*values[0], **values[1])
-        return node
+        return append(self._graph, self._mode, target, *args, **kwargs)
 
 
 def _nodes_in(value: Any) -> list[Node]:

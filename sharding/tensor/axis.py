@@ -11,9 +11,10 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
+from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Shard
 from trainload.sharding.tensor.choose import choose
-from trainload.sharding.tensor.partition import ends, partition
+from trainload.sharding.tensor.partition import partition
 from trainload.sharding.tensor.place import Exchange
 
 
@@ -62,6 +63,6 @@ def divide(package: Package, ranks: int, whole: Collection[str], rules: Mapping[
 
 
 def _rows(step: StepGraph) -> int:
-    placeholders, _ = ends(step)
+    placeholders, _ = ends(step.module)
     sizes = [n.meta["val"].shape[0] for n, p in zip(placeholders, step.inputs, strict=True) if p.role is Role.BATCH]
     return sizes[0] if isinstance(sizes[0], int) else int(sizes[0].node.hint)

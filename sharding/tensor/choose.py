@@ -16,11 +16,11 @@ from torch.fx import Node
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import PlanError
+from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Shard
-from trainload.sharding.tensor.factors import Dims, Factor
+from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links, arguments
-from trainload.sharding.tensor.partition import can_share, ends, linked
-from trainload.sharding.tensor.place import position
+from trainload.sharding.tensor.partition import divisions, linked
 
 aten = torch.ops.aten
 WORTH = 8
@@ -115,7 +115,7 @@ def _choose_one(step: StepGraph, ranks: int, decided: Mapping[str, Shard | None]
 def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
     """Every class of dims of a graph's parameters that `ranks` ranks could share."""
     links = linked(step)
-    placeholders, _ = ends(step)
+    placeholders, _ = ends(step.module)
     inputs = dict(zip(placeholders, step.inputs, strict=True))
     batch = _of_data(links, inputs)
     twice = _twice(links)
@@ -124,31 +124,27 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
     for node, port in inputs.items():
         if port.role is not Role.PARAMETER:
             continue
-        for at, dim in enumerate(links.dims(node)):
-            blocks = 1
-            for leaf in links.factors.leaves(dim):
-                if not isinstance(leaf.size, int):
-                    break
-                if can_share(links, leaf, ranks) and leaf not in batch and leaf not in twice:
-                    shards.setdefault(leaf, {})[port.name] = Shard(dim=at, blocks=blocks)
-                    counts[leaf] = counts.get(leaf, 0) + math.prod(node.meta["val"].shape)
-                blocks *= leaf.size
+        for leaf, shard in divisions(links, node, ranks):
+            if leaf not in batch and leaf not in twice:
+                shards.setdefault(leaf, {})[port.name] = shard
+                counts[leaf] = counts.get(leaf, 0) + math.prod(node.meta["val"].shape)
     saved: dict[Factor, float] = dict.fromkeys(shards, 0.0)
     exchanged: dict[Factor, float] = dict.fromkeys(shards, 0.0)
     for node, use in links.uses.items():
         work = flops(node)
-        operands = [dims for source in node.all_input_nodes for dims in links.outputs.get(source, ())]
-        present = {f for dims in (*operands, *links.outputs[node]) for dim in dims or () for f in links.factors.leaves(dim)} & shards.keys()
+        present = {f for dims in links.touched(node) for dim in dims for f in links.factors.leaves(dim)} & shards.keys()
         whole, special = set(links.factors.leaves(use.whole)), set(links.factors.leaves(use.special))
         for factor in present:
             if factor in whole:
-                exchanged[factor] += sum(_count(s) for s in node.all_input_nodes if _has(links, s, factor))
+                exchanged[factor] += sum(
+                    _count(s) for s in node.all_input_nodes if links.has_dims(s) and links.holds(links.dims(s), factor)
+                )
                 continue
             saved[factor] += work * (ranks - 1) / ranks
             for number, contracted in enumerate(use.contracted):
                 if factor in links.factors.leaves(contracted):
                     exchanged[factor] += _count(node, number)
-            if factor in special and not any(_has_dims(links, dims, factor) for dims in links.outputs[node]):
+            if factor in special and not any(links.holds(dims, factor) for dims in links.outputs[node]):
                 exchanged[factor] += _count(node, 0)
     return [Candidate(f, own, saved[f], exchanged[f], counts[f]) for f, own in shards.items()]
 
@@ -197,14 +193,6 @@ def _twice(links: Links) -> set[Factor]:
                 for leaf in links.factors.leaves(dim):
                     (found if leaf in seen else seen).add(leaf)
     return found
-
-
-def _has(links: Links, node: Node, factor: Factor) -> bool:
-    return links.has_dims(node) and _has_dims(links, links.dims(node), factor)
-
-
-def _has_dims(links: Links, dims: Dims | None, factor: Factor) -> bool:
-    return dims is not None and position(links.factors, dims, factor) is not None
 
 
 def _count(node: Node, number: int = 0) -> float:

@@ -18,6 +18,11 @@ def _lengths(node: Node) -> list[list[Any] | None]:
     return [sizes(value) if isinstance(value, torch.Tensor) else None for value in node.meta["val"]]
 
 
+def _own(links: Links, node: Node, lengths: list[Any] | None) -> Dims | None:
+    """Dims of an output that are its own, and whole; None where it is no tensor."""
+    return None if lengths is None else tuple(links.own(node, length) for length in lengths)
+
+
 # Norms
 
 
@@ -74,13 +79,8 @@ def _of_channels(links: Links, node: Node, given: dict[str, Any], dims: Dims) ->
             links.factors.tie(links.dims(value)[0], channels)
     found: list[Dims | None] = [dims]
     for lengths in _lengths(node)[1:]:
-        found.append(
-            None
-            if lengths is None
-            else (channels,)
-            if len(lengths) == 1 and lengths[0] != 0
-            else tuple(links.own(node, n) for n in lengths)
-        )
+        of_channels = lengths is not None and len(lengths) == 1 and lengths[0] != 0
+        found.append((channels,) if of_channels else _own(links, node, lengths))
     return tuple(found)
 
 
@@ -101,7 +101,7 @@ def _attention(links: Links, node: Node) -> Outputs:
         if lengths is not None and len(lengths) >= 2 and lengths[:2] == sizes(given["query"].meta["val"])[:2]:
             found.append((*query[:2], *(links.own(node, n) for n in lengths[2:])))
         else:
-            found.append(None if lengths is None else tuple(links.own(node, n) for n in lengths))
+            found.append(_own(links, node, lengths))
     return tuple(found)
 
 
@@ -114,8 +114,8 @@ def _attention(links: Links, node: Node) -> Outputs:
 def _attention_backward(links: Links, node: Node) -> Outputs:
     given = arguments(node)
     _heads(links, node, given)
-    found: list[Dims | None] = [links.dims(given[name]) for name in ("query", "key", "value")]
-    return tuple(found) + tuple(None if lengths is None else tuple(links.own(node, n) for n in lengths) for lengths in _lengths(node)[3:])
+    gradients = [links.dims(given[name]) for name in ("query", "key", "value")]
+    return (*gradients, *(_own(links, node, lengths) for lengths in _lengths(node)[3:]))
 
 
 def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]:

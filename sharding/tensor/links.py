@@ -59,6 +59,15 @@ class Links:
         found = self.outputs.get(node, ())
         return len(found) == 1 and found[0] is not None and not isinstance(node.meta.get("val"), tuple | list)
 
+    def touched(self, node: Node) -> list[Dims]:
+        """The dims of a node's operands and outputs."""
+        operands = [dims for source in node.all_input_nodes for dims in self.outputs.get(source, ())]
+        return [dims for dims in (*operands, *self.outputs[node]) if dims is not None]
+
+    def holds(self, dims: Dims | None, factor: Factor) -> bool:
+        """Whether a tensor of these dims has the factor."""
+        return dims is not None and any(factor in self.factors.leaves(dim) for dim in dims)
+
     def tie(self, left: Sequence[Sequence[Factor]], right: Sequence[Sequence[Factor]]) -> None:
         """Makes the dims of two tensors of one shape the same."""
         for one, other in zip(left, right, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import trainload.sharding.tensor.layer_rules
 import trainload.sharding.tensor.rules  # noqa: F401 - these two declare the rules
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import PlanError
+from trainload.sharding.nodes import ends, mode_of
 from trainload.sharding.plan import TENSOR, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
 from trainload.sharding.tensor.links import Links, arguments
@@ -26,16 +27,14 @@ from trainload.sharding.tensor.place import Emitter, Exchange, Held, Place, posi
 from trainload.sharding.tensor.special import SPECIAL, Results
 
 aten = torch.ops.aten
+_VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
 _SIZES: Mapping[Any, int] = {
-    **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten.expand), 1),
+    **dict.fromkeys((*_VIEWS, aten.expand), 1),
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.slice_backward, aten.select_backward), 1),
     **dict.fromkeys((aten.full, aten.zeros, aten.ones, aten.empty), 0),
 }
 """Operator -> which of its arguments is the shape of its result."""
-_VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
-_LINEAR = frozenset(
-    {aten.view, aten._unsafe_view, aten.reshape, aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.detach, aten.neg}
-)
+_LINEAR = _VIEWS | {aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.detach, aten.neg}
 """Of one operand: a term of it gives a term of the result."""
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
@@ -55,19 +54,13 @@ class Partitioned:
 def linked(step: StepGraph) -> Links:
     """The factors of a step graph, each gradient's the same as its parameter's, and each new buffer's as the buffer's."""
     links = Links(step.module.graph)
-    placeholders, results = ends(step)
+    placeholders, results = ends(step.module)
     inputs = {(p.role, p.name): n for p, n in zip(step.inputs, placeholders, strict=True)}
     for port, node in zip(step.outputs, results, strict=True):
         owner = {Role.GRADIENT: Role.PARAMETER, Role.BUFFER: Role.BUFFER}.get(port.role)
         if owner is not None and (owner, port.name) in inputs:
             links.tie(links.dims(node), links.dims(inputs[owner, port.name]))
     return links
-
-
-def ends(step: StepGraph) -> tuple[list[Node], Sequence[Node]]:
-    """The nodes of a step graph's inputs and outputs."""
-    nodes = list(step.module.graph.nodes)
-    return [n for n in nodes if n.op == "placeholder"], nodes[-1].args[0]
 
 
 def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard]) -> Partitioned:
@@ -88,7 +81,7 @@ class _Partitioner:
     def __init__(self, step: StepGraph, ranks: int, shards: Mapping[str, Shard]) -> None:
         self.links = linked(step)
         self._step, self._ranks = step, ranks
-        self._placeholders, self._results = ends(step)
+        self._placeholders, self._results = ends(step.module)
         self._parameters = {p.name: n for p, n in zip(step.inputs, self._placeholders, strict=True) if p.role is Role.PARAMETER}
         self._order = {name: self._factor(name, shard) for name, shard in shards.items() if name in self._parameters}
         self._sharded = list(dict.fromkeys(self._order.values()))
@@ -102,7 +95,7 @@ class _Partitioner:
             copied = graph.node_copy(node)
             self._values[node] = {Held.WHOLE: copied}
         rank = graph.placeholder("tensor_rank")
-        mode = next(v.fake_mode for n in self._placeholders if hasattr(v := n.meta["val"], "fake_mode"))
+        mode = mode_of(self._placeholders)
         with mode:
             rank.meta["val"] = torch.empty((), dtype=torch.int64, device=self._placeholders[0].meta["val"].device)
             for name, factor in self._order.items():
@@ -147,7 +140,7 @@ class _Partitioner:
         raise PlanError(
             "the graph does not keep such shares of a parameter apart",
             where=where,
-            expected=f"one of {', '.join(str(s) for s in shards_of(self.links, node, self._ranks)) or 'none: leave it whole'}",
+            expected=f"one of {', '.join(str(s) for _, s in divisions(self.links, node, self._ranks)) or 'none: leave it whole'}",
             got=str(shard),
         )
 
@@ -156,29 +149,22 @@ class _Partitioner:
         assert found is not None
         return [size // self._ranks if at == found[0] else size for at, size in enumerate(node.meta["val"].shape)]
 
-    def holds(self, dims: Dims | None, factor: Factor) -> bool:
-        """Whether a tensor of these dims has the factor."""
-        return dims is not None and any(factor in self.links.factors.leaves(dim) for dim in dims)
-
     def among(self, factors: Sequence[Factor], factor: Factor) -> bool:
         return factor in self.links.factors.leaves(factors)
 
     def _active(self, node: Node) -> Factor | None:
         """The factor of which an operator is run on shares."""
         use = self.links.use(node)
-        operands = [dims for source in node.all_input_nodes for dims in self.links.outputs.get(source, ())]
-        everyone = [*operands, *self.links.outputs[node]]
+        touched = [[f for dim in dims for f in self.links.factors.leaves(dim)] for dims in self.links.touched(node)]
         for factor in self._sharded:
-            if not any(self.holds(dims, factor) for dims in everyone) or self.among(use.whole, factor):
-                continue
-            counts = [[f for dim in dims or () for f in self.links.factors.leaves(dim)].count(factor) for dims in everyone]
-            if max(counts) == 1 and (not self.among(use.special, factor) or self._is_special(node, factor)):
+            once = max((factors.count(factor) for factors in touched), default=0) == 1
+            if once and not self.among(use.whole, factor) and (not self.among(use.special, factor) or self._is_special(node, factor)):
                 return factor
         return None
 
     def _is_special(self, node: Node, factor: Factor) -> bool:
         """Whether the operator can look along this factor: each rank's share has to be one row of indices."""
-        holders = [dims for source in node.all_input_nodes for dims in self.links.outputs.get(source, ()) if self.holds(dims, factor)]
+        holders = [dims for source in node.all_input_nodes for dims in self.links.outputs.get(source, ()) if self.links.holds(dims, factor)]
         leading = all(self.links.factors.leaves(dim)[0] is factor for dims in holders for dim in dims or () if self.among(dim, factor))
         return leading and node.target in SPECIAL
 
@@ -266,16 +252,12 @@ class _Partitioner:
         terms = [s for s in sources if Held.TERM in self._values.get(s, {}) and len(s.users) == 1]
         passes = packet in _LINEAR and sources[:1] == terms[:1] and bool(terms)
         passes |= node.target in _SUMS and len(terms) == 2 == len(sources) and self._same_shape(node, sources)
-        if passes:
-            args = torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.TERM if s in terms else Held.WHOLE))
-            self._values[node] = {Held.TERM: self._call(node, args, node.kwargs)}
-            return
-        if packet in _VIEWS:
-            args = torch.fx.node.map_arg(node.args, lambda source: self.value(source, Held.WHOLE))
-            self._values[node] = {Held.WHOLE: self._call(node, args, {})}
-            return
-        copied = self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
-        self._values[node] = {Held.WHOLE: copied}
+        if passes or packet in _VIEWS:
+            args = torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.TERM if passes and s in terms else Held.WHOLE))
+            made = self._call(node, args, node.kwargs)
+        else:
+            made = self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
+        self._values[node] = {Held.TERM if passes else Held.WHOLE: made}
 
     def _call(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
         """The operator of a node, on operands that may have other strides than its own had."""
@@ -302,7 +284,7 @@ class _Partitioner:
         def operand(source: Node) -> Node:
             if not self.links.has_dims(source):
                 return self.value(source, Held.WHOLE)
-            made = self.value(source, active if self.holds(self.links.dims(source), active) else Held.WHOLE)
+            made = self.value(source, active if self.links.holds(self.links.dims(source), active) else Held.WHOLE)
             return self.emit.only_first(made) if contracted[0] and source in use.once else made
 
         args = list(torch.fx.node.map_arg(tuple(node.args), operand))
@@ -312,7 +294,7 @@ class _Partitioner:
             made = self.emit.call(aten.div.Scalar, made, self._ranks)
         places: list[Place] = []
         for dims, is_term in zip(self.links.outputs[node], contracted, strict=False):
-            places.append(active if self.holds(dims, active) else Held.TERM if is_term else Held.WHOLE)
+            places.append(active if self.links.holds(dims, active) else Held.TERM if is_term else Held.WHOLE)
         if not isinstance(node.meta["val"], tuple | list):
             return [(made, places[0])]
         return [
@@ -330,7 +312,7 @@ class _Partitioner:
                 sizes = list(args[_SIZES[packet]])
                 sizes[found[0]] = self.emit.part(sizes[found[0]], self._ranks)
                 args[_SIZES[packet]] = sizes
-        if packet is aten.convolution_backward and args[3] is not None and self.holds(self.links.outputs[node][2], active):
+        if packet is aten.convolution_backward and args[3] is not None and self.links.holds(self.links.outputs[node][2], active):
             args[3] = [self.emit.part(n, self._ranks) for n in args[3]]
         if packet in (aten.split, aten.split_with_sizes):
             first = self.links.outputs[node][0]
@@ -342,18 +324,16 @@ class _Partitioner:
                 args[1] = parts if isinstance(lengths, list | tuple) else parts[0]
 
 
-def shards_of(links: Links, node: Node, ranks: int) -> list[Shard]:
-    """The ways in which a graph can keep shares of a parameter apart."""
-    found: list[Shard] = []
+def divisions(links: Links, node: Node, ranks: int) -> Iterator[tuple[Factor, Shard]]:
+    """The ways in which a graph can keep shares of a parameter apart, each with the factor that it divides."""
     for at, dim in enumerate(links.dims(node)):
         blocks = 1
         for leaf in links.factors.leaves(dim):
             if not isinstance(leaf.size, int):
                 break
             if can_share(links, leaf, ranks):
-                found.append(Shard(dim=at, blocks=blocks))
+                yield leaf, Shard(dim=at, blocks=blocks)
             blocks *= leaf.size
-    return found
 
 
 def can_share(links: Links, factor: Factor, ranks: int) -> bool:

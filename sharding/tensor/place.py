@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from trainload.sharding.nodes import append
 from trainload.sharding.tensor.factors import Dims, Factor, Factors
 
 aten = torch.ops.aten
@@ -69,12 +70,9 @@ class Emitter:
 
     def call(self, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
         """Appends a call. `like`: a node whose record of its origin it takes."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = append(self.graph, self._mode, target, *args, **kwargs)
         if like is not None:
-            node.meta = {key: value for key, value in like.meta.items() if key != "val"}
-        values = torch.fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with self._mode:
-            node.meta["val"] = target(*values[0], **values[1])
+            node.meta = {**like.meta, "val": node.meta["val"]}
         return node
 
     def sizes(self, node: Node) -> list[Any]:

@@ -101,14 +101,14 @@ def _sliced(links: Links, node: Node) -> Outputs:
     given = arguments(node)
     source, at = given["self"], given["dim"]
     dims = list(links.dims(source))
-    if whole_slice(node):
+    if _whole_slice(node):
         return (tuple(dims),)
     links.use(node).whole += dims[at]
     dims[at] = links.own(node, sizes(node.meta["val"])[at])
     return (tuple(dims),)
 
 
-def whole_slice(node: Node) -> bool:
+def _whole_slice(node: Node) -> bool:
     """Whether a slice takes everything."""
     given = arguments(node)
     at = given["dim"]
@@ -169,7 +169,7 @@ def _divided(links: Links, node: Node) -> Outputs:
 
 @rule(aten.cat, aten.stack)
 def _joined(links: Links, node: Node) -> Outputs:
-    """The reverse of `divided`."""
+    """The reverse of `_divided`."""
     given = arguments(node)
     sources: Sequence[Node] = given["tensors"]
     shape = sizes(node.meta["val"])
