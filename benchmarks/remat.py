@@ -153,10 +153,10 @@ def _packaged(kind: str, kept: bool, folder: Path) -> Callable[[], Any]:
     package = trainload.open(folder / f"{kept}.tl")
     plan = _plan(package)
     if kind == "compiled":
-        built = load_build(Path((folder / f"{kept}.build").read_text()), plan, folder / "cache")
+        built = load_build(Path((folder / f"{kept}.build").read_text()), package, plan, folder / "cache")
     else:
         built = uncompiled_build(package, plan, torch.device("cpu"))
-    graph = built.train[Phase.ONLY]
+    graph = built.train["train"][Phase.ONLY]
     program = package.program()
     batch = load_file(folder / "batch.safetensors")
     flats = {}
