@@ -434,20 +434,26 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
     collectives in flight corrupt the heap (see ARCHITECTURE.md).
 
     Args:
-        groups: name -> the ranks of its groups; every rank is in one of each name.
+        groups: name -> the ranks of its groups; a rank is in one of each name, or in none.
     """
     serial = dist.get_backend() == dist.Backend.GLOO
     if serial and not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
         dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
     backend = _SERIAL_GLOO if serial else dist.get_backend()
     for name, parts in groups.items():
-        if len(parts) == 1 and not serial:
+        if len(parts) == 1 and len(parts[0]) == dist.get_world_size() and not serial:
             _C10D._register_process_group(name, dist.group.WORLD)
             continue
         for ranks in parts:
             group = dist.new_group(list(ranks), backend=backend)
             if dist.get_rank() in ranks:
                 _C10D._register_process_group(name, group)
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The process group of this rank that was bound to a logical name."""
+    found: ProcessGroup = _C10D._resolve_process_group(name)
+    return found
 
 
 _SERIAL_GLOO = "trainload_gloo"

@@ -42,6 +42,12 @@ class Role(StrEnum):
     """1-D float32: weight * loss, weight * each metric, and the weight, summed over the ranks."""
     TENSOR_RANK = "tensor_rank"
     """0-dim int64: this rank's number on the tensor axis. Only in graphs that were partitioned over one."""
+    ACTIVATION = "activation"
+    """A value that forward sends to later stages of a pipeline. Only in the graphs of its stages, as are the next two."""
+    COTANGENT = "cotangent"
+    """A value that backward sends to earlier stages."""
+    SAVED = "saved"
+    """A value that a stage keeps from one of its graphs for another."""
 
 
 TANGENT = "tangent"

@@ -6,15 +6,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
 
-from trainload.capture.program import ParameterSpec
+from trainload.capture.program import GraphCapture, ParameterSpec
 from trainload.sharding.plan import Bucket, Slot
 
 ALIGNMENT = 16
 """Parameters begin at multiples of this many elements, so that kernels may load whole vectors."""
 
 
-_Kind = tuple[str, tuple[str, ...], bool]
+_Kind = tuple[str, tuple[str, ...], bool, tuple[int, ...]]
 
 
 def item_bytes(dtype: str) -> int:
@@ -35,9 +37,10 @@ def make_buckets(
     bucket_bytes: int,
     whole: Collection[str] = (),
     divided: Collection[str] = (),
+    stages: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Fills buckets with parameters in the order of their first use, one open bucket for each dtype, set of groups, and whether
-    they are divided.
+    """Fills buckets with parameters in the order of their first use, one open bucket for each dtype, set of groups, whether they
+    are divided, and stages.
 
     Laws: every parameter is in one slot; slots begin at multiples of ALIGNMENT; a bucket is as long as a multiple of ALIGNMENT * world_size
     elements, the smallest that holds it; but for its last slot it holds less than `bucket_bytes`.
@@ -50,13 +53,19 @@ def make_buckets(
         bucket_bytes: a bucket is closed when it holds this much or more.
         whole: groups whose update takes whole parameters.
         divided: parameters of which each rank of the tensor axis has a share; `parameters` has the shapes of shares.
+        stages: parameter -> the stages of a pipeline that use it; None: there is no pipeline.
     """
     position = {name: i for i, name in enumerate(order)}
     owners = sorted((p for p in parameters if p.alias_of is None), key=lambda p: position.get(p.name, len(position)))
     open_slots: dict[_Kind, list[Slot]] = {}
     closed: list[tuple[_Kind, list[Slot]]] = []
     for parameter in owners:
-        kind = (parameter.dtype, tuple(groups_of.get(parameter.name, ())), parameter.name in divided)
+        kind = (
+            parameter.dtype,
+            tuple(groups_of.get(parameter.name, ())),
+            parameter.name in divided,
+            (stages or {}).get(parameter.name, ()),
+        )
         if kind not in open_slots:
             open_slots[kind] = []
             closed.append((kind, open_slots[kind]))
@@ -75,6 +84,32 @@ def make_buckets(
             slots=tuple(slots),
             whole=tuple(group for group in groups if group in whole),
             divided=is_divided,
+            stages=used_by,
         )
-        for number, ((dtype, groups, is_divided), slots) in enumerate(closed)
+        for number, ((dtype, groups, is_divided, used_by), slots) in enumerate(closed)
     )
+
+
+def parameter_order(capture: GraphCapture) -> list[str]:
+    """Names of a captured graph's parameters in the order of their first use."""
+    names: dict[Node, str] = {}
+    placeholders = [n for n in capture.exported.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, capture.exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.PARAMETER and spec.target is not None:
+            names[node] = spec.target
+    order: dict[str, None] = {}
+    _walk(capture.exported.graph_module, names, order)
+    return list(order)
+
+
+def _walk(module: GraphModule, names: Mapping[Node, str], order: dict[str, None]) -> None:
+    for node in module.graph.nodes:
+        bodies = [s for s in node.all_input_nodes if s.op == "get_attr" and isinstance(getattr(module, str(s.target), None), GraphModule)]
+        for body in bodies:
+            graph_module: GraphModule = getattr(module, str(body.target))
+            inner = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+            operands = [s for s in node.args if isinstance(s, Node) and s not in bodies]
+            _walk(graph_module, {i: names[o] for i, o in zip(inner, operands, strict=False) if o in names}, order)
+        for source in node.all_input_nodes:
+            if source in names and node.op == "call_function":
+                order.setdefault(names[source])

@@ -54,7 +54,7 @@ def of_json(told: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, tuple[Coll
 
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
-"""Name -> how the process groups of that name divide the ranks: `Plan.groups`."""
+"""Name -> how the process groups of that name divide the ranks that are in one: `Plan.groups`."""
 
 
 def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Collective, ...]:
@@ -148,7 +148,7 @@ def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], f
             for kind, first in firsts.items() if len(firsts) > 1 else ():
                 for other in part:
                     if kind_of[other] > kind:
-                        shared = frozenset(name for name, home in homes.items() if home[first] == home[other])
+                        shared = frozenset(n for n, home in homes.items() if first in home and home[first] == home.get(other))
                         found.setdefault((kind, kind_of[other], shared), (first, other))
     return {pair: names for (_, _, names), pair in found.items()}
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.plan import Bucket, Estimate, Plan
 
 
-def estimate(plan: Plan, package: Package, tensor_bytes: float = 0) -> Estimate:
-    """What a rank of a plan holds and sends. The plan's own estimate is not looked at.
+def estimate(plan: Plan, package: Package, between: float = 0) -> Estimate:
+    """What a rank of a plan holds and sends: of the ranks of a pipeline the greatest of each. The plan's own estimate is not looked at.
 
     Args:
         plan: how the package is spread.
         package: what is trained.
-        tensor_bytes: what a rank sends on the tensor axis for one microbatch.
+        between: what a rank sends on the tensor axis and the pipeline axis for one microbatch.
     """
+    ranks = [_of_rank(plan, package, plan.held_buckets(index)) for index in range(plan.pipeline_ranks)]
+    worst = {name: max(getattr(each, name) for each in ranks) for name in Estimate.model_fields}
+    return Estimate(**worst | {"communication_bytes_per_step": worst["communication_bytes_per_step"] + round(plan.accumulate * between)})
+
+
+def _of_rank(plan: Plan, package: Package, buckets: Sequence[Bucket]) -> Estimate:
     states, own_state = state_counts(package), own_state_bytes(package)
     shard, replicas = plan.shard_degree, plan.replicas
     parameters = gradients = optimizer = communication = gathered = 0
     full: list[int] = []
-    for bucket in plan.buckets:
+    for bucket in buckets:
         size = bucket.length * item_bytes(bucket.dtype)
         ring = size * (shard - 1) // shard
         full.append(size)
@@ -46,7 +52,8 @@ def estimate(plan: Plan, package: Package, tensor_bytes: float = 0) -> Estimate:
         if plan.shards_state and not plan.shards_parameters:
             communication += ring  # the updated parameters
         communication += 2 * (part * (replicas - 1) // replicas)
-    communication += round(plan.accumulate * tensor_bytes)
+        holders = len(plan.holders(bucket))
+        communication += 2 * (part * (holders - 1) // holders)
     if plan.shards_parameters:
         gathered = max([gathered, *(sum(full[i : i + plan.prefetch + 1]) for i in range(len(full)))])
     return Estimate(

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainload.sharding.strategies import Strategy
+from trainload.sharding.strategies import Schedule, Strategy
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -19,6 +19,8 @@ REPLICATE = "trainload.replicate"
 """Of the ranks that hold the same part of a copy each."""
 TENSOR = "trainload.tensor"
 """Of the ranks that share the work on one and the same rows."""
+PIPELINE = "trainload.pipeline"
+"""Of the ranks that have the same rows and the same shares, one for each of the pipeline's ranks."""
 
 
 class _Record(BaseModel):
@@ -82,6 +84,7 @@ class Bucket(_Record):
 
     `whole`: those of the groups whose update takes whole parameters. What is stored and communicated is as in other buckets; but for such
     an update every rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
+    `stages`: those of a pipeline that use its parameters, in order; all of a bucket's are used by the same. () where there is no pipeline.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Bucket(_Record):
     slots: tuple[Slot, ...]
     whole: tuple[str, ...] = ()
     divided: bool = False
+    stages: tuple[int, ...] = ()
 
     def group_among(self, groups: Collection[str]) -> str | None:
         """The one of its groups that is among these: a graph's; None where there is none."""
@@ -101,8 +105,38 @@ class Bucket(_Record):
         return name if len(self.groups) == 1 else f"{group}.{name}"
 
 
+class Pipeline(_Record):
+    """How a pipeline of `ranks` ranks divides a step: each has one stage of the graph or several, and a microbatch passes through all.
+
+    Laws: `order` has the actions of each rank in order, spelled as torch spells them: stage, F (forward), B (backward) or I and W (its two
+    parts), microbatch. Every stage does all of its work on each of the plan's `accumulate` microbatches once, and the ranks can go through
+    to the end (sharding/pipeline/schedule.py).
+
+    Attributes:
+        schedule: whose order it is; with `stage_ranks` it says no more than `order`.
+        stage_ranks: stage -> the rank that has it.
+        order: rank -> its actions.
+        buffers: buffer that a step updates out of what depends on parameters -> its stage. Others are on all.
+    """
+
+    ranks: int = Field(ge=2)
+    schedule: Schedule
+    stage_ranks: tuple[int, ...]
+    order: tuple[tuple[str, ...], ...]
+    buffers: dict[str, int] = {}
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        if set(self.stage_ranks) != set(range(self.ranks)) or len(self.order) != self.ranks:
+            raise ValueError(f"stage_ranks and order do not give each of {self.ranks} ranks its stages and actions")
+        unknown = [name for name, stage in self.buffers.items() if not 0 <= stage < len(self.stage_ranks)]
+        if unknown:
+            raise ValueError(f"buffer {unknown[0]} is on a stage that there is not")
+        return self
+
+
 class Estimate(_Record):
-    """Bytes for one rank."""
+    """Bytes for one rank: where a pipeline's ranks differ, for the one that has most."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -121,11 +155,12 @@ class Plan(_Record):
     reduce-scattered once a step, updated parameters gathered; "zero2" gradients sharded too, reduce-scattered after each microbatch;
     "zero3" parameters sharded too, gathered once for forward and once for backward; "hybrid" as zero3 among `shard_ranks` neighbours, and
     replicated beyond them. That is the data axis. `tensor_ranks` neighbours at a time work on the same rows, each on its shares of the
-    parameters in `tensor_shards`: the tensor axis.
+    parameters in `tensor_shards`: the tensor axis. The ranks of a `pipeline` work on the same rows one after the other, each on stages of
+    the graph: the pipeline axis.
 
     Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = data_ranks * accumulate * rows of one call;
-    `shard_ranks` divides data_ranks and is given for "hybrid" alone; rank = its number on the data axis * tensor_ranks + its number on the
-    tensor axis.
+    `shard_ranks` divides data_ranks and is given for "hybrid" alone; rank = (its number on the pipeline axis * data_ranks + its number on
+    the data axis) * tensor_ranks + its number on the tensor axis.
     """
 
     version: int = 1
@@ -137,6 +172,7 @@ class Plan(_Record):
     """How many ranks of the data axis, neighbours, share one copy: a node's, since its devices have the fastest links."""
     tensor_ranks: int = Field(default=1, ge=1)
     tensor_shards: dict[str, Shard] = {}
+    pipeline: Pipeline | None = None
     global_batch: int = Field(ge=1)
     accumulate: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)
@@ -154,6 +190,14 @@ class Plan(_Record):
             raise ValueError("shard_ranks goes with the strategy hybrid, and with no other")
         if self.world_size % self.tensor_ranks:
             raise ValueError(f"tensor_ranks is {self.tensor_ranks}, which does not divide the cluster's {self.world_size} devices")
+        if self.world_size // self.tensor_ranks % self.pipeline_ranks:
+            raise ValueError(
+                f"the pipeline has {self.pipeline_ranks} ranks, which do not divide the other {self.world_size // self.tensor_ranks}"
+            )
+        stages = range(0 if self.pipeline is None else len(self.pipeline.stage_ranks))
+        for bucket in self.buckets:
+            if not set(bucket.stages) <= set(stages) or bool(bucket.stages) != bool(stages):
+                raise ValueError(f"{bucket.name} is on stages {bucket.stages}, and the plan's are {list(stages) or 'none'}")
         if self.shard_ranks == 1 < self.data_ranks:
             raise ValueError("shard_ranks is 1, so that every rank would hold everything: that is the strategy zero0")
         if self.shard_ranks is not None and self.data_ranks % self.shard_ranks:
@@ -167,15 +211,32 @@ class Plan(_Record):
     @property
     def data_ranks(self) -> int:
         """How many ranks, or groups of ranks of the tensor axis, have rows of their own."""
-        return self.world_size // self.tensor_ranks
+        return self.world_size // (self.tensor_ranks * self.pipeline_ranks)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """How many ranks a microbatch passes through."""
+        return 1 if self.pipeline is None else self.pipeline.ranks
 
     def data_index(self, rank: int) -> int:
         """A rank's number on the data axis."""
-        return rank // self.tensor_ranks
+        return rank // self.tensor_ranks % self.data_ranks
+
+    def pipeline_index(self, rank: int) -> int:
+        """A rank's number on the pipeline axis."""
+        return rank // (self.tensor_ranks * self.data_ranks)
 
     def tensor_index(self, rank: int) -> int:
         """A rank's number on the tensor axis."""
         return rank % self.tensor_ranks
+
+    def holders(self, bucket: Bucket) -> tuple[int, ...]:
+        """The ranks of the pipeline that hold a bucket, in order."""
+        return (0,) if self.pipeline is None else tuple(sorted({self.pipeline.stage_ranks[stage] for stage in bucket.stages}))
+
+    def held_buckets(self, pipeline_index: int) -> tuple[Bucket, ...]:
+        """The buckets that a rank of the pipeline holds."""
+        return tuple(bucket for bucket in self.buckets if pipeline_index in self.holders(bucket))
 
     def shape(self, slot: Slot) -> tuple[int, ...]:
         """The shape of a slot's whole parameter."""
@@ -225,25 +286,43 @@ class Plan(_Record):
         return self.shard_index(rank) * self.replicas + self.data_index(rank) // self.shard_degree
 
     def file_index(self, rank: int) -> int:
-        """The number of a rank's file of a checkpoint: parts in order, of each part the ranks of the tensor axis."""
-        return self.part_index(rank) * self.tensor_ranks + self.tensor_index(rank)
+        """The number of a rank's file of a checkpoint: by the ranks of the pipeline, of each by parts in order, of each part by the ranks
+        of the tensor axis.
+        """
+        lane = self.pipeline_index(rank) * self.data_ranks + self.part_index(rank)
+        return lane * self.tensor_ranks + self.tensor_index(rank)
 
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The process groups that the plan's graphs name: for each, how it divides the ranks. All its parts are equally large."""
-        ranks, tensor = range(self.world_size), self.tensor_ranks
+        """The process groups that the plan's graphs name: for each, how it divides the ranks that are in one. All its parts are equally
+        large.
+        """
+        pipeline, data, tensor = range(self.pipeline_ranks), range(self.data_ranks), range(self.tensor_ranks)
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
-        lanes = [ranks[lane::tensor] for lane in range(tensor)]
-        if self.data_ranks > 1 or tensor == 1:
-            found[DATA] = tuple(tuple(lane) for lane in lanes)
+        lanes = [tuple(self._rank(p, d, t) for d in data) for p in pipeline for t in tensor]
+        if len(data) > 1 or self.world_size == 1:
+            found[DATA] = tuple(lanes)
         if self.replicas > 1 and self.shard_degree > 1:
             degree = self.shard_degree
-            found[SHARD] = tuple(tuple(lane[i : i + degree]) for lane in lanes for i in range(0, self.data_ranks, degree))
-            found[REPLICATE] = tuple(tuple(lane[i::degree]) for lane in lanes for i in range(degree))
-        if tensor > 1:
-            found[TENSOR] = tuple(tuple(ranks[i : i + tensor]) for i in range(0, self.world_size, tensor))
+            found[SHARD] = tuple(lane[i : i + degree] for lane in lanes for i in range(0, len(lane), degree))
+            found[REPLICATE] = tuple(lane[i::degree] for lane in lanes for i in range(degree))
+        if len(tensor) > 1:
+            found[TENSOR] = tuple(tuple(self._rank(p, d, t) for t in tensor) for p in pipeline for d in data)
+        if len(pipeline) > 1:
+            found[PIPELINE] = tuple(tuple(self._rank(p, d, t) for p in pipeline) for d in data for t in tensor)
+        for holders in sorted({self.holders(bucket) for bucket in self.buckets} if len(pipeline) > 1 else ()):
+            if len(holders) > 1:
+                found[shared_group(holders)] = tuple(tuple(self._rank(p, d, t) for p in holders) for d in data for t in tensor)
         return found
+
+    def _rank(self, pipeline: int, data: int, tensor: int) -> int:
+        return (pipeline * self.data_ranks + data) * self.tensor_ranks + tensor
 
     @property
     def rows_per_call(self) -> int:
         """Rows of the batch that one rank of the data axis is given for one microbatch."""
         return self.global_batch // (self.data_ranks * self.accumulate)
+
+
+def shared_group(holders: Sequence[int]) -> str:
+    """Logical name of the process groups of ranks that hold the same bucket, one for each of these ranks of the pipeline."""
+    return f"trainload.shared.{'.'.join(map(str, holders))}"

@@ -33,13 +33,18 @@ class Phase(StrEnum):
     """The last microbatch: adds to the gradients so far and makes them those of all ranks."""
 
 
+BETWEEN = (Role.ACTIVATION, Role.COTANGENT, Role.SAVED)
+"""Roles of what goes from one graph of a pipeline's stages to another."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankGraph:
     """A step graph as every rank of a plan runs it.
 
     Laws: inputs are the buckets (each of `stored_length`), then, unless the phase is ONLY, the gradients so far (each of
     `accumulated_length`), then what the step graph had beside its parameters; outputs are the totals (in a graph with a loss), the buffers,
-    the predictions, then, in a graph with gradients, one flat gradient for each trained bucket, in plan order.
+    the predictions, then, in a graph with gradients, one flat gradient for each trained bucket, in plan order, and at last what a stage of
+    a pipeline sends or saves. Of a stage's graph, the buckets are those that it uses, and the gradients those that it adds to.
     """
 
     module: GraphModule
@@ -66,15 +71,22 @@ def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Coll
     """Rewrites a step graph (with gradients or without) for the ranks of a plan.
 
     Args:
-        step: the graph.
+        step: the graph; under a plan with a pipeline, one of a stage's (sharding/pipeline/stages.py).
         plan: how its package is spread.
-        phase: which call of an accumulated step it is for.
+        phase: which call of an accumulated step it is for. A stage's graph only ever accumulates: the update synchronises.
         groups: the parameter groups that its gradient trains; the others' gradients are left out, with what serves them alone. None: all.
 
     Raises:
         PlanError: a buffer would differ between ranks, or the plan lacks a parameter of the graph.
     """
     return _Rewriter(_for_groups(step, plan, groups) if groups is not None else step, plan, phase, groups).run()
+
+
+def _buckets_of(step: StepGraph, plan: Plan) -> tuple[Bucket, ...]:
+    if plan.pipeline is None:
+        return plan.buckets
+    used = {port.name for port in (*step.inputs, *step.outputs) if port.role in (Role.PARAMETER, Role.GRADIENT)}
+    return tuple(bucket for bucket in plan.buckets if any(slot.parameter in used for slot in bucket.slots))
 
 
 def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGraph:
@@ -101,7 +113,11 @@ def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGra
 
 class _Rewriter:
     def __init__(self, step: StepGraph, plan: Plan, phase: Phase, groups: Collection[str] | None) -> None:
-        self._trained = [b for b in plan.buckets if (bool(b.groups) if groups is None else b.group_among(groups) is not None)]
+        self._buckets = _buckets_of(step, plan)
+        self._trained = [b for b in self._buckets if (bool(b.groups) if groups is None else b.group_among(groups) is not None)]
+        if plan.pipeline is not None:
+            made = {port.name for port in step.outputs if port.role is Role.GRADIENT}
+            self._trained = [b for b in self._trained if any(slot.parameter in made for slot in b.slots)]
         self._step = step
         self._plan = plan
         self._phase = phase
@@ -145,6 +161,8 @@ class _Rewriter:
                 copied[node] = self._copy(node, copied)
             for bucket in gradients.get(index, ()):
                 reduced[bucket.name] = self._launch_reduction(bucket, copied)
+        for bucket in self._trained if gradients and not self._body else ():  # a part of a stage may only pass gradients on
+            reduced[bucket.name] = self._launch_reduction(bucket, copied)
         for node in self._results:
             if node in self._parameter:
                 copied[node] = self._materialise(node)
@@ -156,7 +174,7 @@ class _Rewriter:
         inputs: list[Port] = []
         self._stored: dict[str, Node] = {}
         self._so_far: dict[str, Node] = {}
-        for bucket in self._plan.buckets:
+        for bucket in self._buckets:
             self._stored[bucket.name] = self._placeholder(bucket, bucket.name, stored_length(self._plan, bucket))
             inputs.append(Port(Role.BUCKET, bucket.name))
         if self._phase is not Phase.ONLY:
@@ -354,10 +372,14 @@ class _Rewriter:
             outputs.append(port)
             results.append(node)
         landed = self._land(reduced)
-        for bucket in self._plan.buckets:
+        assert not self._gradients() or set(landed) == {bucket.name for bucket in self._trained}, "every trained bucket has its gradient"
+        for bucket in self._trained:
             if bucket.name in landed:
                 outputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
                 results.append(landed[bucket.name])
+        for port, node in [entry for role in BETWEEN for entry in found.get(role, ())]:
+            outputs.append(port)
+            results.append(node)
         output = self._graph.output(tuple(results))
         output.meta["val"] = tuple(r.meta["val"] for r in results)
         module = GraphModule(self._step.module, self._graph)
@@ -388,7 +410,7 @@ class _Rewriter:
 
     def _refuse_difference(self, port: Port) -> None:
         """Refuses a buffer of whole numbers whose new value is another one on every rank."""
-        local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW)}
+        local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, *BETWEEN)}
         place = next(i for i, p in enumerate(self._step.outputs) if p == port)
         stack, seen = [self._results[place]], set[Node]()
         while stack:

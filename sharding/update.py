@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Interpreter
 from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.errors import PlanError
-from trainload.sharding.plan import TENSOR, Bucket, Plan
-from trainload.sharding.rewrite import update_length
+from trainload.sharding.plan import DATA, PIPELINE, REPLICATE, TENSOR, Bucket, Plan, shared_group
+from trainload.sharding.rewrite import accumulated_length, update_length
 
 aten = torch.ops.aten
 _CLIP_EPSILON = 1e-6
@@ -79,15 +79,15 @@ class BucketUpdate:
         return self.update.state
 
 
-def bucket_updates(plan: Plan, updates: Sequence[UpdateGraph], groups: Collection[str]) -> tuple[BucketUpdate, ...]:
-    """The buckets that are trained by these groups, in plan order, each with its update; once for each where it is in several of them.
+def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], groups: Collection[str]) -> tuple[BucketUpdate, ...]:
+    """Those of the buckets that are trained by these groups, each with its update; once for each where it is in several of them.
 
     Raises:
         PlanError: a bucket's update is missing, or the plan takes it for one of the other kind.
     """
     by_group = {u.group: (i, u) for i, u in enumerate(updates)}
     found: list[BucketUpdate] = []
-    for bucket in plan.buckets:
+    for bucket in buckets:
         for group in bucket.groups:
             if group not in groups:
                 continue
@@ -128,9 +128,11 @@ class UpdateStep:
     - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
     - rates: float32 (groups,); the learning rates of this step.
     - rank: 0-dim int64; which share of what is sharded is this rank's.
-    - params, gradients: one (n,) for each bucket, this rank's slice. states: per bucket, in the order of its StateSpecs; what is `lacking`
-      is left out of the arguments, and made. One that is like the parameter is (n,), this rank's slice; others are whole on every rank:
-      0-dim in an elementwise update, (slots, *shape) in one of whole parameters.
+    - params, gradients: one (n,) for each bucket, this rank's slice; under a plan with a pipeline a gradient is what the rank's
+      microbatches came to, of `accumulated_length`.
+    - states: per bucket, in the order of its StateSpecs; what is `lacking` is left out of the arguments, and made. One that is like the
+      parameter is (n,), this rank's slice; others are whole on every rank: 0-dim in an elementwise update, (slots, *shape) in one of whole
+      parameters.
     - means: where the graph asks for them, one (n,) for each bucket, this rank's slice; what is `lacking` is left out, and made.
     - scale: where the recipe scales the loss, 0-dim float32; streak: 0-dim int64, updates in a row since it last changed. Where the norm is
       not finite all else stays as it is; an update that makes what was lacking is made all the same, for its caller to leave.
@@ -142,15 +144,25 @@ class UpdateStep:
         recipe: the package's.
         graph: the name of the training graph.
         lacking: what it has to make.
+        pipeline_index: the rank's number on the pipeline axis, whose buckets it updates.
     """
 
-    def __init__(self, plan: Plan, updates: Sequence[UpdateGraph], recipe: Recipe, graph: str, lacking: Lacking = _NOTHING) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        updates: Sequence[UpdateGraph],
+        recipe: Recipe,
+        graph: str,
+        lacking: Lacking = _NOTHING,
+        pipeline_index: int = 0,
+    ) -> None:
         self._plan = plan
+        self._index = pipeline_index
         self._recipe = recipe
         self._graph = recipe.graph(graph)
         self._lacking = lacking
         self._groups = len(updates)
-        self.parts = bucket_updates(plan, updates, self._graph.groups)
+        self.parts = bucket_updates(plan.held_buckets(pipeline_index), updates, self._graph.groups)
 
     @property
     def keeps_mean(self) -> bool:
@@ -162,8 +174,10 @@ class UpdateStep:
         params, gradients, kept = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
         scaling = [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
         states = list(kept)
+        if self._plan.pipeline is not None:
+            gradients = tuple(self._synchronised(part.bucket, value) for part, value in zip(self.parts, gradients, strict=True))
         clip_norm, clip_value = self._graph.clip_norm, self._graph.clip_value
-        norm = self._norm(gradients) / divisor
+        norm = self._norm(gradients, divisor) / divisor
         factor = 1.0 / divisor
         if clip_norm is not None:
             factor = factor * torch.clamp(clip_norm / (norm + _CLIP_EPSILON), max=1.0)
@@ -243,17 +257,32 @@ class UpdateStep:
         result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
         return result
 
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        squares = [g.to(torch.float32).square().sum() for g in gradients]
-        divided = [square for square, part in zip(squares, self.parts, strict=True) if part.bucket.divided]
-        whole = [square for square, part in zip(squares, self.parts, strict=True) if not part.bucket.divided]
-        found = [torch.stack(whole).sum()] if whole else []
-        if divided:
-            found.append(_total(torch.stack(divided).sum(), TENSOR))
-        square = torch.stack(found).sum()
+    def _synchronised(self, bucket: Bucket, gradient: Tensor) -> Tensor:
+        """A bucket's gradient of all ranks: the part of it that this one updates."""
+        plan = self._plan
+        if plan.shards_state and not plan.shards_gradients and plan.data_ranks > 1:
+            scattered = torch.ops._c10d_functional.reduce_scatter_tensor.default(gradient, "sum", plan.shard_degree, plan.shard_group)
+            gradient = torch.ops._c10d_functional.wait_tensor.default(scattered)
+        elif not plan.shards_state and plan.data_ranks > 1:
+            gradient = _total(gradient, DATA)
+        elif plan.replicas > 1 and plan.shards_state:
+            gradient = _total(gradient, REPLICATE)
+        holders = plan.holders(bucket)
+        return _total(gradient, shared_group(holders)) if len(holders) > 1 else gradient
+
+    def _norm(self, gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
+        """The norm of all gradients that all ranks update. `divisor`: a 0-dim float32 on the device."""
+        squares: dict[bool, list[Tensor]] = {True: [], False: []}
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            if self._plan.holders(part.bucket)[0] == self._index:  # what several hold counts once
+                squares[part.bucket.divided].append(gradient.to(torch.float32).square().sum())
+        found = {kind: torch.stack(values).sum() if values else torch.zeros_like(divisor) for kind, values in squares.items()}
+        square = found[False]
+        if any(part.bucket.divided for part in self.parts):
+            square = square + _total(found[True], TENSOR)
         if self._plan.shards_state and self._plan.shard_degree > 1:
             square = _total(square, self._plan.shard_group)
-        return square.sqrt()
+        return _total(square, PIPELINE).sqrt() if self._plan.pipeline is not None else square.sqrt()
 
     def trace(self, device: torch.device) -> GraphModule:
         """The call as a flat graph that writes all but the norm in place and returns the norm."""
@@ -263,8 +292,9 @@ class UpdateStep:
             dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
             inputs = [torch.empty((), device=device), torch.empty(self._groups, device=device)]
             inputs.append(torch.empty((), dtype=torch.int64, device=device))
+            given = lengths if self._plan.pipeline is None else [accumulated_length(self._plan, p.bucket) for p in self.parts]
             inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
-            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(given, dtypes, strict=True)]
             for part, length in zip(self.parts, lengths, strict=True):
                 for spec in part.state:
                     shape = (length,) if spec.like_parameter else () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.errors import PlanError
-from trainload.packaging.read import Package
 from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Shard
 from trainload.sharding.tensor.choose import choose
@@ -36,11 +32,11 @@ class TensorAxis:
         return sum(exchange.sent(self.ranks, rows / self.rows) for exchange in self.exchanges)
 
 
-def divide(package: Package, ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None) -> TensorAxis:
+def divide(steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None) -> TensorAxis:
     """Finds what a tensor axis of so many ranks divides of a package.
 
     Args:
-        package: what is to be trained.
+        steps: the package's training graphs, the main one first.
         ranks: of the axis.
         whole: parameters that it must leave whole, since their update takes whole parameters.
         rules: as `choose` takes them.
@@ -48,8 +44,6 @@ def divide(package: Package, ranks: int, whole: Collection[str], rules: Mapping[
     Raises:
         PlanError: a rule does not fit, or nothing can be divided.
     """
-    program = package.program()
-    steps = [derive(program, name, torch.device("cpu")) for name in package.manifest.training_graphs()]
     shards = choose(steps, ranks, whole, rules)
     if not shards:
         raise PlanError(

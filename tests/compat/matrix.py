@@ -23,7 +23,7 @@ from tests.golden.goldens import BF16, FP32, TOLERANCES, goldens
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".compat"
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-OTHERS = ("safetensors", "pydantic", "numpy", "pyarrow", "filelock", "packaging", "fsspec", "click", "rich")
+OTHERS = ("safetensors", "pydantic", "networkx", "numpy", "pyarrow", "filelock", "packaging", "fsspec", "click", "rich")
 """What trainload declares to need beside torch."""
 
 HEAD = """# Frozen by one torch, opened by another

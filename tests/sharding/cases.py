@@ -19,8 +19,7 @@ from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.job import Job, Loss
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
-from trainload.sharding.buckets import make_buckets
-from trainload.sharding.make_plan import parameter_order
+from trainload.sharding.buckets import make_buckets, parameter_order
 from trainload.sharding.plan import Cluster, Estimate, Plan
 from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite
 from trainload.sharding.strategies import Strategy

@@ -20,8 +20,7 @@ from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.remat import RECOMPUTES
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
-from trainload.sharding.buckets import make_buckets
-from trainload.sharding.make_plan import parameter_order
+from trainload.sharding.buckets import make_buckets, parameter_order
 from trainload.sharding.plan import Cluster, Estimate, Plan
 from trainload.sharding.rewrite import RankGraph, rewrite
 

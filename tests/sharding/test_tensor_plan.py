@@ -17,7 +17,7 @@ import trainload
 from trainload import cli
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
-from trainload.sharding.make_plan import check_plan
+from trainload.sharding.check_plan import check_plan
 from trainload.sharding.plan import DATA, REPLICATE, SHARD, TENSOR, Plan, Shard
 
 EIGHT = trainload.Cluster(nodes=2, devices_per_node=4)

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.coverage.cases import case_named
 from tests.laws.gpt import gpt_job
 from tests.ranks import on_ranks
+from tests.sharding.given import job_of, value
 from tests.shares import cut
 from torch import Tensor
 
 from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import PlanError
-from trainload.capture.job import Job
 from trainload.capture.trace import capture
 from trainload.sharding.plan import TENSOR, Shard
 from trainload.sharding.tensor.choose import choose
@@ -39,30 +38,6 @@ CASES = {
     "LSTM": 4,
 }
 """A job, and how many of its parameters two ranks divide."""
-SCALARS = {Role.SEED: 5, Role.STEP: 3, Role.ROW: 0}
-
-
-def job_of(case: str) -> Job:
-    return gpt_job() if case == "gpt" else case_named(case).job()
-
-
-def value(port: Port, job: Job, state: dict[str, Tensor], constants: Any, rank: int) -> Tensor:
-    """What a step graph is given, whole."""
-    match port.role:
-        case Role.PARAMETER | Role.BUFFER:
-            return state[port.name].clone()
-        case Role.CONSTANT:
-            found: Tensor = constants[port.name]
-            return found
-        case Role.BATCH:
-            given: Tensor = job.batch[port.name]
-            return given.contiguous()
-        case Role.SCALE:
-            return torch.tensor(0.25)
-        case Role.TENSOR_RANK:
-            return torch.tensor(rank)
-        case _:
-            return torch.tensor(SCALARS[port.role])
 
 
 def compared(case: str, rank: int, world: int) -> dict[str, Any]:

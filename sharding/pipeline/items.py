@@ -1,0 +1,272 @@
+"""What of a step graph has a place among the stages of a pipeline, and which stages come into question for it.
+
+Values are of three kinds. Those that are computed of the batch, of random numbers and of constants alone are *free*: every stage that
+wants one computes it for itself. Those that are computed of parameters alone are *derived*: a stage that holds the parameters computes
+them for itself, in forward and again in backward. All others are *placed*: one stage computes each, and others are sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import SymInt
+from torch.fx import GraphModule, Node
+
+from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
+from trainload.capture.errors import PlanError
+from trainload.capture.operators import is_overload
+from trainload.sharding.nodes import ends
+
+aten = torch.ops.aten
+Homes = Mapping[str, Sequence[int]]
+"""Parameter or updated buffer -> the stages that hold it."""
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """A node that has a place, or an output, which is to be had at one.
+
+    Attributes:
+        node: the node; of an output, what is put out.
+        output: number of the step graph's output; None of a node.
+        backward: whether it is of the backward part.
+        sources: placed items that it is computed of.
+        homes: the stages that hold the parameters and buffers that it needs; None where it needs none.
+        users: the inverse of `sources`.
+        size: bytes of its value, in the example batch.
+    """
+
+    node: Node
+    output: int | None
+    backward: bool
+    sources: list[Item]
+    homes: frozenset[int] | None
+    size: float
+    number: int = -1
+    users: list[Item] = field(default_factory=list)
+    low: int = 0
+    high: int = 0
+
+
+class Items:
+    """The items of a step graph.
+
+    Args:
+        step: the graph.
+        homes: of its parameters, and of the buffers that it updates and that depend on more than what is free.
+        count: how many stages there are.
+
+    Attributes:
+        free, derived: nodes of these kinds.
+        of: placed node -> its item.
+        all: in an order in which sources come first.
+
+    Raises:
+        PlanError: a gradient would have to be sent forward, or a buffer's readers and its new value cannot be on one stage.
+    """
+
+    def __init__(self, step: StepGraph, homes: Homes, count: int) -> None:
+        self.step, self.count = step, count
+        self._homes = {name: frozenset(stages) for name, stages in homes.items()}
+        self._placeholders, self._results = ends(step.module)
+        self._ports = dict(zip(self._placeholders, step.inputs, strict=True))
+        nodes = [n for n in step.module.graph.nodes if n.op not in ("placeholder", "output")]
+        begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), len(nodes))
+        self.bodies = {n for n in nodes if n.op == "get_attr" and isinstance(getattr(step.module, str(n.target), None), GraphModule)}
+        self.free: dict[Node, None] = {}
+        self.derived: dict[Node, frozenset[int]] = {}
+        self._classify(nodes)
+        self._late = set(nodes[begin:]) - self._before_backward()
+        for node in nodes[begin:]:  # one of several results is taken where they are made
+            sources = [source for source in node.all_input_nodes if source.op == "call_function" and source not in self.free]
+            if any(source not in self._late and not is_sendable(source) for source in sources):
+                self._late.discard(node)
+        self.terms = {i: self._terms(node, i) for i, node in enumerate(self._results)}
+        self._materialised: set[Node] = set()
+        while True:
+            self._make(nodes)
+            lacking = self._bound()
+            if not lacking:
+                break
+            self._materialised |= lacking
+        self.of = {item.node: item for item in self.all if item.output is None}
+
+    def _before_backward(self) -> set[Node]:
+        """What forward's outputs are computed of: it may stand among the nodes of backward."""
+        found: set[Node] = set()
+        stack = [n for n, port in zip(self._results, self.step.outputs, strict=True) if port.role is not Role.GRADIENT]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += node.all_input_nodes
+        return found
+
+    def _classify(self, nodes: Sequence[Node]) -> None:
+        kept = {buffer for buffer, port in self._ports.items() if port.role is Role.BUFFER and port.name in self._homes}
+        for node, port in self._ports.items():
+            if port.role is Role.PARAMETER:
+                self.derived[node] = self._homes[port.name]
+            elif node not in kept:
+                self.free[node] = None
+        for node in nodes:
+            sources = node.all_input_nodes
+            if node in self.bodies or all(s in self.free or s in self.bodies for s in sources):
+                self.free[node] = None
+            elif self._is_derived(node) and (common := frozenset.intersection(*(self.derived[s] for s in sources))):
+                self.derived[node] = common
+
+    def _is_derived(self, node: Node) -> bool:
+        return all(s in self.derived for s in node.all_input_nodes) and is_overload(node.target) and not node.target._schema.is_mutable
+
+    def _terms(self, result: Node, number: int) -> list[Node]:
+        """What an output is the sum of: the gradient that each of several stages has of a parameter that they share."""
+        port = self.step.outputs[number]
+        if port.role is not Role.GRADIENT or len(self._homes[port.name]) < 2:
+            return [result]
+        found, stack = [], [result]
+        while stack:
+            node = stack.pop()
+            if node.target is aten.add.Tensor and len(node.users) == 1 and not node.kwargs and all(isinstance(a, Node) for a in node.args):
+                parts = [a for a in node.args if isinstance(a, Node)]
+                if all(p.meta["val"].shape == node.meta["val"].shape and p.meta["val"].dtype == node.meta["val"].dtype for p in parts):
+                    stack += parts[::-1]
+                    continue
+            found.append(node)
+        return found
+
+    def _make(self, nodes: Sequence[Node]) -> None:
+        self.all: list[Item] = []
+        sums = self._sums()
+        made: dict[Node, Item] = {}
+        for node in [*self._placeholders, *nodes]:
+            if node in self.free or node in sums or (node in self.derived and node not in self._materialised):
+                continue
+            port = self._ports.get(node)
+            if port is not None and node not in self._materialised:
+                continue  # a buffer that has a home: whoever reads it is there
+            made[node] = self._item(node, None, node in self._late, [node] if node.op == "placeholder" else node.all_input_nodes, made)
+        for number, port in enumerate(self.step.outputs):
+            if port.role is Role.BUFFER and port.name not in self._homes:
+                continue  # every stage that reads it has its new value too
+            for term in self.terms[number]:
+                late = port.role is Role.GRADIENT
+                item = self._item(term, number, late, [term], made)
+                item.size = 0
+                item.homes = self._homes[port.name] if port.role in (Role.GRADIENT, Role.BUFFER) else frozenset({self.count - 1})
+
+    def _sums(self) -> set[Node]:
+        """The additions of terms, which no stage carries out."""
+        found: set[Node] = set()
+        for number, terms in self.terms.items():
+            stack = [self._results[number]]
+            while stack:
+                node = stack.pop()
+                if node not in terms:
+                    found.add(node)
+                    stack += node.all_input_nodes
+        return found
+
+    def _item(self, node: Node, output: int | None, late: bool, inputs: Sequence[Node], made: Mapping[Node, Item]) -> Item:
+        sources = list(dict.fromkeys(made[s] for s in inputs if s in made))
+        homes: frozenset[int] | None = None
+        for source in inputs:
+            own = self._home(source)
+            if own is not None and source not in made:
+                homes = own if homes is None else homes & own
+        item = Item(node, output, late, sources, homes, bytes_of(node), len(self.all))
+        for each in sources:
+            each.users.append(item)
+        self.all.append(item)
+        return item
+
+    def _home(self, node: Node) -> frozenset[int] | None:
+        if node in self.derived:
+            return self.derived[node]
+        port = self._ports.get(node)
+        return self._homes.get(port.name) if port is not None and port.role is Role.BUFFER else None
+
+    def _bound(self) -> set[Node]:
+        """Sets every item's `low` and `high`. Returns derived nodes that must be placed themselves: no stage that holds them will do."""
+        last = self.count - 1
+        for item in self.all:  # forward goes up, backward down: first what earlier items leave
+            early = [s for s in item.sources if not s.backward]
+            late = [s for s in item.sources if s.backward]
+            item.low = 0 if item.backward else max((s.low for s in early), default=0)
+            item.high = min((s.high for s in late), default=last) if item.backward else last
+            if item.homes is not None:
+                fits = [h for h in item.homes if item.low <= h <= item.high]
+                if not fits:
+                    return self._refused(item)
+                item.homes = frozenset(fits)
+                item.low, item.high = max(item.low, min(fits)), min(item.high, max(fits))
+        for item in reversed(self.all):  # then what later ones leave
+            for user in item.users:
+                if user.backward == item.backward:
+                    if item.backward:
+                        item.low = max(item.low, user.low)
+                    else:
+                        item.high = min(item.high, user.high)
+            if item.homes is not None:
+                fits = [h for h in item.homes if item.low <= h <= item.high]
+                if not fits:
+                    return self._refused(item)
+                item.homes = frozenset(fits)
+                item.low, item.high = min(fits), max(fits)
+        return set()
+
+    def _refused(self, item: Item) -> set[Node]:
+        needed = (
+            {n for n in item.node.all_input_nodes if n in self.derived and n not in self._materialised} if item.output is None else set()
+        )
+        if needed:
+            return needed
+        port = None if item.output is None else self.step.outputs[item.output]
+        raise PlanError(
+            "the pipeline's stages cannot compute a value where it is needed",
+            where=item.node.name if port is None else f"{port.role.value} {port.name}",
+            expected="what forward needs on the same or an earlier stage, what backward needs on the same or a later one",
+            got=f"wanted on stages {sorted(item.homes or ())}, possible from {item.low} to {item.high}",
+            cure="Leave the choice of stages to the planner, or use another axis for this model.",
+        )
+
+
+def is_sendable(node: Node) -> bool:
+    """Whether its value can go from one graph to another: one tensor, and no collective that is under way."""
+    started = str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
+    return isinstance(node.meta["val"], torch.Tensor) and not started
+
+
+def bytes_of(node: Node) -> float:
+    """Bytes of a node's value, where a size depends on the batch those of the example; 0 of what is no tensor."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return sum(float(hinted(v.numel())) * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def hinted(size: object) -> int:
+    """A size, or its value in the example batch; 1 where the data decide it."""
+    return int(size.node.hint or 1) if isinstance(size, SymInt) else int(size)  # type: ignore[call-overload]
+
+
+def updated_buffers(step: StepGraph) -> list[str]:
+    """Buffers whose new value depends on more than the batch, constants and old values of such buffers: they have a home."""
+    placeholders, results = ends(step.module)
+    ports = dict(zip(placeholders, step.inputs, strict=True))
+    outputs = {port.name: node for port, node in zip(step.outputs, results, strict=True) if port.role is Role.BUFFER}
+    return [name for name, node in outputs.items() if _reaches(node, lambda n: n in ports and ports[n].role is Role.PARAMETER)]
+
+
+def _reaches(node: Node, wanted: Callable[[Node], bool]) -> bool:
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        here = stack.pop()
+        if wanted(here):
+            return True
+        if here not in seen:
+            seen.add(here)
+            stack += here.all_input_nodes
+    return False

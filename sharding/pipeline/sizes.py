@@ -1,0 +1,151 @@
+"""Sizes that depend on the batch, computed from the batch itself, so that a stage needs no other stage's tensors for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt
+from torch.fx import Graph, GraphModule, Node
+
+from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.capture.errors import PlanError
+from trainload.sharding.nodes import ends
+
+aten = torch.ops.aten
+_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
+
+def symbols_of(step: StepGraph) -> dict[str, tuple[str, int]]:
+    """Symbol of a size -> the input of the batch, and its dim, that the symbol is the size of."""
+    placeholders, _ = ends(step.module)
+    found: dict[str, tuple[str, int]] = {}
+    for node, port in zip(placeholders, step.inputs, strict=True):
+        if port.role is Role.BATCH:
+            for at, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, SymInt) and size.node.expr.is_Symbol:
+                    found.setdefault(str(size.node.expr), (port.name, at))
+    return found
+
+
+def sizes_of_batch(step: StepGraph) -> StepGraph:
+    """The same graph with every size computed from the batch's sizes. Those that the data decide stay as they are."""
+    known = symbols_of(step)
+    placeholders, _ = ends(step.module)
+    inputs = {port.name: node for node, port in zip(placeholders, step.inputs, strict=True) if port.role is Role.BATCH}
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    made: dict[Any, Node | int] = {}
+
+    def size(value: SymInt) -> Node | int | None:
+        expression = value.node.expr
+        if expression.is_Symbol and str(expression) not in known:
+            return None
+        if expression not in made:
+            found = _computed(expression, size_of_symbol, graph)
+            if found is None:
+                return None
+            made[expression] = found
+        return made[expression]
+
+    def size_of_symbol(symbol: sympy.Symbol) -> Node | None:
+        if str(symbol) not in known:
+            return None
+        if symbol not in made:
+            name, at = known[str(symbol)]
+            node = graph.call_function(aten.sym_size.int, (copied[inputs[name]], at))
+            node.meta["val"] = inputs[name].meta["val"].shape[at]
+            made[symbol] = node
+        found = made[symbol]
+        assert isinstance(found, Node)
+        return found
+
+    for node in step.module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, SymInt):
+            found = size(value)
+            if isinstance(found, Node):
+                found.meta.setdefault("val", value)
+                copied[node] = found
+                continue
+        copied[node] = graph.node_copy(node, lambda n: copied[n])
+    return StepGraph(GraphModule(step.module, graph), step.inputs, step.outputs)
+
+
+def _computed(expression: Any, symbol: Callable[[sympy.Symbol], Node | None], graph: Graph) -> Node | int | None:
+    """A node that computes an expression; None where a part of it is no size of the batch, or no function that is known here."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return symbol(expression)
+    name = type(expression).__name__
+    parts: list[Any] = list(expression.args)
+    if name == "Pow" and parts[1].is_Integer and parts[1] > 0:
+        parts, act = [parts[0]] * int(parts[1]), operator.mul
+    elif name in ("Add", "Mul"):
+        act = operator.add if name == "Add" else operator.mul
+    elif name in _FUNCTIONS:
+        act = _FUNCTIONS[name]
+    else:
+        return None
+    found = [_computed(part, symbol, graph) for part in parts]
+    if any(part is None for part in found):
+        return None
+    result: Any = found[0]
+    for part in found[1:]:
+        if not isinstance(result, Node) and not isinstance(part, Node):
+            result = act(result, part)
+            continue
+        values = [each.meta["val"] if isinstance(each, Node) else each for each in (result, part)]
+        result = graph.call_function(act, (result, part))
+        result.meta["val"] = act(*values)
+    checked: Node | int = result
+    return checked
+
+
+def shape_text(shape: torch.Size, known: Mapping[str, tuple[str, int]], where: str) -> tuple[int | str, ...]:
+    """A shape as data: numbers, and expressions (capture/size_expressions.py) of the symbols that the batch has.
+
+    Raises:
+        PlanError: the data decide a size.
+    """
+    found: list[int | str] = []
+    for size in shape:
+        expression = size.node.expr if hasattr(size, "node") else sympy.Integer(size)
+        if expression.is_Integer:
+            found.append(int(expression))
+            continue
+        if any(str(symbol) not in known for symbol in expression.free_symbols):
+            raise PlanError(
+                "a tensor whose size the data decide would go from stage to stage",
+                where=where,
+                expected="sizes that the batch's sizes determine",
+                got=str(tuple(shape)),
+                cure="Use another axis for this model, or leave what computes it on one stage.",
+            )
+        found.append(_spelled(expression))
+    return tuple(found)
+
+
+def _spelled(expression: Any) -> str:
+    name = type(expression).__name__
+    if name in ("FloorDiv", "CleanDiv", "Mod", "PythonMod"):
+        sign = "%" if "Mod" in name else "//"
+        return f"({_spelled(expression.args[0])} {sign} {_spelled(expression.args[1])})"
+    if name in ("Max", "Min"):
+        return f"{name.lower()}({', '.join(_spelled(part) for part in expression.args)})"
+    if name == "Pow":
+        return "(" + " * ".join([_spelled(expression.args[0])] * int(expression.args[1])) + ")"
+    if name in ("Add", "Mul"):
+        return "(" + f" {'+' if name == 'Add' else '*'} ".join(_spelled(part) for part in expression.args) + ")"
+    return str(expression)

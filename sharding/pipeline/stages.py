@@ -1,0 +1,316 @@
+"""Cuts a step graph into the graphs of a pipeline's stages, and says what is sent between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import SymInt
+from torch.fx import Graph, GraphModule, Node
+
+from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
+from trainload.sharding.nodes import append, ends, mode_of
+from trainload.sharding.pipeline.cut import stages_of
+from trainload.sharding.pipeline.items import Homes, Item, Items, hinted, is_sendable
+from trainload.sharding.pipeline.sizes import shape_text, sizes_of_batch, symbols_of
+
+aten = torch.ops.aten
+
+
+class Part(StrEnum):
+    """What a stage does with a microbatch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """All of backward."""
+    INPUT = "I"
+    """As much of backward as the stage before waits for."""
+    WEIGHT = "W"
+    """The rest of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that is sent: its name, its dtype as torch spells it, its sizes: numbers, or expressions of the batch's symbols."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A step graph, cut.
+
+    Laws: calling the stages' FORWARD in order, then their BACKWARD (or INPUT and WEIGHT) in reverse, each with the values that it names as
+    inputs, computes what the graph computes; the gradient of a parameter is the sum of those that stages put out. A part's inputs of the
+    roles ACTIVATION, COTANGENT and SAVED are values by name, which an earlier part of the stage puts out or `up` or `down` brings.
+
+    Attributes:
+        parts: (stage, part) -> its graph. A graph that does nothing is left out.
+        up: number k is what stage k sends stage k + 1 after FORWARD, whether it is its own or was sent to it.
+        down: number k is what stage k + 1 sends stage k in backward (after INPUT, where it is divided).
+        symbols: symbol in the values' sizes -> the input of the batch, and its dim, that it is the size of.
+        example: symbol -> that size in the example batch.
+    """
+
+    parts: Mapping[tuple[int, Part], StepGraph]
+    up: tuple[tuple[Value, ...], ...]
+    down: tuple[tuple[Value, ...], ...]
+    symbols: Mapping[str, tuple[str, int]]
+    example: Mapping[str, int]
+
+
+def cut(step: StepGraph, homes: Homes, count: int) -> Stages:
+    """Cuts a step graph into `count` stages.
+
+    Args:
+        step: the graph, with gradients or without.
+        homes: parameter -> the stages that hold it; buffer that the graph updates -> its stage, where it depends on parameters.
+        count: how many stages there are.
+
+    Raises:
+        PlanError: the graph cannot be computed so: a value would have to be where it cannot, or the data decide the size of one that is
+            sent.
+    """
+    return _Cutter(sizes_of_batch(step), homes, count).run()
+
+
+class _Cutter:
+    def __init__(self, step: StepGraph, homes: Homes, count: int) -> None:
+        self._step, self._count = step, count
+        self._items = Items(step, homes, count)
+        self._stage = stages_of(self._items)
+        self._placeholders, self._results = ends(step.module)
+        self._ports = dict(zip(self._placeholders, step.inputs, strict=True))
+        self._mode = mode_of(self._placeholders)
+        self._order = {node: i for i, node in enumerate(step.module.graph.nodes)}
+        self._updated = {port.name for port in step.outputs if port.role is Role.BUFFER}
+        self._random = self._drawn()
+        inputs = {port.name: node for node, port in self._ports.items() if port.role is Role.BATCH}
+        self.sizes = {symbol: inputs[name] for symbol, (name, _) in symbols_of(step).items()}
+
+    def _drawn(self) -> set[Node]:
+        """Free nodes that random numbers are computed for: a stage draws them once."""
+        found: set[Node] = set()
+        for node in self._items.free:
+            port = self._ports.get(node)
+            if (port is not None and port.role is Role.SEED) or any(s in found for s in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def run(self) -> Stages:
+        known = symbols_of(self._step)
+        up = [self._sent_up(boundary) for boundary in range(self._count - 1)]
+        down = [self._sent_down(boundary) for boundary in range(self._count - 1)]
+        parts: dict[tuple[int, Part], StepGraph] = {}
+        for stage in range(self._count):
+            above = down[stage] if stage < self._count - 1 else []
+            below = down[stage - 1] if stage else []
+            parts |= self._parts(stage, up[stage] if stage < self._count - 1 else [], below, above)
+
+        def values(nodes: Iterable[Node]) -> tuple[Value, ...]:
+            return tuple(
+                Value(n.name, str(n.meta["val"].dtype).removeprefix("torch."), shape_text(n.meta["val"].shape, known, n.name))
+                for n in nodes
+            )
+
+        inputs = {port.name: node.meta["val"].shape for node, port in self._ports.items() if port.role is Role.BATCH}
+        example = {symbol: hinted(inputs[name][at]) for symbol, (name, at) in known.items()}
+        return Stages(parts, tuple(map(values, up)), tuple(map(values, down)), known, example)
+
+    # What is sent
+
+    def _sent_up(self, boundary: int) -> list[Node]:
+        """Forward values from below a boundary that are wanted above it."""
+        return [
+            item.node
+            for item in self._items.all
+            if item.output is None and not item.backward and self._stage[item] <= boundary
+            if any(self._stage[user] > boundary for user in item.users)
+        ]
+
+    def _sent_down(self, boundary: int) -> list[Node]:
+        """Values from above a boundary that backward wants below it."""
+        return [
+            item.node
+            for item in self._items.all
+            if item.output is None and self._stage[item] > boundary
+            if any(user.backward and self._stage[user] <= boundary for user in item.users)
+        ]
+
+    # Graphs
+
+    def _parts(self, stage: int, up: Sequence[Node], below: Sequence[Node], above: Sequence[Node]) -> dict[tuple[int, Part], StepGraph]:
+        own = [item for item in self._items.all if self._stage[item] == stage]
+        early = [item for item in own if not item.backward]
+        late = [item for item in own if item.backward]
+        backward, wanted = self._backward(stage, late, below)
+        found = {(stage, Part.FORWARD): self._forward(stage, early, up, wanted)}
+        found |= {(stage, part): graph for part, graph in backward.items()}
+        return found
+
+    def _backward(self, stage: int, items: Sequence[Item], below: Sequence[Node]) -> tuple[dict[Part, StepGraph], list[Node]]:
+        """The graphs of a stage's backward, and what of the stage's forward they take."""
+        nodes = [item.node for item in items if item.output is None]
+        gradients: dict[Port, list[Node]] = {}
+        for item in items:
+            if item.output is not None:
+                gradients.setdefault(self._step.outputs[item.output], []).append(item.node)
+        sends = [node for node in below if node in set(nodes)]
+        if not nodes and not gradients:
+            return {}, []
+        whole = _Slice(self, nodes, stage, late=True)
+        found = {Part.BACKWARD: whole.finish(self._ports_of(sends, Role.COTANGENT), gradients)}
+        first = _needed(nodes, sends)
+        rest = [node for node in nodes if node not in first]
+        crossing = [n for n in nodes if n in first and (any(u in set(rest) for u in n.users) or any(n in g for g in gradients.values()))]
+        if first:
+            half = _Slice(self, [n for n in nodes if n in first], stage, late=True)
+            ports = self._ports_of(sends, Role.COTANGENT) | self._ports_of([n for n in crossing if n not in sends], Role.SAVED)
+            found[Part.INPUT] = half.finish(ports, {})
+        other = _Slice(self, rest, stage, late=True)
+        found[Part.WEIGHT] = other.finish({}, gradients)
+        return found, [n for n in whole.taken if self._is_of_forward(n, stage)]
+
+    def _forward(self, stage: int, items: Sequence[Item], up: Sequence[Node], wanted: Sequence[Node]) -> StepGraph:
+        nodes = [item.node for item in items if item.output is None]
+        outputs: dict[Port, list[Node]] = {self._step.outputs[item.output]: [item.node] for item in items if item.output is not None}
+        made = _Slice(self, nodes, stage, late=False)
+        own = set(nodes)
+        ports = self._ports_of([n for n in up if n in own], Role.ACTIVATION)
+        ports |= self._ports_of([n for n in wanted if n not in up], Role.SAVED)
+        read = {*made.ports, *(self._ports[n] for n in wanted if n in self._ports)}
+        for node, port in zip(self._results, self._step.outputs, strict=True):
+            # Every stage that reads a buffer that is counted up, say, counts for itself.
+            if port.role is Role.BUFFER and port not in outputs and node in self._items.free and (port in read or stage == 0):
+                outputs[port] = [node]
+        return made.finish(ports, outputs)
+
+    def _ports_of(self, nodes: Iterable[Node], role: Role) -> dict[Port, list[Node]]:
+        return {Port(role, node.name): [node] for node in nodes}
+
+    def _is_of_forward(self, node: Node, stage: int) -> bool:
+        """Whether a value that backward takes is one that the stage's own forward has: no cotangent, nothing that was sent to it."""
+        item = self._items.of.get(node)
+        return item is None or (not item.backward and self._stage[item] == stage)
+
+    def role_of(self, node: Node, stage: int, late: bool) -> Role | None:
+        """As what a slice takes a node that it does not compute itself; None of one that it does compute."""
+        port = self._ports.get(node)
+        item = self._items.of.get(node)
+        if item is not None:
+            if item.backward or (late and self._stage[item] > stage):
+                return Role.COTANGENT if self._stage[item] > stage else Role.SAVED
+            return Role.SAVED if late else Role.ACTIVATION
+        if late and port is not None and port.role is Role.BUFFER and port.name in self._updated:
+            return Role.SAVED  # forward has replaced it
+        if late and node in self._random and port is None and isinstance(node.meta["val"], torch.Tensor):
+            return Role.SAVED
+        return None
+
+    def port_of(self, node: Node) -> Port:
+        return self._ports[node]
+
+    @property
+    def module(self) -> GraphModule:
+        return self._step.module
+
+    @property
+    def mode(self) -> object:
+        return self._mode
+
+    def position(self, node: Node) -> int:
+        return self._order[node]
+
+
+def _needed(nodes: Sequence[Node], wanted: Sequence[Node]) -> set[Node]:
+    """Those of the nodes that others of them, the wanted ones, are computed of; and what takes a result of theirs that cannot be saved."""
+    among, found, stack = set(nodes), set[Node](), list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in among and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+            stack += [] if is_sendable(node) else list(node.users)
+    return found
+
+
+class _Slice:
+    """A graph of some nodes. What they take of others comes in through ports, unless it is free or derived: that is computed in it."""
+
+    def __init__(self, cutter: _Cutter, nodes: Sequence[Node], stage: int, *, late: bool) -> None:
+        self._cutter, self._stage, self._late = cutter, stage, late
+        self._graph = Graph()
+        self._copied: dict[Node, Node] = {}
+        self._own = set(nodes)
+        self.ports: list[Port] = []
+        self._inputs: dict[Node, Node] = {}
+        self._last: Node | None = None
+        self.taken: list[Node] = []
+        for node in nodes:
+            self.get(node)
+
+    def get(self, wanted: Node) -> Node:
+        """The copy of a node; with all that it needs, in the order of the whole graph."""
+        missing, stack = set[Node](), [wanted]
+        while stack:
+            node = stack.pop()
+            if node not in self._copied and node not in missing:
+                missing.add(node)
+                if self._made_here(node):
+                    stack += node.all_input_nodes
+        for node in sorted(missing, key=self._cutter.position):
+            self._copied[node] = self._copy(node) if self._made_here(node) else self._input(node)
+        return self._copied[wanted]
+
+    def _copy(self, node: Node) -> Node:
+        if node.name != TANGENT:
+            return self._graph.node_copy(node, lambda n: self._copied[n])
+        made = self._graph.create_node(
+            node.op, node.target, node.args, node.kwargs, name=f"{TANGENT}_here"
+        )  # all of this graph is backward
+        made.meta = dict(node.meta)
+        return made
+
+    def _made_here(self, node: Node) -> bool:
+        return node.op != "placeholder" and (node in self._own or self._cutter.role_of(node, self._stage, self._late) is None)
+
+    def _input(self, node: Node) -> Node:
+        role = None if node in self._own else self._cutter.role_of(node, self._stage, self._late)
+        port = self._cutter.port_of(node) if role is None else Port(role, node.name)
+        first = next(iter(self._graph.nodes), None)
+        with self._graph.inserting_after(self._last) if self._last is not None else self._graph.inserting_before(first):
+            made = self._graph.placeholder(node.name)
+        made.meta = dict(node.meta)
+        self._last = made
+        self.ports.append(port)
+        self.taken += [node] if role is not None else []
+        return made
+
+    def _take_sizes(self) -> None:
+        """Takes the inputs of the batch that tell sizes which no other input has as such."""
+        shapes = [node.meta["val"].shape for node in self._graph.nodes if node.op == "placeholder"]
+        expressions = {size.node.expr for shape in shapes for size in shape if isinstance(size, SymInt)}
+        symbols = {str(symbol) for expression in expressions for symbol in expression.free_symbols}
+        for symbol in sorted(symbols - {str(expression) for expression in expressions}):
+            if symbol in self._cutter.sizes:
+                self.get(self._cutter.sizes[symbol])
+
+    def finish(self, *outputs: Mapping[Port, Sequence[Node]]) -> StepGraph:
+        """The graph, with these outputs: each the sum of some nodes."""
+        ports = [port for some in outputs for port in some]
+        results: list[Node] = []
+        for some in outputs:
+            for nodes in some.values():
+                total = self.get(nodes[0])
+                for node in nodes[1:]:
+                    total = append(self._graph, self._cutter.mode, aten.add.Tensor, total, self.get(node))
+                results.append(total)
+        self._take_sizes()
+        output = self._graph.output(tuple(results))
+        output.meta["val"] = tuple(r.meta["val"] for r in results)
+        module = GraphModule(self._cutter.module, self._graph)
+        return StepGraph(module, tuple(self.ports), tuple(ports))
