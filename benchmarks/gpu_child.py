@@ -71,8 +71,9 @@ def _wait(device: torch.device) -> None:
 def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: float) -> dict[str, Any]:
     """Train the package with trainload's engine, without Ray."""
     from trainload.launch.build import compile_build, load_build
+    from trainload.launch.calls import Microbatch
     from trainload.launch.determinism import deterministic
-    from trainload.launch.engine import Draw, Engine, Microbatch
+    from trainload.launch.engine import Draw, Engine
     from trainload.packaging.read import open_package
     from trainload.sharding.plan import Plan
 

@@ -118,7 +118,8 @@ class Trainload:
         self._first_row = place.rank * plan.rows_per_call
 
     def step(self, number: int, tokens: Tensor) -> float:
-        from trainload.launch.engine import Draw, Microbatch
+        from trainload.launch.calls import Microbatch
+        from trainload.launch.engine import Draw
 
         with self._mode():
             return self._engine.step(number, [Draw([Microbatch({"tokens": tokens}, self._first_row)])]).loss

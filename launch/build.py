@@ -10,36 +10,32 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import filelock
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from trainload.autograd_trace.aot import compile_graph, derive, has_cpp_compiler, load_compiled
+from trainload.autograd_trace.aot import compile_graph, has_cpp_compiler, load_compiled
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
-from trainload.capture.program import Mode
 from trainload.launch.cache import LOCK_SECONDS, private_folder
 from trainload.launch.determinism import deterministic
+from trainload.launch.rank_graphs import RankGraphs, make_graphs, phases, stage_name, train_name, update_name, update_owners
 from trainload.packaging.canonical import canonical_json, sha256_file
-from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package
-from trainload.sharding.collectives import Collective, as_json, collectives_of, of_json
+from trainload.sharding.collectives import Collective, as_json, of_json
+from trainload.sharding.pipeline.stages import Part, Value
 from trainload.sharding.plan import Plan
-from trainload.sharding.rewrite import Phase, RankGraph, rewrite
-from trainload.sharding.tensor.partition import partition
-from trainload.sharding.update import UpdateStep
+from trainload.sharding.rewrite import BETWEEN, Phase
 
-BUILD_VERSION = 6
+BUILD_VERSION = 7
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
-DERIVATION = 3
-"""Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
-_SHAPING = {"strategy", "shard_ranks", "accumulate", "prefetch", "buckets", "tensor_ranks", "tensor_shards"}
+_SHAPING = {"strategy", "shard_ranks", "accumulate", "prefetch", "buckets", "tensor_ranks", "tensor_shards", "pipeline"}
 _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -56,12 +52,42 @@ class BuiltGraph:
 
 
 @dataclass(frozen=True, slots=True)
+class Crossing:
+    """What crosses the boundaries of a graph's stages, as `Stages` says it."""
+
+    up: tuple[tuple[Value, ...], ...]
+    down: tuple[tuple[Value, ...], ...]
+    symbols: Mapping[str, tuple[str, int]]
+
+    def at(self, boundary: int, *, up: bool) -> tuple[Value, ...]:
+        """What crosses a boundary in one direction."""
+        return (self.up if up else self.down)[boundary]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltStages:
+    """What a rank of a pipeline does of a graph, by (stage, part); a part that has nothing to do is left out."""
+
+    parts: dict[tuple[int, Part], BuiltGraph]
+    crossing: Crossing
+
+    def forget(self, stage: int, done: Part, between: dict[str, Tensor]) -> None:
+        """Drops from a stage's values those that nothing takes after a part of it is done."""
+        later = {Part.FORWARD: (Part.BACKWARD, Part.INPUT, Part.WEIGHT), Part.INPUT: (Part.WEIGHT,)}[done]
+        graphs = [self.parts[stage, part] for part in later if (stage, part) in self.parts]
+        taken = {port.name for graph in graphs for port in graph.inputs if port.role in BETWEEN}
+        sent = {value.name for value in (self.crossing.down[stage - 1] if stage else ())}
+        for name in between.keys() - taken - sent:
+            del between[name]
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """All that a rank calls, by the name of the captured graph.
 
-    train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. update: what
-    `UpdateStep.trace` gives, which writes in place. compiled: whether they were compiled. collectives: what each graph calls, by the
-    graph's name within the build.
+    train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. stages: both of
+    them, instead, under a plan with a pipeline. update: what `UpdateStep.trace` gives, which writes in place. compiled: whether they were
+    compiled. collectives: what each graph calls, by the graph's name within the build.
     """
 
     train: dict[str, dict[Phase, BuiltGraph]]
@@ -69,45 +95,7 @@ class Built:
     update: dict[str, Call]
     compiled: bool
     collectives: dict[str, tuple[Collective, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    """What is compiled: rank graphs by file name, updates by that of the first training graph that shares them."""
-
-    ranks: dict[str, RankGraph]
-    updates: dict[str, GraphModule]
-
-    def collectives(self, plan: Plan) -> dict[str, tuple[Collective, ...]]:
-        modules = {name: graph.module for name, graph in self.ranks.items()}
-        modules |= {_update_file(owner): module for owner, module in self.updates.items()}
-        return {name: collectives_of(module, plan.groups(), name) for name, module in modules.items()}
-
-
-def _train_file(name: str, phase: Phase) -> str:
-    return f"{name}.{phase.value}"
-
-
-def _update_file(name: str) -> str:
-    return f"{name}.update"
-
-
-def _update_owners(package: Package) -> dict[str, str]:
-    """Training graph -> the first one that updates the same groups in the same way."""
-    first: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for name in package.manifest.training_graphs():
-        owners[name] = first.setdefault(package.recipe.graph(name).model_dump_json(), name)
-    return owners
-
-
-def _forward_names(package: Package) -> list[str]:
-    return [name for name, mode in package.manifest.modes().items() if mode in (Mode.EVAL, Mode.COMPUTE)]
-
-
-def phases(plan: Plan) -> tuple[Phase, ...]:
-    """The phases of a step that a plan needs."""
-    return (Phase.ONLY,) if plan.accumulate == 1 else (Phase.ACCUMULATE, Phase.SYNCHRONISE)
+    stages: dict[str, BuiltStages] = field(default_factory=dict)
 
 
 def device_of(plan: Plan) -> torch.device:
@@ -115,7 +103,7 @@ def device_of(plan: Plan) -> torch.device:
     return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
 
 
-def build_key(package: Package, plan: Plan, device: torch.device) -> str:
+def build_key(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> str:
     """What a compiled build depends on, hashed: the program, the plan's graph-shaping parts, torch and the hardware."""
     hardware = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -123,14 +111,21 @@ def build_key(package: Package, plan: Plan, device: torch.device) -> str:
     parts = {
         "build": BUILD_VERSION,
         "program": package.manifest.program_digest,
-        "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size},
+        "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size, "index": pipeline_index},
         "torch": torch.__version__,
         "device": [device.type, hardware, torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
 
 
-def compile_build(package: Package, plan: Plan, device: torch.device, cache_dir: Path, on_stage: Callable[[str, float], None]) -> Path:
+def compile_build(
+    package: Package,
+    plan: Plan,
+    device: torch.device,
+    cache_dir: Path,
+    on_stage: Callable[[str, float], None],
+    pipeline_index: int = 0,
+) -> Path:
     """Makes sure that the node's cache holds the build; the first of the node's processes compiles, others wait for it.
 
     Args:
@@ -139,12 +134,13 @@ def compile_build(package: Package, plan: Plan, device: torch.device, cache_dir:
         device: a device of this node.
         cache_dir: the node's cache.
         on_stage: told (stage, seconds) as each part is done.
+        pipeline_index: of the ranks that it is for.
 
     Returns:
         The build's folder, complete.
     """
     root = private_folder(cache_dir / "compiled")
-    final = root / build_key(package, plan, device)
+    final = root / build_key(package, plan, device, pipeline_index)
     with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
         if _is_whole(final):
             return final
@@ -155,7 +151,7 @@ def compile_build(package: Package, plan: Plan, device: torch.device, cache_dir:
         try:
             draft.mkdir()
             with _own_kernels(cache_dir, draft), deterministic():
-                _compile_into(draft, package, plan, device, on_stage)
+                _compile_into(draft, make_graphs(package, plan, device, pipeline_index, on_stage), plan, on_stage)
             draft.rename(final)
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -181,30 +177,45 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
         entry = index["graphs"][name]
         return BuiltGraph(load_compiled(folder / f"{name}.bin"), _ports(entry["inputs"]), _ports(entry["outputs"]))
 
-    owners = _update_owners(package)
-    updates = {owner: load_compiled(folder / f"{_update_file(owner)}.bin") for owner in set(owners.values())}
-    train = {name: {phase: graph(_train_file(name, phase)) for phase in phases(plan)} for name in owners}
-    forward = {name: graph(name) for name in _forward_names(package)}
-    collectives = of_json(index["collectives"])
-    return Built(train, forward, {name: updates[owner] for name, owner in owners.items()}, True, collectives)
+    cuts = {name: _read_crossing(entry) for name, entry in index["cuts"].items()}
+    updates = {owner: load_compiled(folder / f"{update_name(owner)}.bin") for owner in set(update_owners(package).values())}
+    return _built(package, plan, set(index["graphs"]), graph, cuts, updates, of_json(index["collectives"]), compiled=True)
 
 
-def uncompiled_build(package: Package, plan: Plan, device: torch.device) -> Built:
+def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> Built:
     """The same callables, interpreted: for machines without a compiler, and for tests."""
-    graphs = _graphs(package, plan, device, lambda *_: None)
+    graphs = make_graphs(package, plan, device, pipeline_index)
 
-    def graph(file: str) -> BuiltGraph:
-        return BuiltGraph(graphs.ranks[file].module, graphs.ranks[file].inputs, graphs.ranks[file].outputs)
+    def graph(name: str) -> BuiltGraph:
+        return BuiltGraph(graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs)
 
-    owners = _update_owners(package)
-    train = {name: {phase: graph(_train_file(name, phase)) for phase in phases(plan)} for name in owners}
-    forward = {name: graph(name) for name in _forward_names(package)}
-    return Built(train, forward, {name: graphs.updates[owner] for name, owner in owners.items()}, False, graphs.collectives(plan))
+    cuts = {name: Crossing(stages.up, stages.down, stages.symbols) for name, stages in graphs.cuts.items()}
+    return _built(package, plan, set(graphs.ranks), graph, cuts, dict(graphs.updates), graphs.collectives(plan), compiled=False)
 
 
-def derived_key(graph: str, device: torch.device) -> str:
-    """The name under which a package keeps the step graph of one of its graphs for a kind of device, as this torch derives it."""
-    return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
+def _built(
+    package: Package,
+    plan: Plan,
+    names: Collection[str],
+    graph: Callable[[str], BuiltGraph],
+    cuts: Mapping[str, Crossing],
+    updates: Mapping[str, Call],
+    collectives: dict[str, tuple[Collective, ...]],
+    *,
+    compiled: bool,
+) -> Built:
+    owners = update_owners(package)
+    update = {name: updates[owner] for name, owner in owners.items()}
+    if plan.pipeline is None:
+        train = {name: {phase: graph(train_name(name, phase)) for phase in phases(plan)} for name in owners}
+        forward = {name: graph(name) for name in package.manifest.step_graphs() if name not in owners}
+        return Built(train, forward, update, compiled, collectives)
+    places = [(stage, part) for stage in range(len(plan.pipeline.stage_ranks)) for part in Part]
+    stages = {
+        name: BuiltStages({p: graph(stage_name(name, *p)) for p in places if stage_name(name, *p) in names}, crossing)
+        for name, crossing in cuts.items()
+    }
+    return Built({}, {}, update, compiled, collectives, stages)
 
 
 def can_compile() -> bool:
@@ -212,47 +223,30 @@ def can_compile() -> bool:
     return has_cpp_compiler()
 
 
-def _graphs(package: Package, plan: Plan, device: torch.device, on_stage: Callable[[str, float], None]) -> _Graphs:
-    began = time.perf_counter()
-    program = package.program()
-    updates = package.updates()
-    on_stage("load graphs", time.perf_counter() - began)
-    began = time.perf_counter()
-    owners = _update_owners(package)
-    steps = {name: read_derived(package, derived_key(name, device)) or derive(program, name, device) for name in owners}
-    forward = {name: derive(program, name, device) for name in _forward_names(package)}
-    on_stage("derive joint graphs", time.perf_counter() - began)
-    began = time.perf_counter()
-    if plan.tensor_ranks > 1:
-        steps = {name: partition(step, plan.tensor_ranks, plan.tensor_shards).step for name, step in steps.items()}
-        forward = {name: partition(step, plan.tensor_ranks, plan.tensor_shards).step for name, step in forward.items()}
-    graphs = {name: rewrite(step, plan) for name, step in forward.items()}
-    for name, step in steps.items():
-        groups = package.recipe.graph(name).groups
-        graphs |= {_train_file(name, phase): rewrite(step, plan, phase, groups) for phase in phases(plan)}
-    traced = {owner: UpdateStep(plan, updates, package.recipe, owner).trace(device) for owner in dict.fromkeys(owners.values())}
-    on_stage("shard", time.perf_counter() - began)
-    return _Graphs(graphs, traced)
-
-
-def _compile_into(draft: Path, package: Package, plan: Plan, device: torch.device, on_stage: Callable[[str, float], None]) -> None:
-    graphs = _graphs(package, plan, device, on_stage)
+def _compile_into(draft: Path, graphs: RankGraphs, plan: Plan, on_stage: Callable[[str, float], None]) -> None:
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
-    for name, graph in graphs.ranks.items():
+    modules = {name: graph.module for name, graph in graphs.ranks.items()}
+    modules |= {update_name(owner): update for owner, update in graphs.updates.items()}
+    for name, module in modules.items():
         began = time.perf_counter()
-        compile_graph(graph.module, draft / f"{name}.bin", groups)
+        compile_graph(module, draft / f"{name}.bin", groups)
         on_stage(f"compile {name}", time.perf_counter() - began)
-    for owner, update in graphs.updates.items():
-        began = time.perf_counter()
-        compile_graph(update, draft / f"{_update_file(owner)}.bin", groups)
-        on_stage(f"compile {_update_file(owner)}", time.perf_counter() - began)
     index = {
         "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},
+        "cuts": {name: asdict(Crossing(cut.up, cut.down, cut.symbols)) for name, cut in graphs.cuts.items()},
         "collectives": as_json(collectives),
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }
     (draft / _INDEX).write_bytes(canonical_json(index))
+
+
+def _read_crossing(entry: Mapping[str, Any]) -> Crossing:
+    """The inverse of what the index keeps of a cut."""
+    up, down = (
+        tuple(tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in values) for values in entry[name]) for name in ("up", "down")
+    )
+    return Crossing(up, down, {symbol: (name, at) for symbol, (name, at) in entry["symbols"].items()})
 
 
 def _spelled(ports: Sequence[Port]) -> list[list[str]]:

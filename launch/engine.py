@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,22 +11,16 @@ from torch import Tensor
 
 from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.rounds import TurnCall, calls_of, turns_before
-from trainload.capture.program import MAIN, Mode, graph_name
+from trainload.capture.program import Mode, graph_name
 from trainload.launch.build import Built, BuiltGraph
+from trainload.launch.calls import Calls, Given, Microbatch
 from trainload.launch.checkpoints.state import share
+from trainload.launch.pipeline import PipelineRunner
 from trainload.launch.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan
-from trainload.sharding.rewrite import Phase, accumulated_length, stored_length, update_length
+from trainload.sharding.rewrite import Phase, stored_length, update_length
 from trainload.sharding.update import UpdateStep, bucket_updates
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """What one call of a step graph is given. `row`: the number, within the global batch, of its first row."""
-
-    batch: Mapping[str, Tensor]
-    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +75,12 @@ class Engine:
         self._built = built
         self._recipe = package.recipe
         self._updates = package.updates()
-        self._parts = {name: bucket_updates(plan, self._updates, self._recipe.graph(name).groups) for name in built.train}
+        self._index = plan.pipeline_index(rank)
+        buckets = plan.held_buckets(self._index)
+        self._parts = {name: bucket_updates(buckets, self._updates, self._recipe.graph(name).groups) for name in built.update}
         self.held = RankState(package, plan, self._updates, rank, device)
+        self._calls = Calls(package, plan, rank, device, self.held)
+        self._pipeline = PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
 
     # Steps
 
@@ -103,8 +100,9 @@ class Engine:
             assert len(draw.microbatches) == self._plan.accumulate, "one microbatch for each accumulation"
             computed = graph_name(call.graph, Mode.COMPUTE, draw.variant)
             if computed in self._built.forward:
-                outputs = [self._call(self._built.forward[computed], call, m, fed, i) for i, m in enumerate(draw.microbatches)]
-                _feed(fed, call.graph, self._built.forward[computed], outputs)
+                graph = self._built.forward[computed]
+                outputs = [self._calls.call(graph, m, Given(call, i, fed)) for i, m in enumerate(draw.microbatches)]
+                _feed(fed, call.graph, graph, outputs)
             else:
                 given = self._recipe.rates(counts) if rates is None else rates
                 results[call.graph] = self._train(call, draw, fed, given)
@@ -115,24 +113,32 @@ class Engine:
     def _train(self, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
         """One turn of a training graph: forward and backward over the microbatches, then the update."""
         name = graph_name(call.graph, Mode.TRAIN, draw.variant)
-        totals: Tensor | None = None
-        gradients: Sequence[Tensor] = []
+        names = self.metric_names(name)
+        totals, gradients = self._in_turn(name, call, draw, fed) if self._pipeline is None else self._piped(name, call, draw, len(names))
+        scaling = self.held.scaling.get(call.graph, [])
+        loss_scale = scaling[0].item() if scaling else None
+        norm = self._update(name, gradients, totals[-1] * self._calls.scale(call.graph), rates, scaling)
+        values = totals.tolist()
+        weight = values[-1]
+        metrics = {metric: value / weight for metric, value in zip(names, values[1:-1], strict=True)}
+        return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
+
+    def _in_turn(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward of a graph over one microbatch after the other: its totals, and each bucket's gradient."""
+        gradients: dict[str, Tensor] = {}
         outputs: list[dict[Role, list[Tensor]]] = []
         for number, microbatch in enumerate(draw.microbatches):
             graph = self._built.train[name][self._phase(number)]
-            found = self._call(graph, call, microbatch, fed, number, gradients)
-            totals = found[Role.TOTALS][0] if totals is None else totals + found[Role.TOTALS][0]
-            gradients = found[Role.BUCKET_GRADIENT]
-            outputs.append(found)
-        assert totals is not None
+            outputs.append(self._calls.call(graph, microbatch, Given(call, number, fed, gradients)))
         _feed(fed, call.graph, graph, outputs)
-        scaling = self.held.scaling.get(call.graph, [])
-        loss_scale = scaling[0].item() if scaling else None
-        norm = self._update(name, gradients, totals[-1] * self._scale(call.graph), rates, scaling)
-        values = totals.tolist()
-        weight = values[-1]
-        metrics = {metric: value / weight for metric, value in zip(self.metric_names(name), values[1:-1], strict=True)}
-        return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
+        first, *others = (found[Role.TOTALS][0] for found in outputs)
+        return sum(others, first), gradients
+
+    def _piped(self, name: str, call: TurnCall, draw: Draw, metrics: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same by the stages of a pipeline. The gradients are this rank's own."""
+        assert self._pipeline is not None
+        totals, gradients = self._pipeline.train(self._built.stages[name], call, draw.microbatches)
+        return self._pipeline.shared(totals, metrics + 2), gradients
 
     def evaluate(self, microbatch: Microbatch, variant: str = "") -> dict[str, Tensor]:
         """For each graph that trains: sums over the ranks of weight * loss, weight * each metric, and the weight: float32 (2 + metrics,).
@@ -143,8 +149,13 @@ class Engine:
         found: dict[str, Tensor] = {}
         for graph in dict.fromkeys(turn.graph for turn in self._recipe.turns):
             computed, evaluated = (graph_name(graph, mode, variant) for mode in (Mode.COMPUTE, Mode.EVAL))
+            turn = TurnCall(graph, 0, 0)
+            if self._pipeline is not None:
+                totals = self._pipeline.evaluate(self._built.stages[evaluated], turn, microbatch)
+                found[graph] = self._pipeline.shared(totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2)
+                continue
             built = self._built.forward[evaluated if evaluated in self._built.forward else computed]
-            results = self._call(built, TurnCall(graph, 0, 0), microbatch, fed, 0)
+            results = self._calls.call(built, microbatch, Given(turn, 0, fed))
             _feed(fed, graph, built, [results])
             if Role.TOTALS in results:
                 found[graph] = results[Role.TOTALS][0]
@@ -171,79 +182,25 @@ class Engine:
         """What stands between the loss and the weight in the totals of a training graph."""
         return [o.name for o in self._package.manifest.graphs[name].outputs if o.role == "metric"]
 
-    def _scale(self, graph: str) -> Tensor:
-        scale = torch.tensor(1.0 / self._plan.global_batch, dtype=torch.float32, device=self._device)
-        return scale * self.held.scaling[graph][0] if graph in self.held.scaling else scale
-
     def _phase(self, number: int) -> Phase:
         if self._plan.accumulate == 1:
             return Phase.ONLY
         return Phase.SYNCHRONISE if number == self._plan.accumulate - 1 else Phase.ACCUMULATE
 
-    def _call(
-        self,
-        graph: BuiltGraph,
-        call: TurnCall,
-        microbatch: Microbatch,
-        fed: Mapping[str, Sequence[Tensor]],
-        number: int,
-        so_far: Sequence[Tensor] = (),
-    ) -> dict[Role, list[Tensor]]:
-        """Calls a graph on microbatch `number` of a draw. Returns: its outputs but buffers, which are kept."""
-        feeds = self._recipe.feeds.get(call.graph, {})
-        waiting = iter(so_far)
-        arguments: list[Tensor] = []
-        for port in graph.inputs:
-            match port.role:
-                case Role.BUCKET:
-                    arguments.append(self.held.params[port.name])
-                case Role.BUCKET_GRADIENT:
-                    arguments.append(next(waiting) if so_far else self._zero_gradient(port.name))
-                case Role.BUFFER:
-                    arguments.append(self.held.buffers[port.name])
-                case Role.CONSTANT:
-                    arguments.append(self.held.constants[port.name])
-                case Role.BATCH if port.name in feeds:
-                    arguments.append(fed[feeds[port.name]][number])
-                case Role.BATCH:
-                    arguments.append(microbatch.batch[port.name].to(self._device))
-                case Role.SCALE:
-                    arguments.append(self._scale(call.graph))
-                case _:
-                    value = {
-                        Role.SEED: seed_of(self._recipe.seed, call.graph),
-                        Role.STEP: call.count,
-                        Role.ROW: microbatch.row,
-                        Role.TENSOR_RANK: self._plan.tensor_index(self._rank),
-                    }[port.role]
-                    arguments.append(torch.tensor(value, dtype=torch.int64, device=self._device))
-        with torch.no_grad():
-            results = graph.call(*arguments)
-        found: dict[Role, list[Tensor]] = {}
-        for port, value_out in zip(graph.outputs, results, strict=True):
-            if port.role is Role.BUFFER:
-                self.held.buffers[port.name] = value_out
-            else:
-                found.setdefault(port.role, []).append(value_out)
-        return found
-
-    def _zero_gradient(self, name: str) -> Tensor:
-        bucket = next(b for b in self._plan.buckets if b.name == name)
-        return torch.zeros(accumulated_length(self._plan, bucket), dtype=getattr(torch, bucket.dtype), device=self._device)
-
     # Updates
 
-    def _update(self, name: str, gradients: Sequence[Tensor], divisor: Tensor, rates: Sequence[float], scaling: list[Tensor]) -> Tensor:
+    def _update(self, name: str, gradients: Mapping[str, Tensor], divisor: Tensor, rates: Sequence[float], scaling: list[Tensor]) -> Tensor:
         rate_tensor = torch.tensor(list(rates), dtype=torch.float32, device=self._device)
         held, parts, mean = self.held, self._parts[name], self._recipe.graph(name).ema_decay is not None
         params = [self._updated_slice(part.bucket) for part in parts]
+        own = [gradients[b] if (b := part.bucket.name) in gradients else self._calls.zero_gradient(b) for part in parts]
         lacking = held.lacking(parts, mean=mean)
         states = [value for part in parts for value in held.states.get(part.key, ())]
         means = [held.means[part.bucket.name] for part in parts if mean and part.bucket.name in held.means]
-        arguments = (divisor, rate_tensor, self._rank_tensor(), *params, *gradients, *states, *means, *scaling)
+        arguments = (divisor, rate_tensor, self._rank_tensor(), *params, *own, *states, *means, *scaling)
         with torch.no_grad():
             if lacking:
-                step = UpdateStep(self._plan, self._updates, self._recipe, name, lacking)
+                step = UpdateStep(self._plan, self._updates, self._recipe, name, lacking, self._index)
                 norm, *new = step(*arguments)
                 self._take(step, norm, params, new, scaling)
             else:
@@ -285,11 +242,6 @@ class Engine:
             return stored
         start, stop = share(bucket.length, self._plan.shard_index(self._rank), self._plan.shard_degree)
         return stored[start:stop]
-
-
-def seed_of(seed: int, graph: str) -> int:
-    """The seed of a graph's random numbers: graphs of one job draw apart, the one of a job that has one by the job's own seed."""
-    return seed if graph == MAIN else seed + int.from_bytes(hashlib.sha256(graph.encode()).digest()[:6])
 
 
 def _feed(fed: dict[str, list[Tensor]], name: str, graph: BuiltGraph, outputs: Sequence[Mapping[Role, Sequence[Tensor]]]) -> None:

@@ -33,7 +33,8 @@ class RankState:
         self._plan = plan
         self._rank = rank
         self._device = device
-        self._kept = bucket_updates(plan, updates, {g.name for g in package.recipe.groups})
+        self._buckets = plan.held_buckets(plan.pipeline_index(rank))
+        self._kept = bucket_updates(self._buckets, updates, {g.name for g in package.recipe.groups})
         self.params: dict[str, Tensor] = {}
         self.states: dict[StateKey, list[Tensor]] = {}
         self.means: dict[str, Tensor] = {}
@@ -45,7 +46,7 @@ class RankState:
         """Starts from the package's weights; only the bytes that this rank stores are read."""
         weights = self._package.weights
         self.params = {}
-        for bucket in self._plan.buckets:
+        for bucket in self._buckets:
             start, stop = held(self._plan, bucket, PARAM, self._rank)
             flat = torch.zeros(stop - start, dtype=getattr(torch, bucket.dtype))
             for slot in bucket.slots:
@@ -70,7 +71,7 @@ class RankState:
 
     def load(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
         """Continues from a checkpoint's state, already cut for this rank and plan, and from what `dump_scaling` gave."""
-        self.params = {b.name: state.flats[b.name][PARAM].to(self._device) for b in self._plan.buckets}
+        self.params = {b.name: state.flats[b.name][PARAM].to(self._device) for b in self._buckets}
         self.buffers = {name: value.to(self._device) for name, value in state.buffers.items()}
         self._load_constants()
         kinds = {StateKind.FLAT: state.flats, StateKind.SCALAR: state.scalars, StateKind.STACK: state.stacks}

@@ -61,7 +61,7 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
         for number, members in enumerate(nodes.values()):
             for index in members:
                 pending.append(worker_group.execute_single_async(index, _set_local_world, len(members)))
-            pending.append(worker_group.execute_single_async(members[0], _prepare, backend_config.spec, len(members), number > 0))
+            pending.append(worker_group.execute_single_async(members[0], _prepare, backend_config.spec, members, number > 0))
         try:
             ray.get(pending, timeout=_PREPARE_SECONDS)
             super().on_start(worker_group, backend_config)
@@ -89,10 +89,10 @@ def _set_local_world(local_world: int) -> None:
     os.environ[_LOCAL_WORLD] = str(local_world)
 
 
-def _prepare(spec: str, local_world: int, quiet: bool) -> None:
+def _prepare(spec: str, ranks: list[int], quiet: bool) -> None:
     parsed = RunSpec.model_validate_json(spec)
     try:
-        prepare_node(parsed, local_world, quiet=quiet)
+        prepare_node(parsed, ranks, quiet=quiet)
     except TrainloadError as error:
         write_failure(Path(parsed.run_dir), error)
         raise

@@ -23,6 +23,7 @@ from trainload.autograd_trace.rounds import draws_before, draws_of
 from trainload.capture.errors import DataError, RunInterrupted, TrainingError
 from trainload.launch.agreement import demand_same_collectives, gathered
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
+from trainload.launch.calls import Microbatch
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
@@ -31,12 +32,12 @@ from trainload.launch.data.prefetch import BatchStream, Call, RankRows
 from trainload.launch.data.run_data import OpenPart, RunData, open_run_data, run_dispatcher
 from trainload.launch.data.sampler import sequential
 from trainload.launch.determinism import deterministic
-from trainload.launch.engine import Draw, Engine, Microbatch, StepResult
+from trainload.launch.engine import Draw, Engine, StepResult
 from trainload.launch.journal import Journal
 from trainload.launch.libraries import library_warnings, open_for_run
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.packaging.read import Package
-from trainload.sharding.make_plan import check_plan
+from trainload.sharding.check_plan import check_plan
 
 SCALING = "loss scaling"
 """What a checkpoint has of the loss's scale, in what it keeps for the run's user."""
@@ -58,12 +59,12 @@ def set_threads(local_world: int) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
 
 
-def prepare_node(spec: RunSpec, local_world: int, *, quiet: bool = False) -> None:
-    """What is done once per node before the workers meet: compile into the node's cache, convert the data.
+def prepare_node(spec: RunSpec, ranks: Sequence[int], *, quiet: bool = False) -> None:
+    """What is done once per node before the workers meet: compile into the node's cache, convert the data. `ranks`: the node's.
 
     Raises: what compiling and reading data raise; nothing of it depends on other nodes.
     """
-    set_threads(local_world)
+    set_threads(len(ranks))
     package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
     check_plan(spec.plan, package)
     journal = Journal(Path(spec.run_dir))
@@ -75,7 +76,8 @@ def prepare_node(spec: RunSpec, local_world: int, *, quiet: bool = False) -> Non
         journal.write("stage", name="data", seconds=time.perf_counter() - began)
     if spec.compile and can_compile():
         began = time.perf_counter()
-        compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None)
+        for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
+            compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index)
         if not quiet:
             journal.write("stage", name="compile", seconds=time.perf_counter() - began)
 
@@ -145,13 +147,13 @@ class _Worker:
         return uuid.uuid4().hex, None if usable.path is None else str(usable.path)
 
     def _build(self) -> Built:
-        spec = self._spec
+        spec, index = self._spec, self._plan.pipeline_index(self._place.rank)
         if spec.compile and can_compile():
-            folder = compile_build(self._package, self._plan, self._device, default_cache_dir(), lambda *_: None)
+            folder = compile_build(self._package, self._plan, self._device, default_cache_dir(), lambda *_: None, index)
             return load_build(folder, self._package, self._plan, default_cache_dir())
         if spec.compile and self._place.rank == 0:
             self._journal.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
-        return uncompiled_build(self._package, self._plan, self._device)
+        return uncompiled_build(self._package, self._plan, self._device, index)
 
     def _load(self, path: str | None) -> None:
         if path is None:

@@ -56,10 +56,13 @@ class CheckpointIndex(_Record):
     """What a checkpoint holds.
 
     Laws: `step` is the next step to run. Shard i of `files`, whichever rank has written it, holds of each entry of each bucket the
-    elements [i * length / world_size, (i + 1) * length / world_size); of a bucket that a tensor axis of t ranks divides, those elements
-    [p * length / d, (p + 1) * length / d) that rank i % t of it has, with p = i // t and d = world_size / t. Shard 0 also holds the
-    scalars, the buffers, and what parameters have in shapes of their own (`own`: parameter -> entries). `entries` and `scalars` have the
-    names of all buckets. `attempt` says which attempt of the run wrote it. `user` is anything that JSON can hold.
+    elements [i * length / n, (i + 1) * length / n), with n = world_size; of a bucket that a tensor axis of t ranks divides, those elements
+    [p * length / d, (p + 1) * length / d) that rank i % t of it has, with p = i // t and d = n / t. Shard 0 also holds the
+    scalars, and what parameters have in shapes of their own (`own`: parameter -> entries). Where a pipeline of s ranks wrote it, the shards
+    are s runs of n = world_size / s; a bucket, with its scalars and `own`, lies in the run of the first rank that has one of its stages
+    (`stage_ranks`), as it would in a checkpoint of that run alone. A buffer lies in the first shard of its run (`buffer_ranks`; 0 where it
+    is not named). `entries` and `scalars` have the names of all buckets. `attempt` says which attempt of the run wrote it. `user` is
+    anything that JSON can hold.
     """
 
     version: int = VERSION
@@ -70,14 +73,34 @@ class CheckpointIndex(_Record):
     world_size: int = Field(ge=1)
     tensor_ranks: int = Field(default=1, ge=1)
     tensor_shards: dict[str, Shard] = {}
+    stage_ranks: tuple[int, ...] = ()
     buckets: tuple[Bucket, ...]
     entries: dict[str, tuple[str, ...]]
     scalars: dict[str, tuple[str, ...]]
     own: dict[str, tuple[str, ...]] = {}
     buffers: tuple[str, ...]
+    buffer_ranks: dict[str, int] = {}
     data: DataPosition
     files: tuple[FileRecord, ...]
     user: dict[str, Any]
+
+    @property
+    def run_length(self) -> int:
+        """How many shards a rank of the pipeline has."""
+        return self.world_size // max(1, len(set(self.stage_ranks)))
+
+    def first_shard(self, bucket: Bucket) -> int:
+        """The number of the first shard of the run that a bucket lies in."""
+        return self.run_length * min((self.stage_ranks[stage] for stage in bucket.stages), default=0)
+
+
+class Written(_Record):
+    """What a rank has put into its shard: entries and scalars of the buckets that it answers for, and what parameters have of their own."""
+
+    file: FileRecord
+    entries: dict[str, tuple[str, ...]] = {}
+    scalars: dict[str, tuple[str, ...]] = {}
+    own: dict[str, tuple[str, ...]] = {}
 
 
 def folder_name(step: int) -> str:

@@ -32,7 +32,7 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int) -> ShardedState:
     flats: dict[str, dict[str, torch.Tensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     stacks: dict[str, dict[str, torch.Tensor]] = {}
-    for bucket in plan.buckets:
+    for bucket in plan.held_buckets(plan.pipeline_index(rank)):
         entries = _entries(checkpoint, bucket)
         flats[bucket.name] = {entry: _flat(checkpoint, plan, rank, bucket, entry) for entry in entries}
         scalars[bucket.name] = _scalars(checkpoint, bucket)

@@ -68,8 +68,9 @@ class Checkpoint:
                 expected=f"entries of {bucket!r}: {', '.join(self.index.entries.get(bucket, ()))}; length {length}",
                 got=f"{entry!r} [{start}, {stop})",
             )
+        first = self.index.first_shard(self._buckets[bucket])
         lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
-        parts = self.index.world_size // lanes
+        parts = self.index.run_length // lanes
         each = length // parts
         pieces: list[torch.Tensor] = []
         at = start
@@ -77,7 +78,7 @@ class Checkpoint:
         while at < stop or not pieces:
             number = min(at // each, parts - 1) if each else 0
             end = min(stop, (number + 1) * each)
-            shard = self._shard(number * lanes + tensor_index)
+            shard = self._shard(first + number * lanes + tensor_index)
             pieces.append(shard.interval(flat_key(bucket, entry), at - number * each, end - number * each))
             at = end
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -116,16 +117,20 @@ class Checkpoint:
         return slot.shape if shard is None else shard.whole_shape(slot.shape, self.index.tensor_ranks)
 
     def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
-        """A bucket's 0-dim entries. Raises: CheckpointError where shard 0 has changed."""
-        return {entry: self._shard(0).tensor(scalar_key(bucket, entry)) for entry in self.index.scalars.get(bucket, ())}
+        """A bucket's 0-dim entries. Raises: CheckpointError where the shard that holds them has changed."""
+        found = self.index.scalars.get(bucket, ())
+        return {entry: self._shard(self.index.first_shard(self._buckets[bucket])).tensor(scalar_key(bucket, entry)) for entry in found}
 
     def own(self, parameter: str) -> dict[str, torch.Tensor]:
-        """A parameter's entries that have shapes of their own. Raises: CheckpointError where shard 0 has changed."""
-        return {entry: self._shard(0).tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
+        """A parameter's entries that have shapes of their own. Raises: CheckpointError where the shard that holds them has changed."""
+        bucket, _ = self.bucket_of(parameter)
+        shard = self.index.first_shard(bucket)
+        return {entry: self._shard(shard).tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The model's buffers by name. Raises: CheckpointError where shard 0 has changed."""
-        return {name: self._shard(0).tensor(buffer_key(name)) for name in self.index.buffers}
+        """The model's buffers by name. Raises: CheckpointError where a shard that holds one has changed."""
+        homes = {name: self.index.buffer_ranks.get(name, 0) * self.index.run_length for name in self.index.buffers}
+        return {name: self._shard(number).tensor(buffer_key(name)) for name, number in homes.items()}
 
     def _shard(self, number: int) -> ShardReader:
         if number not in self._open:

@@ -24,13 +24,15 @@ class ShardedState:
 
     Attributes:
         flats: bucket -> entry ("param", "exp_avg", ...) -> (n,) tensor; n is the bucket's length where the entry is replicated
-            and length / shard degree where it is sharded (`is_sharded`). Every bucket of the plan has its "param".
+            and length / shard degree where it is sharded (`is_sharded`). Every bucket that the rank holds (`Plan.held_buckets`) has its
+            "param".
         scalars: bucket -> entry ("step") -> 0-dim tensor, the same on all ranks. A bucket may be left out.
-        buffers: the model's buffers by name, of any shape, the same on all ranks.
+        buffers: the model's buffers by name, of any shape, the same on all ranks; under a plan with a pipeline, those that one stage
+            updates are right on its rank.
         stacks: bucket -> entry ("row_var") -> (slots, ...) tensor, the same on all ranks: what an update of whole parameters keeps in other
             shapes than theirs, one value for each slot. A bucket may be left out.
 
-    Law: all ranks of a run hold the same names and dtypes.
+    Law: all ranks of a run, but for those of a pipeline, hold the same names and dtypes.
     """
 
     flats: Mapping[str, Mapping[str, torch.Tensor]]
@@ -71,25 +73,31 @@ def held(plan: Plan, bucket: Bucket, entry: str, rank: int) -> tuple[int, int]:
 
 
 def written(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, int]:
-    """The elements [start, stop) of its bucket that a rank writes."""
+    """The elements [start, stop) of its bucket that a rank writes, if its rank of the pipeline is the first that holds it."""
     if bucket.divided:
         return share(bucket.length, plan.part_index(rank), plan.data_ranks)
-    return share(bucket.length, plan.file_index(rank), plan.world_size)
+    each = plan.data_ranks * plan.tensor_ranks
+    return share(bucket.length, plan.file_index(rank) % each, each)
+
+
+def writes(plan: Plan, bucket: Bucket, rank: int) -> bool:
+    """Whether a rank writes a part of a bucket."""
+    return plan.holders(bucket)[0] == plan.pipeline_index(rank)
 
 
 def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, str], torch.Tensor]:
-    """(bucket, entry) -> the elements that `rank` writes: of a bucket that the tensor axis divides, part `Plan.part_index` of the rank's
-    own; of others part `Plan.file_index`, so that its ranks write each element once.
+    """(bucket, entry) -> the elements that `rank` writes (`written`): every element is written by one of the ranks that hold its bucket.
 
     Raises: CheckpointError where the state is not that of the plan.
     """
-    names = {bucket.name for bucket in plan.buckets}
+    buckets = plan.held_buckets(plan.pipeline_index(rank))
+    names = {bucket.name for bucket in buckets}
     if set(state.flats) != names or not set(state.scalars) <= names or not set(state.stacks) <= names:
         raise CheckpointError(
             "the state does not hold the plan's buckets", expected=", ".join(sorted(names)), got=", ".join(sorted(state.flats))
         )
     owned: dict[tuple[str, str], torch.Tensor] = {}
-    for bucket in plan.buckets:
+    for bucket in buckets:
         start, stop = written(plan, bucket, rank)
         entries = state.flats[bucket.name]
         if PARAM not in entries:
@@ -104,5 +112,6 @@ def owned_slices(state: ShardedState, plan: Plan, rank: int) -> dict[tuple[str, 
                     expected=f"({last - first},)",
                     got=str(tuple(flat.shape)),
                 )
-            owned[bucket.name, entry] = flat[start - first : stop - first]
+            if writes(plan, bucket, rank):
+                owned[bucket.name, entry] = flat[start - first : stop - first]
     return owned

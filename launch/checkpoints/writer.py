@@ -27,7 +27,7 @@ from trainload.launch.checkpoints.index import (
     INDEX,
     CheckpointIndex,
     DataPosition,
-    FileRecord,
+    Written,
     buffer_key,
     decode_index,
     encode_index,
@@ -42,7 +42,7 @@ from trainload.launch.checkpoints.shard import write_shard
 from trainload.launch.checkpoints.state import ShardedState, owned_slices
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import is_full, sync_folder
-from trainload.sharding.plan import Plan
+from trainload.sharding.plan import Bucket, Plan
 
 _POLL_SECONDS = 0.02
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
@@ -99,16 +99,19 @@ class CheckpointWriter:
             raise CheckpointError(f"the user's state is not JSON: {error.problem}") from error
         owned = owned_slices(state, self._plan, self._rank)
         wanted = {flat_key(*key): tensor for key, tensor in owned.items()}
-        slots = {bucket.name: [slot.parameter for slot in bucket.slots] for bucket in self._plan.buckets}
-        if self._rank == 0:
-            for bucket, entries in state.scalars.items():
-                wanted |= {scalar_key(bucket, entry): tensor for entry, tensor in entries.items()}
-            for bucket, entries in state.stacks.items():
-                for entry, stack in entries.items():
-                    wanted |= {own_key(name, entry): value for name, value in zip(slots[bucket], stack, strict=True)}
-            wanted |= {buffer_key(name): tensor for name, tensor in state.buffers.items()}
+        own: dict[str, tuple[str, ...]] = {}
+        answered = self._answered()
+        for bucket in answered:
+            wanted |= {scalar_key(bucket.name, entry): tensor for entry, tensor in state.scalars.get(bucket.name, {}).items()}
+            stacks = state.stacks.get(bucket.name, {})
+            for number, slot in enumerate(bucket.slots if stacks else ()):
+                wanted |= {own_key(slot.parameter, entry): stack[number] for entry, stack in stacks.items()}
+                own[slot.parameter] = tuple(sorted(stacks))
+        homes = self._buffer_ranks()
+        wanted |= {buffer_key(name): tensor for name, tensor in state.buffers.items() if self._leads(homes.get(name, 0))}
         self._copy(wanted)
-        names = [bucket.name for bucket in self._plan.buckets]
+        entries = {bucket.name: tuple(sorted(state.flats[bucket.name])) for bucket in answered}
+        scalars = {bucket.name: tuple(sorted(state.scalars.get(bucket.name, {}))) for bucket in answered}
         index = CheckpointIndex(
             package=self._plan.package,
             step=step,
@@ -117,17 +120,31 @@ class CheckpointWriter:
             world_size=self._plan.world_size,
             tensor_ranks=self._plan.tensor_ranks,
             tensor_shards=self._plan.tensor_shards,
+            stage_ranks=() if self._plan.pipeline is None else self._plan.pipeline.stage_ranks,
             buckets=self._plan.buckets,
-            entries={name: tuple(sorted(state.flats[name])) for name in names},
-            scalars={name: tuple(sorted(state.scalars.get(name, {}))) for name in names},
-            own={name: tuple(sorted(entries)) for bucket, entries in state.stacks.items() for name in slots[bucket] if entries},
+            entries=entries,
+            scalars=scalars,
+            own=own,
             buffers=tuple(sorted(state.buffers)),
+            buffer_ranks=homes,
             data=data,
             files=(),
             user=dict(user),
         )
         self._thread = threading.Thread(target=self._run, args=(index,), name=f"checkpoint {step}", daemon=True)
         self._thread.start()
+
+    def _leads(self, pipeline_index: int) -> bool:
+        """Whether this rank's shard is the first of the run of a rank of the pipeline."""
+        return self._plan.file_index(self._rank) == pipeline_index * self._plan.data_ranks * self._plan.tensor_ranks
+
+    def _answered(self) -> list[Bucket]:
+        """The buckets that this rank writes the scalars of."""
+        return [b for b in self._plan.buckets if self._leads(self._plan.holders(b)[0])]
+
+    def _buffer_ranks(self) -> dict[str, int]:
+        pipeline = self._plan.pipeline
+        return {} if pipeline is None else {name: pipeline.stage_ranks[stage] for name, stage in pipeline.buffers.items()}
 
     def wait(self) -> None:
         """Returns once the last save is published, on every rank.
@@ -171,9 +188,12 @@ class CheckpointWriter:
         try:
             draft.mkdir(exist_ok=True)
             mine = write_shard(draft / shard_name(0, self._plan.world_size), self._host)
-            by_rank = [mine, *self._collect(draft)]
+            written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]
             in_order = sorted(range(self._plan.world_size), key=self._plan.file_index)
-            index = index.model_copy(update={"files": tuple(by_rank[rank] for rank in in_order)})
+            update: dict[str, Any] = {"files": tuple(written[rank].file for rank in in_order)}
+            for name in ("entries", "scalars", "own"):
+                update[name] = {key: value for each in written for key, value in getattr(each, name).items()}
+            index = index.model_copy(update=update)
             _write_durably(draft / INDEX, encode_index(index))
             sync_folder(draft)
             self._publish(draft, self._folder / folder_name(index.step))
@@ -191,8 +211,8 @@ class CheckpointWriter:
         shard = draft / shard_name(self._rank, self._plan.world_size)
         try:
             draft.mkdir(exist_ok=True)
-            record = write_shard(shard, self._host)
-            _write_mark(draft / _done(self._rank), record.model_dump(mode="json"))
+            done = Written(file=write_shard(shard, self._host), entries=index.entries, scalars=index.scalars, own=index.own)
+            _write_mark(draft / _done(self._rank), done.model_dump(mode="json"))
         except (OSError, TrainloadError) as error:
             if self._notice().is_file():  # rank 0 has removed the draft
                 shutil.rmtree(draft, ignore_errors=True)
@@ -204,10 +224,10 @@ class CheckpointWriter:
             raise
         self._await_publication(draft, self._folder / folder_name(index.step))
 
-    def _collect(self, draft: Path) -> list[FileRecord]:
+    def _collect(self, draft: Path) -> list[Written]:
         """Waits for the other ranks' shards. Raises: CheckpointError, StorageError where one of them failed or is late."""
         deadline = time.monotonic() + self._timeout
-        records: list[FileRecord] = []
+        records: list[Written] = []
         for rank in range(1, self._plan.world_size):
             done, failed = draft / _done(rank), draft / _failed(rank)
             while not done.is_file():
@@ -221,7 +241,7 @@ class CheckpointWriter:
                         cure="See that rank's log; the run's folder must be shared by all nodes.",
                     )
                 time.sleep(_POLL_SECONDS)
-            records.append(FileRecord.model_validate(parse_canonical(done.read_bytes(), str(done))))
+            records.append(Written.model_validate(parse_canonical(done.read_bytes(), str(done))))
         for path in draft.glob("*.done"):
             path.unlink()
         return records

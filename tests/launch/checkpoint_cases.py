@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from tests.shares import cut
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
-from trainload.sharding.plan import Bucket, Cluster, Estimate, Plan, Shard, Slot
+from trainload.sharding.plan import Bucket, Cluster, Estimate, Pipeline, Plan, Shard, Slot
 from trainload.sharding.strategies import Strategy
 
 NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
@@ -37,9 +38,12 @@ def make_plan(
     gap: int = 0,
     tensor: int = 1,
     shard: Shard | None = None,
+    stages: Sequence[tuple[int, ...]] = (),
+    stage_ranks: tuple[int, ...] = (0, 1),
 ) -> Plan:
     """A plan whose buckets hold `layout`'s parameters, `gap` elements apart, padded to a multiple of the world size. shard: how a tensor
-    axis of `tensor` ranks divides c.weight.
+    axis of `tensor` ranks divides c.weight. stages: of a pipeline, for each bucket; stage_ranks: who has them. The last stage updates the
+    buffer `mean`.
     """
     shards = {} if shard is None else {"c.weight": shard}
     buckets = []
@@ -55,7 +59,17 @@ def make_plan(
         length = -(-offset // world) * world
         groups = () if group is None else (group,)
         divided = names[0] in shards
-        buckets.append(Bucket(name=f"bucket{number}", dtype=dtype, groups=groups, length=length, slots=tuple(slots), divided=divided))
+        used_by = stages[number] if stages else ()
+        buckets.append(
+            Bucket(name=f"bucket{number}", dtype=dtype, groups=groups, length=length, slots=tuple(slots), divided=divided, stages=used_by)
+        )
+    pipeline = Pipeline(
+        ranks=len(set(stage_ranks)),
+        schedule="1f1b",
+        stage_ranks=stage_ranks,
+        order=((),) * len(set(stage_ranks)),
+        buffers={"mean": len(stage_ranks) - 1},
+    )
     return Plan(
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
@@ -63,6 +77,7 @@ def make_plan(
         shard_ranks=world // 2 if strategy == "hybrid" else None,
         tensor_ranks=tensor,
         tensor_shards=shards,
+        pipeline=pipeline if stages else None,
         global_batch=24 * world,
         buckets=tuple(buckets),
         estimate=NOTHING,
@@ -80,7 +95,8 @@ def value(name: str, entry: str, salt: int = 0) -> torch.Tensor:
 def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
     """The state of a rank: AdamW's entries for buckets that train; two buffers."""
     flats: dict[str, dict[str, torch.Tensor]] = {}
-    for bucket in plan.buckets:
+    buckets = plan.held_buckets(plan.pipeline_index(rank))
+    for bucket in buckets:
         flats[bucket.name] = {}
         for entry in ("param",) if not bucket.groups else ("param", "exp_avg", "exp_avg_sq"):
             flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
@@ -92,7 +108,7 @@ def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
                 flat[slot.offset : slot.offset + slot.length] = whole
             start, stop = held(plan, bucket, entry, rank)
             flats[bucket.name][entry] = flat[start:stop].clone()
-    scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in plan.buckets if bucket.groups}
+    scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in buckets if bucket.groups}
     buffers = {"mean": torch.arange(6.0).reshape(2, 3) + salt, "seen": torch.tensor(2**40 + 1 + salt)}
     return ShardedState(flats, scalars, buffers)
 
@@ -107,7 +123,10 @@ def save_all(run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1
     """All ranks write one checkpoint and wait for it. Returns: its folder."""
     ranks = writers(run, plan, attempt, keep_last)
     for rank, writer in enumerate(ranks):
-        writer.save(step, make_state(plan, rank, salt), DATA, {"best": 1.5})
+        state = make_state(plan, rank, salt)
+        if plan.pipeline is not None and plan.pipeline_index(rank) != plan.pipeline.stage_ranks[-1]:
+            state = replace(state, buffers={**state.buffers, "mean": torch.zeros(2, 3)})  # another rank's stage updates it
+        writer.save(step, state, DATA, {"best": 1.5})
     for writer in ranks:
         writer.wait()
     return run / "checkpoints" / f"step-{step:08}"

@@ -38,6 +38,11 @@ PLANS = {
     "rows of 2": make_plan("single", 2, BY_GROUP, gap=1, tensor=2, shard=Shard(dim=0)),
     "blocks of 2, zero3 of 2": make_plan("zero3", 4, TURNED, tensor=2, shard=Shard(dim=0, blocks=3)),
     "columns of 4, zero1 of 2": make_plan("zero1", 8, BY_GROUP, tensor=4, shard=Shard(dim=1)),
+    "two stages": make_plan("single", 2, BY_GROUP, stages=((0, 1), (0,), (1,), (1,))),
+    "four stages in a V, zero1 of 2": make_plan("zero1", 4, TURNED, gap=1, stages=((1, 2), (0,), (0, 3), (2,)), stage_ranks=(0, 1, 1, 0)),
+    "two stages, columns of 2, zero3 of 2": make_plan(
+        "zero3", 8, BY_GROUP, tensor=2, shard=Shard(dim=1), stages=((0, 1), (1,), (0,), (1,))
+    ),
     "columns of 2, zero0 of 3": make_plan("zero0", 6, ONE_EACH, gap=2, tensor=2, shard=Shard(dim=1)),
 }
 

@@ -1,0 +1,141 @@
+"""The graphs that a rank runs: a package's step graphs as its plan cuts and rewrites them, and the updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.packaging.derived import read_derived
+from trainload.packaging.read import Package
+from trainload.sharding.collectives import Collective, collectives_of
+from trainload.sharding.pipeline.axis import cut_for
+from trainload.sharding.pipeline.schedule import Action
+from trainload.sharding.pipeline.stages import Part, Stages
+from trainload.sharding.plan import PIPELINE, Plan
+from trainload.sharding.rewrite import Phase, RankGraph, rewrite
+from trainload.sharding.tensor.partition import partition
+from trainload.sharding.update import UpdateStep
+
+DERIVATION = 3
+"""Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGraphs:
+    """What a rank runs.
+
+    Attributes:
+        ranks: rank graphs by name: `train_name`, `stage_name`, or that of a graph without gradients.
+        updates: what `UpdateStep.trace` gives, by the first training graph that shares it.
+        cuts: under a plan with a pipeline, how each graph was cut.
+    """
+
+    ranks: dict[str, RankGraph]
+    updates: dict[str, GraphModule]
+    cuts: dict[str, Stages]
+
+    def collectives(self, plan: Plan) -> dict[str, tuple[Collective, ...]]:
+        """What each graph calls, and what crosses the boundaries of those that were cut."""
+        modules = {name: graph.module for name, graph in self.ranks.items()}
+        modules |= {update_name(owner): module for owner, module in self.updates.items()}
+        found = {name: collectives_of(module, plan.groups(), name) for name, module in modules.items()}
+        return found | {f"{name}.messages": _messages(stages) for name, stages in self.cuts.items()}
+
+
+def _messages(stages: Stages) -> tuple[Collective, ...]:
+    """What crosses the boundaries, in order: the same on all ranks of a pipeline, or they would wait for one another."""
+    return tuple(
+        Collective(f"{kind} {boundary}", PIPELINE, value.dtype, f"{value.name} {value.shape}")
+        for kind, boundaries in (("up from stage", stages.up), ("down to stage", stages.down))
+        for boundary, values in enumerate(boundaries)
+        for value in values
+    )
+
+
+def train_name(graph: str, phase: Phase) -> str:
+    """The name of a training graph for one phase of a step."""
+    return f"{graph}.{phase.value}"
+
+
+def stage_name(graph: str, stage: int, part: Part) -> str:
+    """The name of what a stage does of a graph."""
+    return f"{graph}.stage{stage}.{part.value}"
+
+
+def update_name(graph: str) -> str:
+    """The name of the update that follows a training graph."""
+    return f"{graph}.update"
+
+
+def update_owners(package: Package) -> dict[str, str]:
+    """Training graph -> the first one that updates the same groups in the same way."""
+    first: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for name in package.manifest.training_graphs():
+        owners[name] = first.setdefault(package.recipe.graph(name).model_dump_json(), name)
+    return owners
+
+
+def phases(plan: Plan) -> tuple[Phase, ...]:
+    """The phases of a step that a plan needs."""
+    return (Phase.ONLY,) if plan.accumulate == 1 else (Phase.ACCUMULATE, Phase.SYNCHRONISE)
+
+
+def derived_key(graph: str, device: torch.device) -> str:
+    """The name under which a package keeps the step graph of one of its graphs for a kind of device, as this torch derives it."""
+    return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
+
+
+def make_graphs(
+    package: Package, plan: Plan, device: torch.device, pipeline_index: int, on_stage: Callable[[str, float], None] = lambda *_: None
+) -> RankGraphs:
+    """Derives and rewrites a package's graphs for the ranks of a plan.
+
+    Args:
+        package: what is trained.
+        plan: how.
+        device: where the ranks compute.
+        pipeline_index: of the ranks.
+        on_stage: told (stage, seconds) as each part is done.
+    """
+    began = time.perf_counter()
+    program, updates = package.program(), package.updates()
+    on_stage("load graphs", time.perf_counter() - began)
+    began = time.perf_counter()
+    training = package.manifest.training_graphs()
+    steps = {
+        name: (read_derived(package, derived_key(name, device)) if name in training else None) or derive(program, name, device)
+        for name in package.manifest.step_graphs()
+    }
+    on_stage("derive joint graphs", time.perf_counter() - began)
+    began = time.perf_counter()
+    if plan.tensor_ranks > 1:
+        steps = {name: partition(step, plan.tensor_ranks, plan.tensor_shards).step for name, step in steps.items()}
+    cuts = {name: cut_for(step, plan) for name, step in steps.items()} if plan.pipeline is not None else {}
+    graphs: dict[str, RankGraph] = {}
+    for name, step in steps.items():
+        groups = package.recipe.graph(name).groups if name in training else None
+        if plan.pipeline is not None:
+            parts = _own_parts(cuts[name], plan, pipeline_index)
+            graphs |= {stage_name(name, *key): rewrite(part, plan, Phase.ACCUMULATE, groups) for key, part in parts.items()}
+        elif name in training:
+            graphs |= {train_name(name, phase): rewrite(step, plan, phase, groups) for phase in phases(plan)}
+        else:
+            graphs[name] = rewrite(step, plan)
+    owners = dict.fromkeys(update_owners(package).values())
+    traced = {o: UpdateStep(plan, updates, package.recipe, o, pipeline_index=pipeline_index).trace(device) for o in owners}
+    on_stage("shard", time.perf_counter() - began)
+    return RankGraphs(graphs, traced, cuts)
+
+
+def _own_parts(stages: Stages, plan: Plan, pipeline_index: int) -> dict[tuple[int, Part], StepGraph]:
+    """The parts that a rank of the pipeline calls: of backward, the whole of it or its two halves, as the order has it."""
+    assert plan.pipeline is not None
+    called = {(action.stage, action.part) for action in map(Action.parse, plan.pipeline.order[pipeline_index])}
+    return {key: part for key, part in stages.parts.items() if key in called}
