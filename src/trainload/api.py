@@ -34,8 +34,9 @@ from trainload.packaging.signatures.policy import find_policies
 from trainload.packaging.write import write_package
 from trainload.proving import keep_steps, prove
 from trainload.sharding.buckets import item_bytes
+from trainload.sharding.check_plan import check_plan
 from trainload.sharding.estimate import kept_per_element, state_counts
-from trainload.sharding.make_plan import check_plan, make_plan
+from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster, Plan
 from trainload.sharding.strategies import Strategy
 
@@ -268,6 +269,7 @@ def resume(
         ranks = spec.plan.shard_ranks if kept == "hybrid" and world % (spec.plan.shard_ranks or 1) == 0 else None
         tensor = spec.plan.tensor_ranks if world % spec.plan.tensor_ranks == 0 else 1
         rules = dict(spec.plan.tensor_shards) if tensor > 1 else None
+        pipeline = spec.plan.pipeline if world // tensor % spec.plan.pipeline_ranks == 0 else None
         new_plan = make_plan(
             package,
             cluster,
@@ -277,6 +279,9 @@ def resume(
             shard_ranks=ranks,
             tensor_ranks=tensor,
             tensor_rules=rules,
+            pipeline_ranks=1 if pipeline is None else pipeline.ranks,
+            schedule=None if pipeline is None else pipeline.schedule,
+            stages_per_rank=None if pipeline is None else len(pipeline.stage_ranks) // pipeline.ranks,
         )
         spec = spec.model_copy(update={"plan": new_plan})
     _check_request(package, spec)

@@ -25,7 +25,7 @@ import trainload
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import RequestError
 from trainload.capture.inputs import leaves_of
-from trainload.launch.build import derived_key
+from trainload.launch.rank_graphs import derived_key
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
 

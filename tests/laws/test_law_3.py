@@ -7,13 +7,15 @@ compared too.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
+from trainload.launch.journal import read_events
 from trainload.packaging.read import Package
-from trainload.sharding.strategies import Strategy
+from trainload.sharding.strategies import SCHEDULES, Strategy
 
 STEPS = 100
 FEWER = 24
@@ -47,8 +49,17 @@ CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "zero3, one bucket": ("zero3", FEWER, 1, WHOLE),
     "tensor": (None, STEPS, 1, SMALL),
     "tensor, microbatches": (None, FEWER, 2, SMALL),
+    "1f1b": (None, STEPS, 4, SMALL),
+    "zbv": (None, FEWER, 4, SMALL),
 }
-"""(strategy; None: a tensor axis of both workers, steps, microbatches, bytes of a bucket)"""
+"""(strategy; None: both workers are of the tensor axis, or of a pipeline with this schedule; steps, microbatches, bytes of a bucket)"""
+PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
+    ("zero3", {"pipeline_ranks": 2, "accumulate": 2}),
+    ("zero1", {"pipeline_ranks": 2, "accumulate": 4, "schedule": "zero-bubble", "stages_per_rank": 2}),
+    (None, {"pipeline_ranks": 2, "tensor_ranks": 2, "accumulate": 4}),
+    (None, {"pipeline_ranks": 4, "accumulate": 8, "schedule": "gpipe"}),
+)
+"""Pipelines of four workers."""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +76,9 @@ def two_workers(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathF
         if name not in asked:
             continue
         cluster = trainload.Cluster(devices_per_node=2)
-        tensor = 1 if strategy is not None else 2
-        plan = trainload.plan(gpt, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, tensor_ranks=tensor)
+        axes: dict[str, Any] = {"pipeline_ranks": 2, "schedule": name} if name in SCHEDULES else {"tensor_ranks": 2}
+        axes = {} if strategy is not None else axes
+        plan = trainload.plan(gpt, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes)
         assert (len(plan.buckets) > 4) == (bucket_bytes != WHOLE)
         runs[name] = Run(folder / f"run{number}", gpt, plan, gpt_data, {"steps": steps})
     train(2, list(runs.values()), folder)
@@ -106,6 +118,21 @@ def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_
     for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):
         assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
         assert difference(curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")) <= TOLERANCE
+
+
+def test_pipelines_of_four_workers_have_the_losses_of_one(
+    gpt: Package, gpt_data: Path, gpt_held_out: Path, single: Path, tmp_path: Path
+) -> None:
+    cluster, runs = trainload.Cluster(devices_per_node=4), []
+    for number, (strategy, axes) in enumerate(PIPED):
+        plan = trainload.plan(gpt, cluster, strategy, bucket_bytes=SMALL, **axes)
+        options = {"steps": FEWER, "eval_data": str(gpt_held_out), "eval_every": FEWER // 2}
+        runs.append(Run(tmp_path / f"run{number}", gpt, plan, gpt_data, options))
+    for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):
+        assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
+        assert difference(curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")) <= TOLERANCE
+    evaluated = [[event.data["loss"] for event in read_events(run.run_dir) if event.kind == "eval"] for run in runs]
+    assert all(difference(evaluated[0], each) <= TOLERANCE for each in evaluated[1:])
 
 
 def test_one_worker_that_accumulates_has_the_same_losses(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:

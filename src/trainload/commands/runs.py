@@ -19,13 +19,13 @@ from trainload.capture.errors import PlanError, RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.shared import err, json_option, out, package_argument, positive, print_json, show_record, write_text
-from trainload.sharding.strategies import STRATEGIES
+from trainload.sharding.strategies import SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
     from trainload.api import Backend
     from trainload.packaging.read import Package
-    from trainload.sharding.plan import Plan
-    from trainload.sharding.strategies import Strategy
+    from trainload.sharding.plan import Pipeline, Plan
+    from trainload.sharding.strategies import Schedule, Strategy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -55,8 +55,11 @@ def strategy_option(command: Command) -> Command:
 @click.option("--shard-ranks", type=positive, metavar="N", help="Hybrid: ranks of a copy. Default: a node's.")
 @click.option("--tensor", type=positive, metavar="N", default=1, help="Ranks that share a row's work. Default: 1.")
 @click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
+@click.option("--pipeline", type=positive, metavar="N", default=1, help="Ranks that a row passes through. Default: 1.")
+@click.option("--schedule", type=click.Choice(SCHEDULES), metavar="S", help=f"One of {', '.join(SCHEDULES)}.")
+@click.option("--stages-per-rank", type=positive, metavar="N", help="Of a pipeline. Default: 1; zbv, dualpipev: 2.")
 @click.option("--global-batch", type=positive, metavar="N", help="Rows of one update. Default: the job's.")
-@click.option("--accumulate", type=positive, metavar="N", default=1, help="Microbatches of one update. Default: 1.")
+@click.option("--accumulate", type=positive, metavar="N", help="Microbatches. Default: 1; of a pipeline more.")
 @click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="A bucket of parameters. Default: 25.")
 @click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead. Default: 1.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
@@ -70,8 +73,11 @@ def plan(
     shard_ranks: int | None,
     tensor: int,
     rules: tuple[str, ...],
+    pipeline: int,
+    schedule: Schedule | None,
+    stages_per_rank: int | None,
     global_batch: int | None,
-    accumulate: int,
+    accumulate: int | None,
     bucket_mib: float | None,
     prefetch: int | None,
     output: Path | None,
@@ -85,6 +91,7 @@ def plan(
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
     options: dict[str, Any] = {"global_batch": global_batch, "accumulate": accumulate, "shard_ranks": shard_ranks}
     options |= {"tensor_ranks": tensor, "tensor_rules": dict(_rule(text) for text in rules)}
+    options |= {"pipeline_ranks": pipeline, "schedule": schedule, "stages_per_rank": stages_per_rank}
     if bucket_mib is not None:
         options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
     if prefetch is not None:
@@ -100,6 +107,7 @@ def plan(
         ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
         ("batch", f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
         *([("tensor", f"{made.tensor_ranks} ranks divide {len(made.tensor_shards)} parameters")] if made.tensor_ranks > 1 else []),
+        *([("pipeline", _spelled(made.pipeline))] if made.pipeline is not None else []),
         ("buckets", len(made.buckets)),
         *view.as_json(made.estimate).items(),
     ]
@@ -224,6 +232,10 @@ def resume(
 def _leads(backend: Backend) -> bool:
     """Whether this process says what came of a run: the only one, or torchrun's rank 0."""
     return backend != "torchrun" or os.environ.get("RANK", "0") == "0"
+
+
+def _spelled(pipeline: Pipeline) -> str:
+    return f"{pipeline.ranks} ranks, {len(pipeline.stage_ranks)} stages, {pipeline.schedule}"
 
 
 def _make_plan(package: Package, nodes: int, devices: int, device: str, strategy: Strategy | None, **options: Any) -> Plan:
