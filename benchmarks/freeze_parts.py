@@ -248,9 +248,9 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
 def package(path: Path) -> dict[str, Any]:
     """What is done with a package before it runs."""
     from trainload.autograd_trace.aot import derive
-    from trainload.launch.rank_graphs import derived_key
     from trainload.packaging.derived import read_derived
     from trainload.packaging.verify import verify_package
+    from trainload.sharding.step_graphs import derived_key
 
     cpu = torch.device("cpu")
     warm_up()

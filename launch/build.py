@@ -25,17 +25,30 @@ from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
 from trainload.launch.cache import LOCK_SECONDS, private_folder
 from trainload.launch.determinism import deterministic
-from trainload.launch.rank_graphs import RankGraphs, make_graphs, phases, stage_name, train_name, update_name, update_owners
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective, as_json, of_json
+from trainload.sharding.local_step import Local, local_step
 from trainload.sharding.pipeline.stages import Part, Value
 from trainload.sharding.plan import Plan
+from trainload.sharding.rank_graphs import RankGraphs, phases, rank_graphs, stage_name, train_name, update_name, update_owners
 from trainload.sharding.rewrite import BETWEEN, Phase
+from trainload.sharding.step_graphs import step_graphs
 
-BUILD_VERSION = 7
+BUILD_VERSION = 8
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
-_SHAPING = {"strategy", "shard_ranks", "accumulate", "prefetch", "buckets", "tensor_ranks", "tensor_shards", "pipeline"}
+_SHAPING = {
+    "strategy",
+    "shard_ranks",
+    "accumulate",
+    "prefetch",
+    "buckets",
+    "tensor_ranks",
+    "tensor_shards",
+    "pipeline",
+    "batch_norm",
+    "recompute",
+}
 _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -151,7 +164,7 @@ def compile_build(
         try:
             draft.mkdir()
             with _own_kernels(cache_dir, draft), deterministic():
-                _compile_into(draft, make_graphs(package, plan, device, pipeline_index, on_stage), plan, on_stage)
+                _compile_into(draft, _make_graphs(package, plan, device, pipeline_index, on_stage), plan, on_stage)
             draft.rename(final)
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -184,13 +197,26 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
 
 def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> Built:
     """The same callables, interpreted: for machines without a compiler, and for tests."""
-    graphs = make_graphs(package, plan, device, pipeline_index)
+    graphs = _make_graphs(package, plan, device, pipeline_index)
 
     def graph(name: str) -> BuiltGraph:
         return BuiltGraph(graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs)
 
     cuts = {name: Crossing(stages.up, stages.down, stages.symbols) for name, stages in graphs.cuts.items()}
     return _built(package, plan, set(graphs.ranks), graph, cuts, dict(graphs.updates), graphs.collectives(plan), compiled=False)
+
+
+def _make_graphs(
+    package: Package, plan: Plan, device: torch.device, pipeline_index: int, on_stage: Callable[[str, float], None] = lambda *_: None
+) -> RankGraphs:
+    began = time.perf_counter()
+    steps = step_graphs(package, device)
+    on_stage("derive joint graphs", time.perf_counter() - began)
+    began = time.perf_counter()
+    local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}
+    graphs = rank_graphs(package, plan, local, device, pipeline_index)
+    on_stage("shard", time.perf_counter() - began)
+    return graphs
 
 
 def _built(

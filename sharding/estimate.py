@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes
@@ -18,12 +18,14 @@ def estimate(plan: Plan, package: Package, between: float = 0) -> Estimate:
         package: what is trained.
         between: what a rank sends on the tensor axis and the pipeline axis for one microbatch.
     """
-    ranks = [_of_rank(plan, package, plan.held_buckets(index)) for index in range(plan.pipeline_ranks)]
+    ranks = [of_rank(plan, package, index) for index in range(plan.pipeline_ranks)]
     worst = {name: max(getattr(each, name) for each in ranks) for name in Estimate.model_fields}
     return Estimate(**worst | {"communication_bytes_per_step": worst["communication_bytes_per_step"] + round(plan.accumulate * between)})
 
 
-def _of_rank(plan: Plan, package: Package, buckets: Sequence[Bucket]) -> Estimate:
+def of_rank(plan: Plan, package: Package, pipeline_index: int) -> Estimate:
+    """The same for the ranks of one place of the pipeline, without what they send between them."""
+    buckets = plan.held_buckets(pipeline_index)
     states, own_state = state_counts(package), own_state_bytes(package)
     shard, replicas = plan.shard_degree, plan.replicas
     parameters = gradients = optimizer = communication = gathered = 0

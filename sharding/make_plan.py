@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
-from trainload.autograd_trace.aot import derive
 from trainload.capture.errors import PlanError
+from trainload.capture.program import ParameterSpec
 from trainload.packaging.read import Package
-from trainload.sharding.buckets import item_bytes, make_buckets, parameter_order
-from trainload.sharding.check_plan import check_batch, groups_of
+from trainload.sharding.buckets import item_bytes, make_buckets
+from trainload.sharding.check_plan import check_batch
 from trainload.sharding.estimate import estimate
+from trainload.sharding.local_step import Local
 from trainload.sharding.pipeline.axis import default_microbatches, pipe
 from trainload.sharding.plan import Cluster, Estimate, Plan, Shard
-from trainload.sharding.strategies import STRATEGIES, Schedule, Strategy
-from trainload.sharding.tensor.axis import TensorAxis, divide
+from trainload.sharding.source import Source
+from trainload.sharding.strategies import STRATEGIES, BatchNorm, Recompute, Schedule, Strategy
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Of parameters in one bucket; as DistributedDataParallel's default."""
@@ -26,7 +25,7 @@ REPLICATED_BYTES = 2**30
 
 
 def make_plan(
-    package: Package,
+    package: Package | Source,
     cluster: Cluster,
     strategy: Strategy | None = None,
     *,
@@ -40,11 +39,13 @@ def make_plan(
     pipeline_ranks: int = 1,
     schedule: Schedule | None = None,
     stages_per_rank: int | None = None,
+    batch_norm: BatchNorm = "averaged",
+    recompute: Recompute = "job",
 ) -> Plan:
     """Spreads a package over a cluster.
 
     Args:
-        package: what is to be trained.
+        package: what is to be trained; a `Source`, where several plans are made.
         cluster: the cluster's shape.
         strategy: of the data axis. None: "single" where it has one rank; else "zero0" while a replica of everything takes up to
             REPLICATED_BYTES, then "zero3".
@@ -59,35 +60,27 @@ def make_plan(
         pipeline_ranks: how many ranks a microbatch passes through, one after the other.
         schedule: of the pipeline; None: "1f1b".
         stages_per_rank: of the pipeline; None: two for schedules that are shaped like a V, else one.
+        batch_norm: whose statistics a batch norm takes, and what becomes of the running ones: as `Plan` says.
+        recompute: what of forward is computed again for backward: as `Plan` says.
 
     Raises:
         PlanError: no such plan can be made; the message says what would do.
     """
+    source = package if isinstance(package, Source) else Source(package)
+    package = source.package
     world = cluster.world_size
     rows = global_batch or package.recipe.global_batch
     lanes = _data_ranks(cluster, tensor_ranks, tensor_rules, pipeline_ranks, schedule, stages_per_rank)
     if accumulate is None:
         accumulate = 1 if pipeline_ranks == 1 else default_microbatches(rows // lanes, pipeline_ranks, schedule, stages_per_rank)
     check_batch(package, rows, lanes, accumulate)
-    manifest = package.manifest
-    trained = groups_of(package)
-    owners = [p for p in package.parameters if p.alias_of is None]
-    whole = {u.group for u in manifest.updates if not u.elementwise}
-    tensor, pipeline = TensorAxis(tensor_ranks, {}), None
-    if tensor_ranks > 1 or pipeline_ranks > 1:
-        program, cpu = package.program(), torch.device("cpu")
-        steps = {name: derive(program, name, cpu) for name in manifest.step_graphs()}
-        training = [steps[name] for name in manifest.training_graphs()]
-        if tensor_ranks > 1:
-            tensor = divide(training, tensor_ranks, {name for name, groups in trained.items() if whole.intersection(groups)}, tensor_rules)
-            owners = [replace(p, shape=tensor.shape(p.name, p.shape)) for p in owners]
-        if pipeline_ranks > 1:
-            pipeline = pipe(package, steps, tensor, pipeline_ranks, schedule, stages_per_rank, accumulate)
-    if strategy is None:
-        everything = sum(
-            math.prod(p.shape) * item_bytes(p.dtype) * (2 + 2 * len(trained[p.name]) if p.name in trained else 1) for p in owners
-        )
-        strategy = "single" if lanes == 1 else "zero0" if everything <= REPLICATED_BYTES else "zero3"
+    tensor, pipeline = source.tensor(tensor_ranks, tensor_rules), None
+    owners = [replace(p, shape=tensor.shape(p.name, p.shape)) for p in package.parameters if p.alias_of is None]
+    if pipeline_ranks > 1:
+        shards = tuple(sorted(tensor.shards.items()))
+        local = source.local(Local(tensor_ranks, shards, batch_norm, recompute, lanes if batch_norm == "synchronised" else 1))
+        pipeline = pipe(package, source.training, local, pipeline_ranks, schedule, stages_per_rank, accumulate)
+    strategy = strategy or _default_strategy(owners, source, lanes)
     if strategy == "single" and lanes > 1:
         raise PlanError(
             "one device was asked for, and the cluster has more" if lanes == world else "the data axis has more than one rank",
@@ -99,11 +92,8 @@ def make_plan(
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
         raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
-    order = [name for graph in manifest.training_graphs() for name in parameter_order(package.captured(graph))]
-    aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
-    uses = list(dict.fromkeys(aliases.get(n) or n for n in order))
     stages = None if pipeline is None else pipeline.homes
-    buckets = make_buckets(owners, trained, uses, world, bucket_bytes, whole, tensor.shards, stages)
+    buckets = make_buckets(owners, source.trained, source.order, world, bucket_bytes, source.whole, tensor.shards, stages)
     made = Plan(
         package=package.digest,
         cluster=cluster,
@@ -112,6 +102,8 @@ def make_plan(
         tensor_ranks=tensor_ranks,
         tensor_shards=dict(sorted(tensor.shards.items())),
         pipeline=None if pipeline is None else pipeline.pipeline,
+        batch_norm=batch_norm,
+        recompute=recompute,
         global_batch=rows,
         accumulate=accumulate,
         prefetch=prefetch,
@@ -123,6 +115,14 @@ def make_plan(
 
 
 _NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+
+
+def _default_strategy(owners: Sequence[ParameterSpec], source: Source, lanes: int) -> Strategy:
+    if lanes == 1:
+        return "single"
+    copies = {p.name: 2 + 2 * len(source.trained[p.name]) if p.name in source.trained else 1 for p in owners}
+    everything = sum(math.prod(p.shape) * item_bytes(p.dtype) * copies[p.name] for p in owners)
+    return "zero0" if everything <= REPLICATED_BYTES else "zero3"
 
 
 def _data_ranks(

@@ -27,3 +27,11 @@ def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kw
     with mode:
         node.meta["val"] = target(*values[0], **values[1])
     return node
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """A node's arguments by their names in the schema, defaults among them."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    found = {a.name: a.default_value for a in schema if a.has_default_value()}
+    found |= dict(zip([a.name for a in schema], node.args, strict=False))
+    return found | dict(node.kwargs)

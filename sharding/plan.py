@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainload.sharding.strategies import Schedule, Strategy
+from trainload.sharding.strategies import BatchNorm, Recompute, Schedule, Strategy
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -158,6 +158,13 @@ class Plan(_Record):
     parameters in `tensor_shards`: the tensor axis. The ranks of a `pipeline` work on the same rows one after the other, each on stages of
     the graph: the pipeline axis.
 
+    batch_norm: "averaged" each rank normalises by its own rows, and buffers that forward updates are averaged over the ranks after each
+    call; "broadcast" the same, and they are those of the first rank; "synchronised" each normalises by the rows of all ranks.
+
+    recompute: what of forward is computed again for backward: "job" what the model's own checkpoints say; "selective" all but what matrix
+    products, convolutions, attention and collectives have computed, and what goes from one stretch of the graph to the next; "full" all
+    but what goes on.
+
     Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = data_ranks * accumulate * rows of one call;
     `shard_ranks` divides data_ranks and is given for "hybrid" alone; rank = (its number on the pipeline axis * data_ranks + its number on
     the data axis) * tensor_ranks + its number on the tensor axis.
@@ -173,6 +180,8 @@ class Plan(_Record):
     tensor_ranks: int = Field(default=1, ge=1)
     tensor_shards: dict[str, Shard] = {}
     pipeline: Pipeline | None = None
+    batch_norm: BatchNorm = "averaged"
+    recompute: Recompute = "job"
     global_batch: int = Field(ge=1)
     accumulate: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)

@@ -142,6 +142,7 @@ class _Rewriter:
         self._weights: dict[Node, Node] = {}
         self._gathered: dict[str, Node] = {}
         self._flying: dict[str, Node] = {}
+        self._landed: dict[str, Node] = {}
         launches = self._gather_schedule(0, backward_from, derived) if self._sharded else {}
         if self._sharded:
             # After the node that begins the backward part, so that a gather stands in the part that it is for.
@@ -161,6 +162,7 @@ class _Rewriter:
                 copied[node] = self._copy(node, copied)
             for bucket in gradients.get(index, ()):
                 reduced[bucket.name] = self._launch_reduction(bucket, copied)
+                self._land_earlier(reduced)
         for bucket in self._trained if gradients and not self._body else ():  # a part of a stage may only pass gradients on
             reduced[bucket.name] = self._launch_reduction(bucket, copied)
         for node in self._results:
@@ -338,11 +340,22 @@ class _Rewriter:
     def _add_so_far(self, bucket: Bucket, flat: Node) -> Node:
         return self._call(aten.add.Tensor, flat, self._so_far[bucket.name]) if self._phase is not Phase.ONLY else flat
 
+    def _flies(self) -> bool:
+        """Whether gradients are reduced in this graph."""
+        return self._plan.data_ranks > 1 and (self._phase is not Phase.ACCUMULATE or self._plan.shards_gradients)
+
+    def _land_earlier(self, reduced: dict[str, Node]) -> None:
+        """Waits for all but the last reductions. What a scatter takes, a whole gradient, is there until it is waited for."""
+        if not self._flies() or not self._plan.shards_state:
+            return
+        for name in [name for name in reduced if name not in self._landed][: -max(1, self._plan.prefetch)]:
+            self._landed[name] = self._wait(reduced[name])
+
     def _land(self, reduced: dict[str, Node]) -> dict[str, Node]:
         """Bucket -> its gradient, all communication done."""
-        if self._plan.data_ranks == 1 or (self._phase is Phase.ACCUMULATE and not self._plan.shards_gradients):
+        if not self._flies():
             return reduced
-        landed = {name: self._wait(reduction) for name, reduction in reduced.items()}
+        landed = {name: self._landed.get(name) or self._wait(reduction) for name, reduction in reduced.items()}
         if self._plan.shards_gradients:
             landed = {bucket.name: self._add_so_far(bucket, landed[bucket.name]) for bucket in self._trained if bucket.name in landed}
         if self._phase is Phase.ACCUMULATE or not self._plan.shards_state or self._plan.replicas == 1:
@@ -399,12 +412,16 @@ class _Rewriter:
         return self._wait(self._all_reduce(totals, DATA))
 
     def _synchronised_buffer(self, port: Port, node: Node) -> Node:
-        """Floating-point buffers become the mean over the ranks (as running statistics do); others change alike on every rank."""
+        """Floating-point buffers become the mean over the ranks (as running statistics do), or the first one's; others change alike on
+        every rank.
+        """
         if self._plan.data_ranks == 1:
             return node
         if not node.meta["val"].is_floating_point():
             self._refuse_difference(port)
             return node
+        if self._plan.batch_norm == "broadcast":
+            return self._wait(self._call(torch.ops._c10d_functional.broadcast.default, node, 0, DATA))
         total = self._wait(self._all_reduce(node, DATA))
         return self._call(aten.div.Scalar, total, self._plan.data_ranks)
 

@@ -1,4 +1,7 @@
-"""The names of strategies and schedules, for who needs no more than that, such as the command line's help. `Plan` says what they mean."""
+"""The names of strategies, schedules and their like, for who needs no more than that, such as the command line's help.
+
+`Plan` says what they mean.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ from typing import Literal, get_args
 
 Strategy = Literal["single", "zero0", "zero1", "zero2", "zero3", "hybrid"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+BatchNorm = Literal["averaged", "broadcast", "synchronised"]
+BATCH_NORMS: tuple[BatchNorm, ...] = get_args(BatchNorm)
+
+Recompute = Literal["job", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble", "zbv", "dualpipev"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

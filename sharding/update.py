@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 
 from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.errors import PlanError
+from trainload.sharding.liveness import Storages
 from trainload.sharding.plan import DATA, PIPELINE, REPLICATE, TENSOR, Bucket, Plan, shared_group
 from trainload.sharding.rewrite import accumulated_length, update_length
 
@@ -312,7 +313,32 @@ class UpdateStep:
                 target.copy_(value)
             return (norm,)
 
-        return trace_flat(in_place, inputs)
+        module = trace_flat(in_place, inputs)
+        _write_early(module)
+        return module
+
+
+def _write_early(module: GraphModule) -> None:
+    """Has each input written as soon as its new value is there and nobody reads the old one any more, so that new values do not gather."""
+    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    storages = Storages(module)
+    views: dict[int, list[Node]] = {}
+    for node, found in storages.of.items():
+        for storage in found:
+            if storage is not None:
+                views.setdefault(storage, []).append(node)
+    for copy in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        old, new = copy.args[:2]
+        assert isinstance(old, Node) and isinstance(new, Node)
+        (storage,) = storages.of[old]
+        assert storage is not None
+        readers = [user for view in views[storage] for user in view.users if user is not copy and user.op != "output"]
+        before = [new, *readers]
+        last = max(before, key=lambda node: place[node])
+        if last.op != "placeholder" and not any(node.target is aten.copy_.default for node in before):
+            last.append(copy)
+    module.graph.lint()
+    module.recompile()
 
 
 def _total(value: Tensor, group: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,6 @@ from trainload.sharding.pipeline.schedule import make_order, stage_ranks
 from trainload.sharding.pipeline.stages import Stages, Value, cut
 from trainload.sharding.plan import Pipeline, Plan
 from trainload.sharding.strategies import Schedule
-from trainload.sharding.tensor.axis import TensorAxis
-from trainload.sharding.tensor.partition import partition
 
 DEFAULT: Schedule = "1f1b"
 
@@ -70,8 +68,8 @@ def default_microbatches(rows: int, ranks: int, schedule: Schedule | None, per_r
 
 def pipe(
     package: Package,
-    steps: Mapping[str, StepGraph],
-    tensor: TensorAxis,
+    training: Sequence[StepGraph],
+    local: Mapping[str, StepGraph],
     ranks: int,
     schedule: Schedule | None,
     per_rank: int | None,
@@ -81,8 +79,8 @@ def pipe(
 
     Args:
         package: what is to be trained.
-        steps: its step graphs, by name.
-        tensor: the plan's tensor axis.
+        training: its training graphs, the main one first.
+        local: its step graphs by name, as one rank of the other axes has them.
         ranks: of the pipeline.
         schedule: None: DEFAULT.
         per_rank: stages of each rank; None: what the schedule has at least.
@@ -103,22 +101,20 @@ def pipe(
     count = per_rank or _stages_of(name)
     order = make_order(name, ranks, count, microbatches)
     homes_of_stages = stage_ranks(name, ranks, count)
-    training = [steps[graph] for graph in package.manifest.training_graphs()]
     homes = choose_stages(training, len(homes_of_stages))
     parameters = {p.name for p in package.parameters}
     buffers = {name: stages[0] for name, stages in homes.items() if name not in parameters}
     pipeline = Pipeline(ranks=ranks, schedule=name, stage_ranks=homes_of_stages, order=order, buffers=dict(sorted(buffers.items())))
     found: Stages | None = None
-    for graph, step in steps.items():  # what cannot be cut is said now
-        divided = partition(step, tensor.ranks, tensor.shards).step if tensor.ranks > 1 else step
-        made = cut(divided, homes, len(homes_of_stages))
+    for graph, step in local.items():  # what cannot be cut is said now
+        made = cut(step, homes, len(homes_of_stages))
         found = made if graph == package.manifest.training_graphs()[0] else found
     assert found is not None
     return PipelineAxis(pipeline, {name: homes.get(name, (0,)) for name in sorted(parameters | set(homes))}, found, microbatches)
 
 
 def cut_for(step: StepGraph, plan: Plan) -> Stages:
-    """Cuts a step graph, partitioned already where the plan has a tensor axis, into the stages of a plan."""
+    """Cuts a step graph, as one rank of the other axes has it, into the stages of a plan."""
     assert plan.pipeline is not None
     homes: dict[str, tuple[int, ...]] = {slot.parameter: bucket.stages for bucket in plan.buckets for slot in bucket.slots}
     homes |= {name: (stage,) for name, stage in plan.pipeline.buffers.items()}

@@ -12,8 +12,8 @@ from torch.fx import Node
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.nodes import ends
-from trainload.sharding.pipeline.items import bytes_of, updated_buffers
-from trainload.sharding.tensor.choose import flops
+from trainload.sharding.pipeline.items import updated_buffers
+from trainload.sharding.work import bytes_of, flops, moved_bytes
 
 FLOPS_PER_BYTE = 50.0
 """Operations that take as long as to read or write a byte of memory, about: devices have 10 to 300."""
@@ -166,5 +166,4 @@ def _crossing(forward: _Forward) -> Tensor:
 
 def cost(node: Node) -> float:
     """What a forward node takes, and its backward with it, about, in operations."""
-    moved = bytes_of(node) + sum(bytes_of(source) for source in node.all_input_nodes)
-    return 3 * (flops(node) + FLOPS_PER_BYTE * moved)
+    return 3 * (flops(node) + FLOPS_PER_BYTE * moved_bytes(node))

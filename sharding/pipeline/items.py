@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import SymInt
 from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload
 from trainload.sharding.nodes import ends
+from trainload.sharding.work import bytes_of
 
 aten = torch.ops.aten
 Homes = Mapping[str, Sequence[int]]
@@ -237,18 +237,6 @@ def is_sendable(node: Node) -> bool:
     """Whether its value can go from one graph to another: one tensor, and no collective that is under way."""
     started = str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
     return isinstance(node.meta["val"], torch.Tensor) and not started
-
-
-def bytes_of(node: Node) -> float:
-    """Bytes of a node's value, where a size depends on the batch those of the example; 0 of what is no tensor."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    return sum(float(hinted(v.numel())) * v.element_size() for v in values if isinstance(v, torch.Tensor))
-
-
-def hinted(size: object) -> int:
-    """A size, or its value in the example batch; 1 where the data decide it."""
-    return int(size.node.hint or 1) if isinstance(size, SymInt) else int(size)  # type: ignore[call-overload]
 
 
 def updated_buffers(step: StepGraph) -> list[str]:

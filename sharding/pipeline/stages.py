@@ -13,8 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.sharding.nodes import append, ends, mode_of
 from trainload.sharding.pipeline.cut import stages_of
-from trainload.sharding.pipeline.items import Homes, Item, Items, hinted, is_sendable
+from trainload.sharding.pipeline.items import Homes, Item, Items, is_sendable
 from trainload.sharding.pipeline.sizes import shape_text, sizes_of_batch, symbols_of
+from trainload.sharding.work import number
 
 aten = torch.ops.aten
 
@@ -118,7 +119,7 @@ class _Cutter:
             )
 
         inputs = {port.name: node.meta["val"].shape for node, port in self._ports.items() if port.role is Role.BATCH}
-        example = {symbol: hinted(inputs[name][at]) for symbol, (name, at) in known.items()}
+        example = {symbol: number(inputs[name][at]) for symbol, (name, at) in known.items()}
         return Stages(parts, tuple(map(values, up)), tuple(map(values, down)), known, example)
 
     # What is sent

@@ -19,8 +19,9 @@ from trainload.capture.errors import PlanError
 from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Shard
 from trainload.sharding.tensor.factors import Factor
-from trainload.sharding.tensor.links import Links, arguments
+from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.partition import divisions, linked
+from trainload.sharding.work import elements, flops
 
 aten = torch.ops.aten
 WORTH = 8
@@ -137,34 +138,17 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
         for factor in present:
             if factor in whole:
                 exchanged[factor] += sum(
-                    _count(s) for s in node.all_input_nodes if links.has_dims(s) and links.holds(links.dims(s), factor)
+                    elements(s.meta["val"]) for s in node.all_input_nodes if links.has_dims(s) and links.holds(links.dims(s), factor)
                 )
                 continue
             saved[factor] += work * (ranks - 1) / ranks
-            for number, contracted in enumerate(use.contracted):
+            values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
+            for value, contracted in zip(values, use.contracted, strict=False):
                 if factor in links.factors.leaves(contracted):
-                    exchanged[factor] += _count(node, number)
+                    exchanged[factor] += elements(value)
             if factor in special and not any(links.holds(dims, factor) for dims in links.outputs[node]):
-                exchanged[factor] += _count(node, 0)
+                exchanged[factor] += elements(node.meta["val"])
     return [Candidate(f, own, saved[f], exchanged[f], counts[f]) for f, own in shards.items()]
-
-
-def flops(node: Node) -> float:
-    """Multiplications and additions of a node that multiplies matrices; 0 of any other."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
-        left = next(s for s in node.args[1 if packet in (aten.addmm, aten.baddbmm) else 0 :])
-        return 2.0 * _count(node) * _size(left.meta["val"].shape[-1])  # type: ignore[union-attr]
-    if packet is aten.convolution:
-        return 2.0 * _count(node) * _product(arguments(node)["weight"].meta["val"].shape[1:])
-    if packet is aten.convolution_backward:
-        given = arguments(node)
-        return 4.0 * _count(given["grad_output"]) * _product(given["weight"].meta["val"].shape[1:])
-    if "scaled_dot_product" in str(packet):
-        given = arguments(node)
-        rounds = 5 if "grad_out" in given or "grad_output" in given else 2
-        return 2.0 * rounds * _count(given["query"]) * _size(given["key"].meta["val"].shape[2])
-    return 0.0
 
 
 def _of_data(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
@@ -193,18 +177,3 @@ def _twice(links: Links) -> set[Factor]:
                 for leaf in links.factors.leaves(dim):
                     (found if leaf in seen else seen).add(leaf)
     return found
-
-
-def _count(node: Node, number: int = 0) -> float:
-    value = node.meta["val"]
-    found = value[number] if isinstance(value, tuple | list) else value
-    return _product(found.shape) if isinstance(found, torch.Tensor) else 0.0
-
-
-def _product(sizes: Sequence[object]) -> float:
-    return math.prod(_size(size) for size in sizes)
-
-
-def _size(size: object) -> float:
-    """A size, or its value in the example batch."""
-    return float(size) if isinstance(size, int) else float(size.node.hint)  # type: ignore[attr-defined]

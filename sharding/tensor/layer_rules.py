@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from trainload.sharding.nodes import arguments
 from trainload.sharding.tensor.factors import Dim, Dims
-from trainload.sharding.tensor.links import Links, Outputs, arguments, rule, sizes
+from trainload.sharding.tensor.links import Links, Outputs, rule, sizes
 
 aten = torch.ops.aten
 

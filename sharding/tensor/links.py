@@ -144,11 +144,3 @@ def size_of(size: Any) -> Size:
         found: Size = size.node.expr if known is None else known
         return found
     return int(size)
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """A node's arguments by their names in the schema, defaults among them."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    found = {a.name: a.default_value for a in schema if a.has_default_value()}
-    found |= dict(zip([a.name for a in schema], node.args, strict=False))
-    return found | dict(node.kwargs)

@@ -19,10 +19,10 @@ import trainload.sharding.tensor.layer_rules
 import trainload.sharding.tensor.rules  # noqa: F401 - these two declare the rules
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import PlanError
-from trainload.sharding.nodes import ends, mode_of
+from trainload.sharding.nodes import arguments, ends, mode_of
 from trainload.sharding.plan import TENSOR, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
-from trainload.sharding.tensor.links import Links, arguments
+from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.place import Emitter, Exchange, Held, Place, position
 from trainload.sharding.tensor.special import SPECIAL, Results
 

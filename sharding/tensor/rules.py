@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from trainload.sharding.nodes import arguments
 from trainload.sharding.tensor.factors import Dim, Dims
-from trainload.sharding.tensor.links import Links, Outputs, arguments, pointwise, rule, sizes
+from trainload.sharding.tensor.links import Links, Outputs, pointwise, rule, sizes
 
 aten = torch.ops.aten
 
@@ -171,17 +172,19 @@ def _divided(links: Links, node: Node) -> Outputs:
 def _joined(links: Links, node: Node) -> Outputs:
     """The reverse of `_divided`."""
     given = arguments(node)
-    sources: Sequence[Node] = given["tensors"]
     shape = sizes(node.meta["val"])
     at = given["dim"] % len(shape)
+    sources: Sequence[Node] = given["tensors"]
+    if node.target is aten.cat.default and len(shape) > 1:
+        sources = [s for s in sources if len(sizes(s.meta["val"])) > 1]  # it passes over empty tensors of one dim
     parts = [list(links.dims(source)) for source in sources]
     if node.target is aten.stack.default:
         for part in parts:
             part.insert(at, ())
     lengths = {sizes(source.meta["val"])[at] for source in sources} if node.target is aten.cat.default else {1}
-    if any(len(part) != len(shape) for part in parts):
-        return links.refuse(node)  # cat passes over empty tensors of one dim
     first = parts[0]
+    if len(parts) == 1 and node.target is aten.cat.default:
+        return (tuple(first),)
     for part in parts[1:]:
         links.tie(first[:at] + first[at + 1 :], part[:at] + part[at + 1 :])
         if len(lengths) == 1:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from trainload.sharding.nodes import arguments
 from trainload.sharding.tensor.factors import Factor
-from trainload.sharding.tensor.links import arguments
 from trainload.sharding.tensor.place import Held, Place
 
 if TYPE_CHECKING:

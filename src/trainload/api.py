@@ -279,6 +279,8 @@ def resume(
             shard_ranks=ranks,
             tensor_ranks=tensor,
             tensor_rules=rules,
+            batch_norm=spec.plan.batch_norm,
+            recompute=spec.plan.recompute,
             pipeline_ranks=1 if pipeline is None else pipeline.ranks,
             schedule=None if pipeline is None else pipeline.schedule,
             stages_per_rank=None if pipeline is None else len(pipeline.stage_ranks) // pipeline.ranks,

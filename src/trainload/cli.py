@@ -22,7 +22,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import compare, exports, graphs, packages, runs, stores, trust
+from trainload.commands import compare, exports, graphs, packages, planning, runs, stores, trust
 from trainload.commands.overview import Overview
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import libraries as named_libraries
@@ -169,7 +169,8 @@ for _command in (
     graphs.show,
     graphs.ops,
     graphs.transform,
-    runs.plan,
+    planning.plan,
+    planning.profile,
     runs.launch,
     runs.resume,
 ):

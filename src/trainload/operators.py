@@ -15,10 +15,10 @@ from trainload.autograd_trace.decompose import becomes, is_core, is_device_speci
 from trainload.capture.errors import PassError
 from trainload.capture.operators import calls_in, is_higher_order, is_overload
 from trainload.capture.program import Program
-from trainload.launch.rank_graphs import derived_key
 from trainload.packaging.derived import read_derived
 from trainload.packaging.graph_json import running_schema
 from trainload.packaging.read import Package
+from trainload.sharding.step_graphs import derived_key
 
 STEP = "step"
 """Column of the derived graph of forward and backward, for the CPU."""

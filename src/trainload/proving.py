@@ -24,9 +24,9 @@ from trainload.capture.strict import tried_too
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
-from trainload.launch.rank_graphs import derived_key
 from trainload.packaging.derived import write_derived
 from trainload.packaging.read import Package
+from trainload.sharding.step_graphs import derived_key
 
 _CPU = torch.device("cpu")
 

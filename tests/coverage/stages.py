@@ -25,9 +25,9 @@ import trainload
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import RequestError
 from trainload.capture.inputs import leaves_of
-from trainload.launch.rank_graphs import derived_key
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
+from trainload.sharding.step_graphs import derived_key
 
 STAGES = ("captured", "loss", "gradients", "dynamic batch", "saved", "loaded", "joint", "two workers")
 PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"

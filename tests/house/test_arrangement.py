@@ -55,7 +55,8 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         held = {name for name in archive.namelist() if name.startswith("trainload/")}
     stages = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in stage_files()}
     face = {path.relative_to(ROOT / "src").as_posix() for path in face_files()}
-    assert held == {*stages, *face, "trainload/py.typed"}
+    data = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "sharding" / "planner" / "devices").glob("*.json")}
+    assert held == {*stages, *face, *data, "trainload/py.typed"}
 
 
 @pytest.mark.parametrize("stage", STAGES)

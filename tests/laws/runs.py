@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -74,9 +75,22 @@ def ranks(world: int, runs: Sequence[Run], folder: Path) -> Iterator[list[subpro
 def train(world: int, runs: Sequence[Run], folder: Path, *, once: bool = True) -> list[list[float]]:
     """Trains `runs` to their ends. Returns: the losses of each, by step; see `curve`."""
     with ranks(world, runs, folder) as started:
-        ended = [process.wait() for process in started]
+        ended = _wait(started)
         assert ended == [0] * world, "\n".join(_log(folder, rank).read_text() for rank in range(world))
     return [curve(run.run_dir, once=once) for run in runs]
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], patience: float = 30.0) -> list[int | None]:
+    """Exit codes of processes that have ended. Those that wait for one that failed are left after `patience` seconds: None."""
+    deadline = math.inf
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in started]
+        if None not in codes:
+            break
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + patience)
+        time.sleep(0.02)
+    return codes
 
 
 def _log(folder: Path, rank: int) -> Path:

@@ -15,7 +15,7 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 import trainload
 from trainload.launch.journal import read_events
 from trainload.packaging.read import Package
-from trainload.sharding.strategies import SCHEDULES, Strategy
+from trainload.sharding.strategies import SCHEDULES, Recompute, Strategy
 
 STEPS = 100
 FEWER = 24
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
 }
 """(strategy; None: both workers are of the tensor axis, or of a pipeline with this schedule; steps, microbatches, bytes of a bucket)"""
 PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
-    ("zero3", {"pipeline_ranks": 2, "accumulate": 2}),
+    ("zero3", {"pipeline_ranks": 2, "accumulate": 2, "recompute": "full"}),
     ("zero1", {"pipeline_ranks": 2, "accumulate": 4, "schedule": "zero-bubble", "stages_per_rank": 2}),
     (None, {"pipeline_ranks": 2, "tensor_ranks": 2, "accumulate": 4}),
     (None, {"pipeline_ranks": 4, "accumulate": 8, "schedule": "gpipe"}),
@@ -106,6 +106,18 @@ def test_four_workers_in_two_nodes_have_the_losses_of_one(gpt: Package, gpt_data
     (losses,) = train(4, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": FEWER})], tmp_path)
     assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
     assert difference(curve(single, of="gradient_norm")[:FEWER], curve(tmp_path / "run", of="gradient_norm")) <= TOLERANCE
+
+
+def test_recomputation_changes_no_bit(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    cluster = trainload.Cluster(devices_per_node=2)
+    runs: list[Run] = []
+    axes: dict[Recompute, dict[str, Any]] = {"full": {"pipeline_ranks": 2, "accumulate": 2}, "selective": {"tensor_ranks": 2}}
+    for how, more in axes.items():
+        for recompute in ("job", how):
+            plan = trainload.plan(gpt, cluster, bucket_bytes=SMALL, recompute=recompute, **more)
+            runs.append(Run(tmp_path / f"run{len(runs)}", gpt, plan, gpt_data, {"steps": 4}))
+    kept, full, kept_too, selective = train(2, runs, tmp_path)
+    assert (kept, kept_too) == (full, selective)
 
 
 def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from trainload.autograd_trace.aot import derive
 from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
 from trainload.sharding.buckets import make_buckets
+from trainload.sharding.liveness import held
 from trainload.sharding.rewrite import rewrite
 from trainload.sharding.strategies import Strategy
 from trainload.sharding.update import UpdateStep
@@ -43,6 +44,14 @@ def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
     torch.testing.assert_close(written, norm)
     for found, value in zip([*params, *states], expected, strict=True):
         torch.testing.assert_close(found, value)
+
+
+def test_new_values_do_not_gather_before_they_are_written() -> None:
+    plan = make_plan("single", 1, bucket_bytes=1)
+    step = UpdateStep(plan, captured()[3], RECIPE, "train")
+    largest = max(part.bucket.length for part in step.parts) * 4
+    everything_new = sum(part.bucket.length * 4 * (1 + len(part.state)) for part in step.parts)
+    assert held(step.trace(CPU)).peak < min(8 * largest, everything_new)
 
 
 def test_the_gradient_is_clipped_to_its_global_norm() -> None:

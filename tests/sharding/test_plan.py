@@ -113,7 +113,7 @@ def test_a_plan_of_before_hybrid_is_read() -> None:
 
 
 def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--devices-per-node 4 --strategy hybrid --shard-ranks 2 --accumulate 2 --bucket-mib 0.01 --prefetch 3 --json"
+    options = "--devices-per-node 4 --strategy hybrid/2 --accumulate 2 --bucket-mib 0.01 --prefetch 3 --json"
     assert cli.run(["plan", str(gpt.path), *options.split()]) == 0
     cluster = trainload.Cluster(devices_per_node=4)
     expected = trainload.plan(gpt, cluster, "hybrid", shard_ranks=2, accumulate=2, bucket_bytes=10485, prefetch=3)

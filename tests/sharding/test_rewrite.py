@@ -17,6 +17,7 @@ from trainload.sharding.strategies import STRATEGIES, Strategy
 C10D = torch.ops._c10d_functional
 GATHER = C10D.all_gather_into_tensor.default
 SCATTER = C10D.reduce_scatter_tensor.default
+WAIT = C10D.wait_tensor.default
 REDUCE = C10D.all_reduce.default
 WORLD = 8
 CPU = torch.device("cpu")
@@ -102,6 +103,18 @@ def test_zero2_scatters_in_every_microbatch_and_gathers_nothing() -> None:
     plan, graph = rewritten("zero2", Phase.ACCUMULATE)
     assert len(calls(graph, SCATTER)) == trained(plan)
     assert calls(graph, GATHER) == []
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid"])
+def test_whole_gradients_are_let_go_while_others_are_made(strategy: Strategy, prefetch: int) -> None:
+    _, graph = rewritten(strategy, prefetch=prefetch)
+    flying = most = 0
+    for node in graph.module.graph.nodes:
+        flying += node.target is SCATTER
+        flying -= node.target is WAIT and source(node).target is SCATTER
+        most = max(most, flying)
+    assert most == prefetch + 1
 
 
 def test_hybrid_communicates_parameters_among_neighbours_only() -> None:

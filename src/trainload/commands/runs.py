@@ -1,9 +1,8 @@
-"""Commands that plan, start and continue runs."""
+"""Commands that start and continue runs."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -18,14 +17,14 @@ from trainload import view
 from trainload.capture.errors import PlanError, RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
-from trainload.commands.shared import err, json_option, out, package_argument, positive, print_json, show_record, write_text
-from trainload.sharding.strategies import SCHEDULES, STRATEGIES
+from trainload.commands.planning import make_plan
+from trainload.commands.shared import err, json_option, package_argument, positive, show_record
+from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from trainload.api import Backend
-    from trainload.packaging.read import Package
-    from trainload.sharding.plan import Pipeline, Plan
-    from trainload.sharding.strategies import Schedule, Strategy
+    from trainload.sharding.plan import Plan
+    from trainload.sharding.strategies import Strategy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -44,76 +43,6 @@ def backend_option(command: Command) -> Command:
 def strategy_option(command: Command) -> Command:
     """Add --strategy."""
     return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help="One of single, zero0..zero3, hybrid.")(command)
-
-
-@click.command(short_help="Plan for a cluster.")
-@package_argument
-@click.option("--nodes", type=positive, metavar="N", default=1, help="Nodes of the cluster. Default: 1.")
-@click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
-@device_option
-@strategy_option
-@click.option("--shard-ranks", type=positive, metavar="N", help="Hybrid: ranks of a copy. Default: a node's.")
-@click.option("--tensor", type=positive, metavar="N", default=1, help="Ranks that share a row's work. Default: 1.")
-@click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
-@click.option("--pipeline", type=positive, metavar="N", default=1, help="Ranks that a row passes through. Default: 1.")
-@click.option("--schedule", type=click.Choice(SCHEDULES), metavar="S", help=f"One of {', '.join(SCHEDULES)}.")
-@click.option("--stages-per-rank", type=positive, metavar="N", help="Of a pipeline. Default: 1; zbv, dualpipev: 2.")
-@click.option("--global-batch", type=positive, metavar="N", help="Rows of one update. Default: the job's.")
-@click.option("--accumulate", type=positive, metavar="N", help="Microbatches. Default: 1; of a pipeline more.")
-@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="A bucket of parameters. Default: 25.")
-@click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead. Default: 1.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
-@json_option
-def plan(
-    package: Path,
-    nodes: int,
-    devices_per_node: int,
-    device: str,
-    strategy: Strategy | None,
-    shard_ranks: int | None,
-    tensor: int,
-    rules: tuple[str, ...],
-    pipeline: int,
-    schedule: Schedule | None,
-    stages_per_rank: int | None,
-    global_batch: int | None,
-    accumulate: int | None,
-    bucket_mib: float | None,
-    prefetch: int | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Spread a package over a cluster of a given shape. Needs no cluster.
-
-    The plan is data: buckets, placements and an estimate of memory and traffic.
-    """
-    if output is not None and output.exists():
-        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
-    options: dict[str, Any] = {"global_batch": global_batch, "accumulate": accumulate, "shard_ranks": shard_ranks}
-    options |= {"tensor_ranks": tensor, "tensor_rules": dict(_rule(text) for text in rules)}
-    options |= {"pipeline_ranks": pipeline, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    if bucket_mib is not None:
-        options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
-    if prefetch is not None:
-        options["prefetch"] = prefetch
-    made = _make_plan(shared.open_package(package), nodes, devices_per_node, device, strategy, **options)
-    if output is not None:
-        write_text(output, made.model_dump_json(indent=2) + "\n")
-    if as_json:
-        print_json(made)
-        return
-    rows: list[tuple[str, Any]] = [
-        ("cluster", f"{nodes} x {devices_per_node} {device}"),
-        ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
-        ("batch", f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
-        *([("tensor", f"{made.tensor_ranks} ranks divide {len(made.tensor_shards)} parameters")] if made.tensor_ranks > 1 else []),
-        *([("pipeline", _spelled(made.pipeline))] if made.pipeline is not None else []),
-        ("buckets", len(made.buckets)),
-        *view.as_json(made.estimate).items(),
-    ]
-    if output is not None:
-        rows.append(("plan", str(output)))
-    out().print(view.table(rows))
 
 
 @click.command(short_help="Train a package.")
@@ -165,7 +94,7 @@ def launch(
     opened = shared.open_to_run(package)
     if workers is None and backend == "torchrun":
         workers = int(os.environ.get("WORLD_SIZE", "1"))
-    made = _read_plan(plan_file) if plan_file is not None else _make_plan(opened, 1, workers or 1, device, strategy)
+    made = _read_plan(plan_file) if plan_file is not None else make_plan(opened, 1, workers or 1, device, strategy)
     run_dir = run_dir or Path("runs") / f"{package.stem}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
@@ -232,31 +161,6 @@ def resume(
 def _leads(backend: Backend) -> bool:
     """Whether this process says what came of a run: the only one, or torchrun's rank 0."""
     return backend != "torchrun" or os.environ.get("RANK", "0") == "0"
-
-
-def _spelled(pipeline: Pipeline) -> str:
-    return f"{pipeline.ranks} ranks, {len(pipeline.stage_ranks)} stages, {pipeline.schedule}"
-
-
-def _make_plan(package: Package, nodes: int, devices: int, device: str, strategy: Strategy | None, **options: Any) -> Plan:
-    from trainload import api
-    from trainload.sharding.plan import Cluster
-
-    cluster = Cluster.model_validate({"nodes": nodes, "devices_per_node": devices, "device": device})
-    return api.plan(package, cluster, strategy, **options)
-
-
-def _rule(text: str) -> tuple[str, Any]:
-    """PATTERN=DIM, PATTERN=DIM/BLOCKS or PATTERN=whole, as `make_plan` takes it."""
-    from trainload.sharding.plan import Shard
-
-    pattern, _, how = text.rpartition("=")
-    found = re.fullmatch(r"(?P<whole>whole)|(?P<dim>[0-9]{1,2})(/(?P<blocks>[0-9]{1,6}))?", how)
-    if not pattern or found is None or found["blocks"] == "0":
-        raise PlanError(
-            "this is no rule of the tensor axis", where="--tensor-rule", expected="PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole", got=text
-        )
-    return pattern, None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
 
 
 def _read_plan(path: Path) -> Plan:

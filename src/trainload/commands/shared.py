@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,24 @@ DONE, FAILED, WRONG = 0, 1, 2
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
 positive = click.IntRange(min=1)
+
+
+class NamedCount(click.ParamType[tuple[str, int | None]]):
+    """One of some names, or NAME/N: (name, N, None where it is left out)."""
+
+    name = "name"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
+        """Reads what the user wrote."""
+        if isinstance(value, tuple):
+            return value
+        name, slash, count = str(value).partition("/")
+        if name not in self._names or (slash and not (count.isdecimal() and 0 < int(count) <= 2**31)):
+            self.fail(f"{value!r} is none of {', '.join(self._names)}, or one of them with /N", param, ctx)
+        return name, int(count) if slash else None
 
 
 def open_package(path: Path) -> Package:

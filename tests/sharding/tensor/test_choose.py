@@ -56,6 +56,19 @@ class Twice(nn.Module):
         return loss
 
 
+class Grown(nn.Module):
+    """Hidden features that are put behind nothing yet, as a cache of keys does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(16, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = torch.cat([torch.zeros(0), torch.relu(self.hidden(x))], dim=-1)
+        loss: Tensor = self.out(grown).mean()
+        return loss
+
+
 def step_of(model: nn.Module, *shape: int) -> StepGraph:
     return derive(capture(job(model, batch={"x": torch.randn(*shape)}, loss=lambda m, b: m(b["x"]))), "train", torch.device("cpu"))
 
@@ -82,6 +95,11 @@ def test_grouped_heads_are_divided_by_their_groups() -> None:
     found = choose([step_of(Attending(), 4, 6, 16)], 2)
     weights = {name: shard for name, shard in found.items() if name.endswith("weight")}
     assert weights == {"query.weight": ROWS, "key.weight": ROWS, "value.weight": ROWS, "out.weight": COLUMNS}
+
+
+def test_an_empty_tensor_that_cat_passes_over_hinders_nothing() -> None:
+    found = choose([step_of(Grown(), 4, 16)], 2)
+    assert found == {"hidden.bias": ROWS, "hidden.weight": ROWS, "out.weight": COLUMNS}
 
 
 def test_a_class_that_a_value_has_twice_is_not_divided() -> None:

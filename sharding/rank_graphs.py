@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective, collectives_of
 from trainload.sharding.pipeline.axis import cut_for
@@ -19,11 +16,7 @@ from trainload.sharding.pipeline.schedule import Action
 from trainload.sharding.pipeline.stages import Part, Stages
 from trainload.sharding.plan import PIPELINE, Plan
 from trainload.sharding.rewrite import Phase, RankGraph, rewrite
-from trainload.sharding.tensor.partition import partition
 from trainload.sharding.update import UpdateStep
-
-DERIVATION = 3
-"""Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,39 +80,20 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
     return (Phase.ONLY,) if plan.accumulate == 1 else (Phase.ACCUMULATE, Phase.SYNCHRONISE)
 
 
-def derived_key(graph: str, device: torch.device) -> str:
-    """The name under which a package keeps the step graph of one of its graphs for a kind of device, as this torch derives it."""
-    return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
-
-
-def make_graphs(
-    package: Package, plan: Plan, device: torch.device, pipeline_index: int, on_stage: Callable[[str, float], None] = lambda *_: None
-) -> RankGraphs:
-    """Derives and rewrites a package's graphs for the ranks of a plan.
+def rank_graphs(package: Package, plan: Plan, local: Mapping[str, StepGraph], device: torch.device, pipeline_index: int = 0) -> RankGraphs:
+    """Rewrites a package's step graphs for the ranks of a plan.
 
     Args:
         package: what is trained.
         plan: how.
+        local: its step graphs by name, as `local_step` gives them for this plan.
         device: where the ranks compute.
         pipeline_index: of the ranks.
-        on_stage: told (stage, seconds) as each part is done.
     """
-    began = time.perf_counter()
-    program, updates = package.program(), package.updates()
-    on_stage("load graphs", time.perf_counter() - began)
-    began = time.perf_counter()
     training = package.manifest.training_graphs()
-    steps = {
-        name: (read_derived(package, derived_key(name, device)) if name in training else None) or derive(program, name, device)
-        for name in package.manifest.step_graphs()
-    }
-    on_stage("derive joint graphs", time.perf_counter() - began)
-    began = time.perf_counter()
-    if plan.tensor_ranks > 1:
-        steps = {name: partition(step, plan.tensor_ranks, plan.tensor_shards).step for name, step in steps.items()}
-    cuts = {name: cut_for(step, plan) for name, step in steps.items()} if plan.pipeline is not None else {}
+    cuts = {name: cut_for(step, plan) for name, step in local.items()} if plan.pipeline is not None else {}
     graphs: dict[str, RankGraph] = {}
-    for name, step in steps.items():
+    for name, step in local.items():
         groups = package.recipe.graph(name).groups if name in training else None
         if plan.pipeline is not None:
             parts = _own_parts(cuts[name], plan, pipeline_index)
@@ -128,9 +102,8 @@ def make_graphs(
             graphs |= {train_name(name, phase): rewrite(step, plan, phase, groups) for phase in phases(plan)}
         else:
             graphs[name] = rewrite(step, plan)
-    owners = dict.fromkeys(update_owners(package).values())
+    updates, owners = package.updates(), dict.fromkeys(update_owners(package).values())
     traced = {o: UpdateStep(plan, updates, package.recipe, o, pipeline_index=pipeline_index).trace(device) for o in owners}
-    on_stage("shard", time.perf_counter() - began)
     return RankGraphs(graphs, traced, cuts)
 
 

@@ -1,0 +1,137 @@
+"""What devices and their links can do: files of figures, of which some come with trainload, and `trainload profile` writes others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainload.capture.errors import PlanError
+from trainload.sharding.plan import DeviceKind
+
+FOLDER = Path(__file__).parent / "devices"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Link(_Record):
+    """What connects devices. `seconds`: until the first byte is there; `bytes_per_second`: of one device, in one direction, as collectives
+    reach it.
+    """
+
+    seconds: float = Field(ge=0)
+    bytes_per_second: float = Field(gt=0)
+
+
+class Measured(_Record):
+    """A collective that was timed: `operator` of `bytes` on `ranks` ranks."""
+
+    operator: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+class DeviceProfile(_Record):
+    """A kind of device. All figures are what programs reach, not what data sheets promise; `source` says where they are from."""
+
+    name: str
+    kind: DeviceKind
+    source: str
+    memory_bytes: int = Field(gt=0)
+    reserved_bytes: int = Field(default=0, ge=0)
+    """What a process takes before it holds a tensor, and what its allocator cannot use: libraries, their buffers, fragments."""
+    flops: dict[str, float] = Field(min_length=1)
+    """dtype -> operations a second of large matrix products. What is missing is taken for float32."""
+    attention: float = Field(default=1.0, gt=0)
+    """What fused attention reaches of `flops`."""
+    memory_bytes_per_second: float = Field(gt=0)
+    """Read and written by operators on large tensors."""
+    kernel_seconds: float = Field(default=0.0, ge=0)
+    """What each kernel takes beside its work."""
+    node: Link
+    """Among the devices of a node."""
+    network: Link
+    """Among nodes, for each device."""
+    collectives: tuple[Measured, ...] = ()
+    """What the figures of `node` come from, where it was measured."""
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second of matrix products in a dtype."""
+        return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+
+def names() -> list[str]:
+    """The devices whose figures come with trainload."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def read(name: str) -> DeviceProfile:
+    """The profile of a device.
+
+    Args:
+        name: one of `names()`, or the path of a file.
+
+    Raises:
+        PlanError: there is none, or the file does not hold one.
+    """
+    path = FOLDER / f"{name}.json" if name in names() else Path(name)
+    if not path.is_file():
+        raise PlanError(
+            "there is no such device",
+            where="device",
+            expected=f"one of {', '.join(names())}, or a file that `trainload profile` wrote",
+            got=name,
+        )
+    try:
+        return DeviceProfile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        raise PlanError(
+            "the file does not hold a device's figures",
+            where=str(path),
+            expected="as docs/planner.md says",
+            got=str(error).replace("\n", "; "),
+            cure="Write one with: trainload profile.",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How a process group lies on a cluster: its `ranks`, and how many of them a node has."""
+
+    ranks: int
+    on_node: int
+
+
+def span_of(groups: Sequence[Sequence[int]], devices_per_node: int) -> Span:
+    """How the process groups of one name lie: as the one does that has the fewest neighbours on a node."""
+    spread = [len({rank // devices_per_node for rank in group}) for group in groups]
+    ranks = len(groups[0])
+    return Span(ranks, max(1, ranks // max(spread)))
+
+
+def seconds_of(operator: str, size: float, span: Span, device: DeviceProfile) -> float:
+    """How long a collective takes, by the ring that crosses the slowest link.
+
+    Args:
+        operator: "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast" or "send".
+        size: bytes of the whole: of a gather's result, of a scatter's and a reduction's operand.
+        span: of its group.
+        device: the devices.
+    """
+    if span.ranks == 1:
+        return 0.0
+    inside = span.on_node == span.ranks
+    link = device.node if inside else device.network
+    # The ranks of a node that are in one group each send through a link of their own.
+    speed = link.bytes_per_second if inside else min(device.node.bytes_per_second, link.bytes_per_second * span.on_node)
+    rounds = {"all_reduce": 2, "send": 0}.get(operator, 1)
+    if rounds == 0:
+        return link.seconds + size / speed
+    hops = (span.ranks - 1) if inside else (span.ranks // span.on_node - 1) + (span.on_node - 1)
+    return rounds * (min(hops, 2 * span.ranks.bit_length()) * link.seconds + size * (span.ranks - 1) / span.ranks / speed)

@@ -1,0 +1,364 @@
+"""Chooses a plan: the degrees of the axes, the strategy, how many microbatches, and what is computed again.
+
+Two passes. The first judges every combination by figures of the undivided graph: what a call computes and holds, what the strategy stores
+and sends. The second makes the plans that came out best, rewrites their graphs, and plays those through (`costs`); it alone decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+from trainload.capture.errors import PlanError
+from trainload.sharding.buckets import item_bytes
+from trainload.sharding.estimate import state_counts
+from trainload.sharding.liveness import held
+from trainload.sharding.local_step import Local
+from trainload.sharding.make_plan import make_plan
+from trainload.sharding.plan import TENSOR, Cluster, Plan, Shard
+from trainload.sharding.planner.costs import Costs, costs, sizes_of
+from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
+from trainload.sharding.planner.timeline import timeline
+from trainload.sharding.rank_graphs import rank_graphs
+from trainload.sharding.source import Source
+from trainload.sharding.strategies import RECOMPUTES, Recompute, Schedule, Strategy
+
+EXACT = 8
+"""How many plans are made and played through, unless asked otherwise."""
+_SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (("1f1b", None), ("1f1b", 2), ("zero-bubble", None), ("zbv", None))
+_MAX_STAGES, _MAX_NODES = 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan is asked for. `schedule`: with its stages on each rank; None without a pipeline."""
+
+    strategy: Strategy
+    tensor: int = 1
+    pipeline: int = 1
+    accumulate: int = 1
+    recompute: Recompute = "job"
+    schedule: tuple[Schedule, int | None] | None = None
+
+    def __str__(self) -> str:
+        parts: list[str] = [self.strategy]
+        parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        if self.schedule is not None:
+            name, stages = self.schedule
+            parts += [f"pipeline {self.pipeline} ({name}{f'/{stages}' if stages else ''})"]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a user has decided already; None: the planner decides."""
+
+    strategy: Strategy | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    accumulate: int | None = None
+    recompute: Recompute | None = None
+    schedule: tuple[Schedule, int | None] | None = None
+
+
+_ANYTHING = Wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was made and played through."""
+
+    choice: Choice
+    plan: Plan
+    costs: Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What was not made, and why."""
+
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Candidates, those that fit first, the fastest first of each; how many combinations were judged; what could not be made."""
+
+    candidates: tuple[Candidate, ...]
+    judged: int
+    refused: tuple[Refused, ...]
+    device: DeviceProfile
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a candidate's memory is the device's."""
+        return candidate.costs.memory.peak <= self.device.memory_bytes
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits."""
+        return next((c for c in self.candidates if self.fits(c)), None)
+
+
+def search(
+    source: Source,
+    cluster: Cluster,
+    device: DeviceProfile,
+    wanted: Wanted = _ANYTHING,
+    *,
+    global_batch: int | None = None,
+    exact: int = EXACT,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Found:
+    """Finds plans of a package for a cluster.
+
+    Args:
+        source: the package.
+        cluster: its shape.
+        device: what it is made of.
+        wanted: what is decided already.
+        global_batch: rows of one update; None: the recipe's.
+        exact: how many plans are made and played through.
+        options: what else `make_plan` takes, for all plans alike.
+
+    Raises:
+        PlanError: nothing can be made at all.
+    """
+    rows = global_batch or source.package.recipe.global_batch
+    judged, refused = _judge_all(source, cluster, device, wanted, rows, options)
+    if not judged:
+        reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
+        raise PlanError("no plan can be made", where="plan", got=reasons or f"{rows} rows that do not divide among the devices")
+    candidates: list[Candidate] = []
+    for choice in _to_try(judged, device):
+        try:
+            candidates.append(evaluate(source, cluster, device, choice, rows, options))
+        except PlanError as error:
+            refused.append(Refused(str(choice), str(error)))
+        fitting = sum(c.costs.memory.peak <= device.memory_bytes for c in candidates)
+        if len(candidates) >= exact and (fitting or len(candidates) >= 2 * exact):
+            break
+    source.forget()
+    order = sorted(candidates, key=lambda c: _order(c, device))
+    return Found(tuple(order), len(judged), tuple(refused), device)
+
+
+def smallest(
+    source: Source,
+    cluster: Cluster,
+    device: DeviceProfile,
+    wanted: Wanted = _ANYTHING,
+    *,
+    global_batch: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Candidate | None:
+    """The plan for the fewest nodes (twice as many as `cluster` has, and so on) with which the package fits; None where none is found.
+
+    Arguments as of `search`.
+    """
+    rows = global_batch or source.package.recipe.global_batch
+    while cluster.nodes * 2 <= _MAX_NODES:
+        cluster = cluster.model_copy(update={"nodes": cluster.nodes * 2})
+        judged, _ = _judge_all(source, cluster, device, wanted, rows, options)
+        for each in sorted(judged, key=lambda each: each.bytes)[:2]:
+            try:
+                found = evaluate(source, cluster, device, each.choice, rows, options)
+            except PlanError:
+                continue  # the next one may do
+            if found.costs.memory.peak <= device.memory_bytes:
+                return found
+    return None
+
+
+def evaluate(
+    source: Source, cluster: Cluster, device: DeviceProfile, choice: Choice, rows: int, options: Mapping[str, Any] = MappingProxyType({})
+) -> Candidate:
+    """Makes the plan of a choice, its graphs, and what it costs. Raises: PlanError where there is no such plan."""
+    name, stages = choice.schedule or (None, None)
+    plan = make_plan(
+        source,
+        cluster,
+        choice.strategy,
+        global_batch=rows,
+        accumulate=choice.accumulate,
+        tensor_ranks=choice.tensor,
+        pipeline_ranks=choice.pipeline,
+        schedule=name,
+        stages_per_rank=stages,
+        recompute=choice.recompute,
+        **options,
+    )
+    return Candidate(choice, plan, costs_of(source, plan, device))
+
+
+def costs_of(source: Source, plan: Plan, device: DeviceProfile, *, compiled: bool = True) -> Costs:
+    """What a plan costs.
+
+    Args:
+        source: its package.
+        plan: the plan.
+        device: what each rank computes with.
+        compiled: whether graphs are compiled.
+    """
+    local = {name: step for name, step in source.local(Local.of(plan)).items() if name in source.package.manifest.training_graphs()}
+    ranks = [rank_graphs(source.package, plan, local, source.device, index) for index in range(plan.pipeline_ranks)]
+    return costs(source.package, plan, ranks, device, compiled=compiled)
+
+
+def _order(candidate: Candidate, device: DeviceProfile) -> tuple[bool, float]:
+    over = candidate.costs.memory.peak > device.memory_bytes
+    return over, candidate.costs.memory.peak if over else candidate.costs.time.seconds
+
+
+# What there is to choose from
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _tensor_degrees(cluster: Cluster, wanted: Wanted) -> list[int]:
+    """A tensor axis stays within a node, whose links are the fastest."""
+    return [wanted.tensor] if wanted.tensor is not None else _divisors(cluster.devices_per_node)
+
+
+def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterator[Choice]:
+    left = cluster.world_size // tensor
+    pipelines = [wanted.pipeline] if wanted.pipeline is not None else [p for p in _divisors(left) if p <= _MAX_STAGES]
+    recomputes = [wanted.recompute] if wanted.recompute is not None else list(RECOMPUTES)
+    for pipeline, recompute in product(pipelines, recomputes):
+        if left % pipeline or rows % (left // pipeline):
+            continue
+        lanes = left // pipeline
+        for strategy, schedule in product(_strategies(cluster, wanted, tensor, lanes), _schedules(wanted, pipeline)):
+            for accumulate in _microbatches(wanted, rows // lanes, pipeline, schedule):
+                if strategy != "zero2" or accumulate > 1:
+                    yield Choice(strategy, tensor, pipeline, accumulate, recompute, schedule)
+
+
+def _strategies(cluster: Cluster, wanted: Wanted, tensor: int, lanes: int) -> list[Strategy]:
+    found: list[Strategy] = ["single"] if lanes == 1 else ["zero0", "zero1", "zero2", "zero3"]
+    near = cluster.devices_per_node // tensor
+    if 1 < near < lanes and lanes % near == 0:
+        found.append("hybrid")
+    return [strategy for strategy in found if wanted.strategy in (None, strategy)]
+
+
+def _schedules(wanted: Wanted, pipeline: int) -> list[tuple[Schedule, int | None] | None]:
+    if pipeline == 1:
+        return [None]
+    return [wanted.schedule] if wanted.schedule is not None else list(_SCHEDULES)
+
+
+def _microbatches(wanted: Wanted, rows: int, pipeline: int, schedule: tuple[Schedule, int | None] | None) -> list[int]:
+    if wanted.accumulate is not None:
+        return [wanted.accumulate] if rows % wanted.accumulate == 0 else []
+    if schedule is None:
+        return [each for each in _divisors(rows) if math.log2(each).is_integer() or each == rows]
+    return [each for each in _divisors(rows) if each >= pipeline and (each % pipeline == 0) and each <= 16 * pipeline]
+
+
+# The first pass
+
+
+def _judge_all(
+    source: Source, cluster: Cluster, device: DeviceProfile, wanted: Wanted, rows: int, options: Mapping[str, Any]
+) -> tuple[list[_Judged], list[Refused]]:
+    judged: list[_Judged] = []
+    refused: list[Refused] = []
+    for tensor in _tensor_degrees(cluster, wanted):
+        try:
+            judge = _Judge(source, cluster, device, tensor, rows, options.get("tensor_rules"))
+        except PlanError as error:
+            refused.append(Refused(f"tensor {tensor}", str(error)))
+            continue
+        judged += [judge.judge(choice) for choice in _choices(cluster, wanted, tensor, rows)]
+        source.forget()
+    return judged, refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    choice: Choice
+    bytes: float
+    seconds: float
+
+
+class _Judge:
+    """Judges choices of one tensor degree by the graph of a rank of that axis.
+
+    Raises: PlanError where the axis finds nothing to divide.
+    """
+
+    def __init__(
+        self, source: Source, cluster: Cluster, device: DeviceProfile, tensor: int, rows: int, rules: Mapping[str, Shard | None] | None
+    ) -> None:
+        self._cluster, self._device, self._rows, self._tensor = cluster, device, rows, tensor
+        axis = source.tensor(tensor, rules)
+        shards = tuple(sorted(axis.shards.items()))
+        package = source.package
+        main = package.manifest.training_graphs()[0]
+        self._steps = {how: source.local(Local(tensor, shards, recompute=how))[main] for how in RECOMPUTES}
+        self._calls: dict[tuple[Recompute, int], tuple[float, float]] = {}
+        states = state_counts(package)
+        self._stored = self._kept = 0.0
+        for parameter in package.parameters:
+            if parameter.alias_of is None:
+                size = math.prod(axis.shape(parameter.name, parameter.shape)) * item_bytes(parameter.dtype)
+                groups = source.trained.get(parameter.name, ())
+                self._stored += size
+                self._kept += size * sum(states[group] for group in groups)
+
+    def judge(self, choice: Choice) -> _Judged:
+        """What a choice comes to, about."""
+        device, cluster = self._device, self._cluster
+        lanes = cluster.world_size // (choice.tensor * choice.pipeline)
+        seconds, activations = self._call(choice.recompute, self._rows // (lanes * choice.accumulate))
+        near = min(lanes, max(1, cluster.devices_per_node // choice.tensor))
+        degree = near if choice.strategy == "hybrid" else lanes
+        stored, kept = self._stored / choice.pipeline, self._kept / choice.pipeline
+        shares = {"zero1": (1, 1, degree), "zero2": (1, degree, degree), "zero3": (degree,) * 3, "hybrid": (degree,) * 3}
+        of_parameters, of_gradients, of_state = shares.get(choice.strategy, (1, 1, 1))
+        flying = 1.0 if choice.pipeline == 1 else min(choice.accumulate, choice.pipeline) / choice.pipeline
+        memory = stored / of_parameters + stored / of_gradients + kept / of_state + activations * flying + device.reserved_bytes
+        times = choice.accumulate if of_parameters > 1 else 1
+        sent = seconds_of("all_gather_into_tensor", stored, Span(degree, near), device)
+        exchange = sent * (3 * times if of_parameters > 1 else 2)
+        work = seconds * choice.accumulate / choice.pipeline
+        stages = (choice.schedule[1] if choice.schedule is not None else None) or 1
+        bubble = work * (choice.pipeline - 1) / (choice.accumulate * stages)
+        return _Judged(choice, memory, work + bubble + max(0.0, exchange - 0.8 * work))
+
+    def _call(self, how: Recompute, rows: int) -> tuple[float, float]:
+        """Seconds of a call of so many rows, and bytes that it holds at most."""
+        key = how, rows
+        if key not in self._calls:
+            step = self._steps[how]
+            sizes = sizes_of(step.module, step.inputs, rows)
+            spans = {TENSOR: Span(self._tensor, self._tensor)}
+            line = timeline(step.module, self._device, spans, sizes)
+            self._calls[key] = line.seconds, held(step.module, sizes).peak
+        return self._calls[key]
+
+
+def _to_try(judged: list[_Judged], device: DeviceProfile) -> Iterator[Choice]:
+    """What is worth a closer look, the best first: those that seem to fit by time, then the others by memory. Of one kind of plan, which
+    differs in microbatches and recomputation alone, two at first.
+    """
+    fitting = sorted((each for each in judged if each.bytes <= device.memory_bytes), key=lambda each: each.seconds)
+    others = sorted((each for each in judged if each.bytes > device.memory_bytes), key=lambda each: each.bytes)
+    seen: dict[Choice, int] = {}
+    later: list[Choice] = []
+    for each in fitting:
+        kind = replace(each.choice, accumulate=1, recompute="job")
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= 2:
+            yield each.choice
+        else:
+            later.append(each.choice)
+    yield from later
+    yield from (each.choice for each in others)

@@ -1,0 +1,78 @@
+"""A package as plans are made of it: what several plans have in common is computed once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.packaging.read import Package
+from trainload.sharding.buckets import parameter_order
+from trainload.sharding.check_plan import groups_of
+from trainload.sharding.local_step import Local, local_step
+from trainload.sharding.plan import Shard
+from trainload.sharding.step_graphs import step_graphs
+from trainload.sharding.tensor.axis import TensorAxis, divide
+
+UNDIVIDED = TensorAxis(1, {})
+
+
+class Source:
+    """What plans of a package are made of.
+
+    Args:
+        package: what is to be trained.
+
+    Attributes:
+        device: whose step graphs are taken. Plans are made without the devices that they are for.
+        trained: parameter -> its optimizer groups.
+        whole: groups whose update takes whole parameters.
+    """
+
+    def __init__(self, package: Package) -> None:
+        self.package = package
+        self.device = torch.device("cpu")
+        self.trained = groups_of(package)
+        self.whole = {u.group for u in package.manifest.updates if not u.elementwise}
+        self._axes: dict[tuple[int, tuple[tuple[str, Shard | None], ...]], TensorAxis] = {}
+        self._local: dict[Local, dict[str, StepGraph]] = {}
+
+    @functools.cached_property
+    def steps(self) -> dict[str, StepGraph]:
+        """The package's step graphs by name."""
+        return step_graphs(self.package, self.device)
+
+    @property
+    def training(self) -> list[StepGraph]:
+        """The training graphs, the main one first."""
+        return [self.steps[name] for name in self.package.manifest.training_graphs()]
+
+    @functools.cached_property
+    def order(self) -> list[str]:
+        """The parameters that own storage, in the order of their first use."""
+        package = self.package
+        names = [name for graph in package.manifest.training_graphs() for name in parameter_order(package.captured(graph))]
+        aliases = {p.name: p.alias_of for p in package.manifest.parameters if p.alias_of is not None}
+        return list(dict.fromkeys(aliases.get(name) or name for name in names))
+
+    def tensor(self, ranks: int, rules: Mapping[str, Shard | None] | None = None) -> TensorAxis:
+        """What a tensor axis of so many ranks divides. Raises: PlanError where a rule does not fit, or nothing can be divided."""
+        if ranks == 1:
+            return UNDIVIDED
+        key = ranks, tuple((rules or {}).items())
+        if key not in self._axes:
+            whole = {name for name, groups in self.trained.items() if self.whole.intersection(groups)}
+            self._axes[key] = divide(self.training, ranks, whole, rules)
+        return self._axes[key]
+
+    def local(self, axes: Local) -> dict[str, StepGraph]:
+        """The step graphs as one rank has them, before anything is sharded over the data axis or cut into stages."""
+        if axes not in self._local:
+            self._local[axes] = {name: local_step(step, axes) for name, step in self.steps.items()}
+        return self._local[axes]
+
+    def forget(self) -> None:
+        """Frees what `local` has made."""
+        self._local.clear()

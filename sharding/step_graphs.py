@@ -1,0 +1,38 @@
+"""A package's step graphs for a kind of device: as the package keeps them, or derived now."""
+
+from __future__ import annotations
+
+import torch
+
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.capture.program import Program
+from trainload.packaging.derived import read_derived
+from trainload.packaging.read import Package
+
+DERIVATION = 3
+"""Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
+
+
+def derived_key(graph: str, device: torch.device) -> str:
+    """The name under which a package keeps the step graph of one of its graphs for a kind of device, as this torch derives it."""
+    return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
+
+
+def step_graphs(package: Package, device: torch.device) -> dict[str, StepGraph]:
+    """The step graph of each graph of a package that is called in training or evaluation, by its name.
+
+    Args:
+        package: what is trained.
+        device: where.
+    """
+    training = package.manifest.training_graphs()
+    found: dict[str, StepGraph] = {}
+    program: Program | None = None
+    for name in package.manifest.step_graphs():
+        kept = read_derived(package, derived_key(name, device)) if name in training else None
+        if kept is None:
+            program = program or package.program()
+            kept = derive(program, name, device)
+        found[name] = kept
+    return found

@@ -1,0 +1,206 @@
+"""What the planner says of small jobs whose right answers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.laws.gpt import gpt_job
+
+import trainload
+from trainload.capture.errors import PlanError
+from trainload.packaging.read import Package
+from trainload.sharding.plan import Cluster
+from trainload.sharding.planner.device import DeviceProfile, Link, Span, names, read, seconds_of, span_of
+from trainload.sharding.planner.search import Candidate, Choice, Found, Wanted, costs_of, evaluate, search, smallest
+from trainload.sharding.source import Source
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return Source(trainload.freeze(gpt_job(), tmp_path_factory.mktemp("planner") / "gpt.tl"))
+
+
+def device(memory: int = 2**40, link: float = 1e9, far: float = 1e9, latency: float = 0.0, flops: float = 1e9) -> DeviceProfile:
+    """One whose figures make sums easy."""
+    return DeviceProfile(
+        name="d",
+        kind="cpu",
+        source="made up",
+        memory_bytes=memory,
+        flops={"float32": flops},
+        memory_bytes_per_second=1e9,
+        node=Link(seconds=latency, bytes_per_second=link),
+        network=Link(seconds=latency, bytes_per_second=far),
+    )
+
+
+def choices(found: Found) -> list[str]:
+    return [str(candidate.choice) for candidate in found.candidates]
+
+
+def cluster(devices: int, nodes: int = 1) -> Cluster:
+    return Cluster(nodes=nodes, devices_per_node=devices)
+
+
+# Devices
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "l4"])
+def test_figures_of_known_devices_come_along(name: str) -> None:
+    assert name in names()
+    assert read(name).rate("bfloat16") > read(name).rate("float32")
+
+
+def test_an_unknown_device_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(PlanError, match=r"no such device.*a100.*got h800"):
+        read("h800")
+
+
+def test_a_file_without_figures_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text('{"name": "d", "kind": "cpu"}')
+    with pytest.raises(PlanError, match="memory_bytes"):
+        read(str(tmp_path / "d.json"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "span", "seconds"),
+    [
+        ("all_gather_into_tensor", Span(4, 4), 0.75),
+        ("reduce_scatter_tensor", Span(4, 4), 0.75),
+        ("all_reduce", Span(4, 4), 1.5),
+        ("all_reduce", Span(4, 1), 15.0),
+        ("all_reduce", Span(4, 2), 7.5),
+        ("send", Span(2, 1), 10.0),
+        ("all_reduce", Span(1, 1), 0.0),
+    ],
+    ids=str,
+)
+def test_a_ring_takes_its_share_of_the_slowest_link(operator: str, span: Span, seconds: float) -> None:
+    assert seconds_of(operator, 1e9, span, device(link=1e9, far=1e8)) == pytest.approx(seconds)
+
+
+def test_a_group_lies_where_its_ranks_do() -> None:
+    assert span_of([(0, 1), (2, 3)], devices_per_node=4) == Span(2, 2)
+    assert span_of([(0, 4), (1, 5)], devices_per_node=4) == Span(2, 1)
+    assert span_of([tuple(range(8))], devices_per_node=4) == Span(8, 4)
+
+
+# Costs
+
+
+def test_a_pipelines_bubble_is_that_of_the_textbook(source: Source) -> None:
+    fast = device(link=1e15)
+    found = {
+        microbatches: evaluate(source, cluster(2), fast, Choice("single", pipeline=2, accumulate=microbatches, schedule=("gpipe", None)), 8)
+        for microbatches in (2, 4)
+    }
+    for microbatches, candidate in found.items():
+        time = candidate.costs.time
+        uneven = 0.2  # the two stages are not quite the same
+        assert time.bubble / (time.compute + time.exposed) == pytest.approx(1 / microbatches, abs=uneven)
+    assert found[4].costs.time.bubble < found[2].costs.time.bubble
+
+
+def test_exposed_communication_is_what_compute_does_not_hide(source: Source) -> None:
+    exposed = {
+        link: evaluate(source, cluster(4), device(link=link, flops=1e9), Choice("zero3"), 8).costs.time.exposed for link in (1e4, 1e6, 1e12)
+    }
+    assert exposed[1e4] > 10 * exposed[1e6] > 0
+    assert exposed[1e12] < 1e-6
+
+
+def test_more_ranks_of_zero3_hold_less_each(source: Source) -> None:
+    held = [evaluate(source, cluster(ranks), device(), Choice("zero3"), 8).costs.memory for ranks in (2, 8)]
+    assert held[0].parameters == pytest.approx(4 * held[1].parameters, rel=0.2)
+    assert held[0].optimizer == pytest.approx(4 * held[1].optimizer, rel=0.2)
+
+
+def test_microbatches_hold_fewer_activations(source: Source) -> None:
+    once, often = (evaluate(source, cluster(1), device(), Choice("single", accumulate=n), 8).costs.memory for n in (1, 8))
+    assert often.activations < once.activations
+    assert often.gradients > once.gradients == 0, "between microbatches gradients are held"
+
+
+def test_a_pipelines_ranks_hold_the_microbatches_that_are_under_way(source: Source) -> None:
+    def held(schedule: str) -> int:
+        choice = Choice("single", pipeline=2, accumulate=8, schedule=(schedule, None))  # type: ignore[arg-type]
+        return evaluate(source, cluster(2), device(), choice, 8).costs.memory.activations
+
+    assert held("1f1b") < held("gpipe"), "gpipe keeps all eight, 1f1b two"
+
+
+def test_costs_of_a_plan_are_those_of_its_candidate(source: Source) -> None:
+    candidate = evaluate(source, cluster(2), device(), Choice("zero1"), 8)
+    assert costs_of(source, candidate.plan, device()).time == candidate.costs.time
+
+
+# The search
+
+
+def test_with_fast_links_and_room_nothing_is_repeated(source: Source) -> None:
+    best = search(source, cluster(2), device(link=1e12)).best
+    assert best is not None
+    assert best.choice.recompute == "job"
+
+
+def test_little_memory_is_worth_a_repetition(source: Source) -> None:
+    room = evaluate(source, cluster(1), device(), Choice("single"), 8).costs.memory.peak
+    tight = evaluate(source, cluster(1), device(), Choice("single", recompute="full"), 8).costs.memory.peak
+    asked = Wanted(accumulate=1)
+    best = search(source, cluster(1), device(memory=(room + tight) // 2), asked).best
+    assert best is not None
+    assert best.choice.recompute != "job"
+    assert best.costs.memory.peak <= (room + tight) // 2
+
+
+def test_slow_links_make_many_small_messages_dear(source: Source) -> None:
+    found = search(source, cluster(4), device(link=1e12, latency=1.0), exact=3)
+    assert found.best is not None
+    assert found.best.choice.strategy in ("zero0", "single")
+    assert found.best.choice.tensor == 1
+
+
+def test_what_is_decided_already_stays(source: Source) -> None:
+    found = search(source, cluster(4), device(), Wanted(strategy="zero3", tensor=2, recompute="selective"))
+    assert {(c.choice.strategy, c.choice.tensor, c.choice.recompute) for c in found.candidates} == {("zero3", 2, "selective")}
+
+
+def test_a_tensor_axis_stays_within_a_node(source: Source) -> None:
+    found = search(source, cluster(2, nodes=2), device(), Wanted(strategy="zero0", pipeline=1, recompute="job"))
+    assert {c.choice.tensor for c in found.candidates} == {1, 2}
+
+
+def test_what_cannot_be_made_is_told_with_its_reason(source: Source) -> None:
+    found = search(source, cluster(7), device(), global_batch=14, exact=1)
+    (refused,) = (each for each in found.refused if each.choice == "tensor 7")
+    assert "nothing to divide" in refused.reason
+
+
+def test_those_that_fit_come_first_and_the_fastest_of_them(source: Source) -> None:
+    room = sorted(c.costs.memory.peak for c in search(source, cluster(2), device()).candidates)
+    found = search(source, cluster(2), device(memory=room[len(room) // 2]))
+    fits = [found.fits(c) for c in found.candidates]
+    times = [c.costs.time.seconds for c in found.candidates if found.fits(c)]
+    assert fits == sorted(fits, reverse=True)
+    assert times == sorted(times)
+
+
+def test_what_fits_nowhere_fits_on_more_nodes(source: Source) -> None:
+    everything = evaluate(source, cluster(1), device(), Choice("single", accumulate=8, recompute="full"), 8).costs.memory
+    little = device(memory=int(0.6 * everything.peak))
+    assert search(source, cluster(1), little).best is None
+    found: Candidate | None = smallest(source, cluster(1), little)
+    assert found is not None
+    assert found.plan.cluster.nodes in (2, 4, 8)
+    assert found.costs.memory.peak <= little.memory_bytes
+
+
+def test_a_plan_that_was_chosen_is_one_that_can_be_checked(source: Source) -> None:
+    from trainload.sharding.check_plan import check_plan
+
+    package: Package = source.package
+    for candidate in search(source, cluster(4), device(), exact=4).candidates:
+        check_plan(candidate.plan, package)

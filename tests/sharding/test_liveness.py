@@ -1,0 +1,89 @@
+"""What a graph holds while it runs, beside what torch's allocator writes down of the same call."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.autograd_trace.memory import peak_bytes
+from tests.sharding.given import job_of, value
+from torch.fx import GraphModule
+
+from trainload.autograd_trace.aot import derive, fake_mode, trace_flat
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.capture.job import Job
+from trainload.capture.program import Program
+from trainload.capture.trace import capture
+from trainload.launch.determinism import deterministic
+from trainload.sharding.liveness import held
+from trainload.sharding.recompute import recomputed
+from trainload.sharding.strategies import RECOMPUTES, Recompute
+
+CASES = ("gpt", "llama", "mixtral", "t5", "LSTM")
+
+
+@functools.cache
+def captured(case: str) -> tuple[Job, Program, StepGraph]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the models
+        job = job_of(case)
+        program = capture(job)
+    return job, program, derive(program, "train", torch.device("cpu"))
+
+
+def call_of(case: str, step: StepGraph) -> Callable[[], Any]:
+    job, program, _ = captured(case)
+    arguments = [value(port, job, dict(program.state), program.constants) for port in step.inputs]
+
+    def call() -> Any:
+        with torch.no_grad(), deterministic():
+            return step.module(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("how", RECOMPUTES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_is_what_the_allocator_measures(case: str, how: Recompute) -> None:
+    step = recomputed(captured(case)[2], how)
+    call = call_of(case, step)
+    call()  # what kernels keep from their first call on is not the graph's
+    assert held(step.module).peak == pytest.approx(peak_bytes(call), rel=0.02)
+
+
+def graph_of(function: Callable[..., Any], *shape: int) -> GraphModule:
+    with fake_mode():
+        given = torch.empty(shape)
+    return trace_flat(function, [given])
+
+
+def test_what_is_left_are_the_outputs() -> None:
+    module = graph_of(lambda x: (x * 2, (x + 1).sum(), x), 1024)
+    assert held(module).left == 4096 + 64
+
+
+def test_a_view_takes_nothing_and_keeps_what_it_views() -> None:
+    def views(x: torch.Tensor) -> tuple[torch.Tensor]:
+        half = (x * 2)[:512]
+        return ((half + (x * 3)[:512]).sum(),)
+
+    found = held(graph_of(views, 1024))
+    assert found.peak == 4096 + 4096 + 2048
+    assert found.left == 64
+
+
+def test_the_body_of_a_loop_counts_while_it_runs() -> None:
+    from torch._higher_order_ops.scan import scan
+
+    def loop(x: torch.Tensor) -> tuple[torch.Tensor]:
+        def body(carry: torch.Tensor, line: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            wide = line.repeat(100).sin()
+            return carry + wide.sum(), line.clone()
+
+        return (scan(body, torch.zeros(()), x)[0],)
+
+    assert held(graph_of(loop, 3, 1024)).peak >= 2 * 4 * 102400
