@@ -1,0 +1,128 @@
+"""`make grid`: every strategy with every kind of model, 50 steps each, against one process. Writes docs/grid.md.
+
+    python -m tests.grid.run [--models TEXT] [--steps N]
+
+A cell is the greatest relative difference of a loss from that of one process, or why there is no such plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.grid.models import MODELS, STEPS, Model
+from tests.laws.runs import TOLERANCE, Run, curve, difference, train
+
+import trainload
+from trainload.capture.errors import PlanError
+from trainload.packaging.read import Package
+from trainload.sharding.strategies import BatchNorm, Strategy
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "grid.md"
+HEAD = f"""# Every strategy with every kind of model
+
+Each model (`tests/grid/models.py`) is trained {STEPS} steps in float32 by gloo processes on CPUs under each plan, and by one process. A
+cell is the greatest relative difference of a loss between the two; {TOLERANCE:g} is allowed. `make grid` writes this page.
+
+The model with batch norms is planned with `--batch-norm synchronised`. A batch norm takes the rows of one call, so the pipelines, which
+have four microbatches, are compared with one process that has four microbatches.
+
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What a plan is asked for, of how many nodes and devices."""
+
+    strategy: Strategy | None
+    nodes: int = 1
+    devices: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self, package: Package, *, normalised: bool) -> trainload.Plan:
+        cluster = trainload.Cluster(nodes=self.nodes, devices_per_node=self.devices)
+        statistics: BatchNorm = "synchronised" if normalised else "averaged"
+        return trainload.plan(package, cluster, self.strategy, bucket_bytes=6_000, batch_norm=statistics, **self.options)
+
+
+PIPED = {"pipeline_ranks": 2, "accumulate": 4}
+STRATEGIES = {
+    "ZeRO-0": Axes("zero0"),
+    "ZeRO-1": Axes("zero1"),
+    "ZeRO-2": Axes("zero2"),
+    "ZeRO-3": Axes("zero3"),
+    "hybrid": Axes("hybrid", nodes=2),
+    "TP 2": Axes(None, options={"tensor_ranks": 2}),
+    "PP 2": Axes(None, options=PIPED),
+    "ZeRO-3 x TP 2": Axes("zero3", devices=4, options={"tensor_ranks": 2}),
+    "PP 2 x data 2": Axes("zero0", devices=4, options=PIPED),
+}
+
+
+def row(model: Model, steps: int, folder: Path, strategies: Sequence[str] = tuple(STRATEGIES)) -> dict[str, float | str]:
+    """The cells of a model: differences, or reasons."""
+    package, data = model.freeze(folder)
+    cells: dict[str, float | str] = {}
+    runs: dict[str, Run] = {}
+    singles: dict[int, list[float]] = {}
+    for name in strategies:
+        try:
+            plan = STRATEGIES[name].plan(package, normalised=model.normalised)
+        except PlanError as error:
+            cells[name] = str(error)
+            continue
+        runs[name] = Run(folder / f"run{len(runs)}", package, plan, data, {"steps": steps})
+    for microbatches in {run.plan.accumulate if model.normalised else 1 for run in runs.values() if run.plan is not None}:
+        alone = trainload.plan(package, trainload.Cluster(), "single", accumulate=microbatches)
+        (singles[microbatches],) = train(1, [Run(folder / f"single{microbatches}", package, alone, data, {"steps": steps})], folder)
+    for world in (2, 4):
+        together = {name: run for name, run in runs.items() if run.plan is not None and run.plan.world_size == world}
+        train(world, list(together.values()), folder)
+        for name, run in together.items():
+            assert run.plan is not None
+            cells[name] = difference(singles[run.plan.accumulate if model.normalised else 1], curve(run.run_dir))
+    return {name: cells[name] for name in strategies}
+
+
+def page(rows: dict[str, dict[str, float | str]]) -> str:
+    """The page, of the rows by model."""
+    reasons: dict[str, int] = {}
+
+    def spelled(cell: float | str) -> str:
+        return f"[{reasons.setdefault(cell, len(reasons) + 1)}]" if isinstance(cell, str) else f"{cell:.1e}"
+
+    lines = ["| | " + " | ".join(STRATEGIES) + " |", "|---" * (len(STRATEGIES) + 1) + "|"]
+    lines += [f"| {model} | " + " | ".join(spelled(cell) for cell in cells.values()) + " |" for model, cells in rows.items()]
+    told = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return HEAD + "\n".join(lines) + "\n" + ("\n" + "\n".join(told) + "\n" if told else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="", help="those whose names hold this text; the page is not written then")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    arguments = parser.parse_args()
+    rows: dict[str, dict[str, float | str]] = {}
+    began = time.monotonic()
+    for name, model in MODELS.items():
+        if re.search(arguments.models, name):
+            with tempfile.TemporaryDirectory() as folder:
+                rows[name] = row(model, arguments.steps, Path(folder))
+            print(f"{name}: {rows[name]}", flush=True)
+    cells = [cell for found in rows.values() for cell in found.values()]
+    far = [cell for cell in cells if isinstance(cell, float) and cell > TOLERANCE]
+    print(f"{len(cells)} cells, {sum(isinstance(c, str) for c in cells)} refused, {len(far)} too far; {time.monotonic() - began:.0f} s")
+    if not arguments.models and arguments.steps == STEPS:
+        PAGE.write_text(page(rows), encoding="utf-8")
+    sys.exit(1 if far else 0)
+
+
+if __name__ == "__main__":
+    main()

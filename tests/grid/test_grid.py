@@ -1,0 +1,14 @@
+"""A short form of `make grid`: the cells that no other test has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.grid.models import MODELS
+from tests.grid.run import row
+from tests.laws.runs import TOLERANCE
+
+
+def test_synchronised_batch_norms_train_as_one_process(tmp_path: Path) -> None:
+    cells = row(MODELS["convolutions, batch norm"], 12, tmp_path, ["ZeRO-3", "PP 2"])
+    assert all(isinstance(cell, float) and cell <= TOLERANCE for cell in cells.values()), cells
