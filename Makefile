@@ -3,6 +3,7 @@
 #   make demo-gan  a GAN on two workers: several graphs in turns
 #   make test    the whole test suite
 #   make check   lint, format, types and the quick tests
+#   make grid    every strategy with every kind of model, against one process: docs/grid.md
 #   make coverage-suite   which models can be frozen: docs/coverage.md, in about an hour
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze kills gpu parity remat coverage-suite clean
+.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze grid kills gpu memory parity remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -59,6 +60,9 @@ fuzz: env
 compat: env
 	$(BIN)/python -m tests.compat.matrix
 
+grid: env
+	$(BIN)/python -m tests.grid.run
+
 hostile: env
 	$(BIN)/python -m tests.hostile.table
 
@@ -84,6 +88,9 @@ parity: env
 
 remat: env
 	$(BIN)/python benchmarks/remat.py
+
+memory: env
+	$(BIN)/python benchmarks/memory.py
 
 coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"
