@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze grid kills gpu memory parity remat coverage-suite clean
+.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze grid kills gpu memory parity simulate remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -91,6 +91,9 @@ remat: env
 
 memory: env
 	$(BIN)/python benchmarks/memory.py
+
+simulate: env
+	$(BIN)/python benchmarks/simulate.py
 
 coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"

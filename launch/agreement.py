@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trainload.packaging.canonical import canonical_json, sha256_bytes
-from trainload.sharding.collectives import Collective, as_json, demand_agreement, of_json
+from trainload.sharding.collectives import Collective, as_json, of_json
 from trainload.sharding.plan import Plan
+from trainload.sharding.simulate import demand_meeting
 
 T = TypeVar("T")
 
@@ -29,9 +30,7 @@ def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], pla
     digests = gathered(sha256_bytes(canonical_json(mine)), control)
     if len(set(digests)) == 1:
         return
-    everyones = [of_json(theirs) for theirs in gathered(mine, control)]
-    for name in sorted({name for theirs in everyones for name in theirs}):
-        demand_agreement([theirs.get(name, ()) for theirs in everyones], plan.groups(), name)
+    demand_meeting([of_json(theirs) for theirs in gathered(mine, control)], plan)
 
 
 def gathered(value: T, control: dist.ProcessGroup) -> list[T]:

@@ -35,7 +35,7 @@ from trainload.sharding.rank_graphs import RankGraphs, phases, rank_graphs, stag
 from trainload.sharding.rewrite import BETWEEN, Phase
 from trainload.sharding.step_graphs import step_graphs
 
-BUILD_VERSION = 8
+BUILD_VERSION = 9
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 _SHAPING = {
     "strategy",

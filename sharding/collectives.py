@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torch import SymInt
+from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload
+from trainload.packaging.canonical import sha256_bytes
 
 _SYMBOL = re.compile(r"\b[a-z]+[0-9]+\b")
 _UNBACKED = re.compile(r"\bu[0-9]+\b")
@@ -23,6 +24,7 @@ _UNBACKED = re.compile(r"\bu[0-9]+\b")
 _PREFIX = "_c10d_functional."
 _WAIT = "wait_tensor"
 _SIZED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
+_CALLED = _SIZED | {"all_reduce", "broadcast"}
 _CURE = "Every rank must run the same package, plan, trainload and torch: compare the nodes, clear their caches, and resume."
 
 
@@ -37,6 +39,11 @@ class Collective:
     dtype: str
     elements: int | str
     reduction: str = ""
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it is a collective, and not something else that has to be the same on all ranks of a group."""
+        return self.operator in _CALLED
 
     def __str__(self) -> str:
         reduction = f" {self.reduction}" if self.reduction else ""
@@ -100,6 +107,25 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
     return tuple(found)
 
 
+def graph_digest(module: GraphModule) -> str:
+    """Of what a graph computes: its nodes in order with what they take and give. Ranks with equal collectives and other graphs would not
+    hang; they would train on each other's values.
+    """
+    symbols: dict[str, str] = {}
+    lines = [_SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), line) for line in _lines(module)]
+    return sha256_bytes("\n".join(lines).encode())
+
+
+def _lines(module: GraphModule) -> Iterator[str]:
+    for node in module.graph.nodes:
+        values = node.meta.get("val", ())
+        tensors = values if isinstance(values, tuple | list) else (values,)
+        made = [f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else str(v) for v in tensors]
+        yield f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {made}"
+        if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), GraphModule):
+            yield from _lines(body)
+
+
 def demand_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where: str) -> None:
     """Demands that every rank's collectives meet those of its peers: in each group the same ones, and in one order among groups.
 
@@ -125,8 +151,9 @@ def demand_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, wher
         mine, its = ([c for c in sequences[kind_of[rank]] if c.group in names] for rank in (first, other))
         if mine != its:
             at = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), min(len(mine), len(its)))
+            called = all(each.is_called for each in (*mine[at : at + 1], *its[at : at + 1]))
             raise PlanError(
-                "ranks would wait for one another: they call different collectives",
+                "ranks would " + ("wait for one another: they call different collectives" if called else "not train as one: graphs differ"),
                 where=f"{where}, collective {at} of those that ranks {first} and {other} share",
                 expected=f"rank {first}: {mine[at] if at < len(mine) else 'no more'}",
                 got=f"rank {other}: {its[at] if at < len(its) else 'no more'}",

@@ -10,11 +10,11 @@ from torch.fx import GraphModule
 
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.packaging.read import Package
-from trainload.sharding.collectives import Collective, collectives_of
+from trainload.sharding.collectives import Collective, collectives_of, graph_digest
 from trainload.sharding.pipeline.axis import cut_for
 from trainload.sharding.pipeline.schedule import Action
 from trainload.sharding.pipeline.stages import Part, Stages
-from trainload.sharding.plan import PIPELINE, Plan
+from trainload.sharding.plan import DATA, PIPELINE, TENSOR, Plan
 from trainload.sharding.rewrite import Phase, RankGraph, rewrite
 from trainload.sharding.update import UpdateStep
 
@@ -34,11 +34,21 @@ class RankGraphs:
     cuts: dict[str, Stages]
 
     def collectives(self, plan: Plan) -> dict[str, tuple[Collective, ...]]:
-        """What each graph calls, and what crosses the boundaries of those that were cut."""
+        """What has to be the same on ranks that meet, by the name of a graph or of a part of it: what each graph calls, that it is the
+        graph which other rows and other shares are given, and what crosses the boundaries of those that were cut.
+        """
         modules = {name: graph.module for name, graph in self.ranks.items()}
         modules |= {update_name(owner): module for owner, module in self.updates.items()}
-        found = {name: collectives_of(module, plan.groups(), name) for name, module in modules.items()}
-        return found | {f"{name}.messages": _messages(stages) for name, stages in self.cuts.items()}
+        return calls_of(modules, plan) | {f"{name}.messages": _messages(stages) for name, stages in self.cuts.items()}
+
+
+def calls_of(modules: Mapping[str, GraphModule], plan: Plan) -> dict[str, tuple[Collective, ...]]:
+    """What graphs call, by name; and by name with ".graph", which graph that is: ranks of one place in the pipeline have the same."""
+    groups = plan.groups()
+    found = {name: collectives_of(module, groups, name) for name, module in modules.items()}
+    alike = [group for group in (DATA, TENSOR) if group in groups]
+    digests = {name: graph_digest(module) for name, module in modules.items()}
+    return found | {f"{name}.graph": tuple(Collective("graph", g, "sha256", digest) for g in alike) for name, digest in digests.items()}
 
 
 def _messages(stages: Stages) -> tuple[Collective, ...]:

@@ -23,7 +23,7 @@ from trainload.sharding.plan import TENSOR, Cluster, Plan, Shard
 from trainload.sharding.planner.costs import Costs, costs, sizes_of
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
 from trainload.sharding.planner.timeline import timeline
-from trainload.sharding.rank_graphs import rank_graphs
+from trainload.sharding.simulate import simulate
 from trainload.sharding.source import Source
 from trainload.sharding.strategies import RECOMPUTES, Recompute, Schedule, Strategy
 
@@ -203,10 +203,11 @@ def costs_of(source: Source, plan: Plan, device: DeviceProfile, *, compiled: boo
         plan: the plan.
         device: what each rank computes with.
         compiled: whether graphs are compiled.
+
+    Raises:
+        PlanError: its ranks' graphs would not meet.
     """
-    local = {name: step for name, step in source.local(Local.of(plan)).items() if name in source.package.manifest.training_graphs()}
-    ranks = [rank_graphs(source.package, plan, local, source.device, index) for index in range(plan.pipeline_ranks)]
-    return costs(source.package, plan, ranks, device, compiled=compiled)
+    return costs(source.package, plan, simulate(source, plan, training_only=True).ranks, device, compiled=compiled)
 
 
 def _order(candidate: Candidate, device: DeviceProfile) -> tuple[bool, float]:

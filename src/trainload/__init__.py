@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from trainload.recording import record as record
     from trainload.sharding.plan import Cluster as Cluster
     from trainload.sharding.plan import Plan as Plan
+    from trainload.sharding.simulate import simulate as simulate
     from trainload.stores import Store as Store
     from trainload.stores import gc as gc
     from trainload.stores import promote as promote
@@ -128,6 +129,7 @@ __all__ = [
     "releases",
     "resume",
     "sign",
+    "simulate",
     "transform",
     "verify",
 ]
@@ -163,6 +165,7 @@ _HOMES = {
     "releases": "trainload.stores",
     "resume": "trainload.api",
     "sign": "trainload.trust",
+    "simulate": "trainload.sharding.simulate",
     "transform": "trainload.transformation",
     "verify": "trainload.trust",
 }

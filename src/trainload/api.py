@@ -38,6 +38,7 @@ from trainload.sharding.check_plan import check_plan
 from trainload.sharding.estimate import kept_per_element, state_counts
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster, Plan
+from trainload.sharding.simulate import simulate
 from trainload.sharding.strategies import Strategy
 
 Backend = Literal["ray", "local", "torchrun"]
@@ -324,11 +325,14 @@ class DryRunReport:
 
 
 def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[RunOptions]) -> DryRunReport:
-    """Checks a launch without starting it: package, plan, data, cluster, paths. Arguments and errors are those of `launch`."""
+    """Checks a launch without starting it: package, plan, the graphs of all ranks, data, cluster, paths. Arguments and errors are those of
+    `launch`.
+    """
     spec = _spec(package, plan, data, options)
     demand_run(package, spec.policies)
     rows, eval_rows = _check_request(package, spec)
     _check_place(package, spec)
+    simulate(package, plan)
     if options.get("backend", "ray") == "ray":
         import ray
 

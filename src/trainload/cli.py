@@ -170,6 +170,7 @@ for _command in (
     graphs.ops,
     graphs.transform,
     planning.plan,
+    planning.simulate,
     planning.profile,
     runs.launch,
     runs.resume,

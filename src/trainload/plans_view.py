@@ -12,8 +12,8 @@ from rich.table import Table
 from trainload.capture.errors import PlanError
 from trainload.sharding.planner.costs import Memory, StepTime
 from trainload.sharding.planner.search import Candidate, Found
+from trainload.view import size
 
-GIB = 2**30
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "reserved")
 _TIME = ("compute", "exposed", "bubble", "update")
 
@@ -23,19 +23,26 @@ def print_found(console: Console, found: Found, output: Path | None) -> None:
     device, best = found.device, found.best
     cluster = found.candidates[0].plan.cluster
     console.print(
-        f"{cluster.nodes} x {cluster.devices_per_node} {device.name}, {device.memory_bytes / GIB:.1f} GiB each; "
+        f"{cluster.nodes} x {cluster.devices_per_node} {device.name}, {size(device.memory_bytes)} each; "
         f"{found.candidates[0].plan.global_batch} rows an update; {found.judged} plans judged, {len(found.candidates)} played through",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False)
-    for title in ("", "plan", "calls", "recompute", "GiB", "time", "compute", "exposed", "bubble"):
+    for title in ("", "plan", "calls", "recompute", "memory", "time", "compute", "exposed", "bubble"):
         left = title in ("plan", "recompute")
         table.add_column(title, justify="left" if left else "right", no_wrap=title != "plan")
     for number, candidate in enumerate(found.candidates, 1):
         choice, time = candidate.choice, candidate.costs.time
         shares = [f"{getattr(time, name) / time.seconds:.0%}" for name in ("compute", "exposed", "bubble")]
-        size = f"{candidate.costs.memory.peak / GIB:.1f}"
-        table.add_row(str(number), str(choice), str(choice.accumulate), choice.recompute, size, seconds(time.seconds), *shares)
+        table.add_row(
+            str(number),
+            str(choice),
+            str(choice.accumulate),
+            choice.recompute,
+            size(candidate.costs.memory.peak),
+            seconds(time.seconds),
+            *shares,
+        )
     console.print(table)
     for number, candidate in enumerate(found.candidates, 1):
         console.print(f"{number}: {beside(found, candidate)}", highlight=False)
@@ -53,7 +60,7 @@ def beside(found: Found, candidate: Candidate) -> str:
     best = found.best
     over = candidate.costs.memory.peak - found.device.memory_bytes
     if over > 0:
-        return f"needs {over / GIB:.1f} GiB more than there is"
+        return f"needs {size(over)} more than there is"
     if best is None or candidate is best:
         return "the fastest that fits"
     mine, its = candidate.costs.time, best.costs.time
@@ -77,19 +84,19 @@ def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
     cure = "Give another device, or a model with less to keep."
     if smallest is not None:
         cluster = smallest.plan.cluster
-        cure = f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice}, {smallest.costs.memory.peak / GIB:.1f} GiB."
+        cure = f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice}, {size(smallest.costs.memory.peak)}."
     return PlanError(
-        f"the package does not fit: {(memory.peak - there) / GIB:.1f} GiB too much",
+        f"the package does not fit: {size(memory.peak - there)} too much",
         where=f"{least.choice}, recompute {least.choice.recompute}, {memory.at}",
-        expected=f"{there / GIB:.1f} GiB on each {found.device.name}",
-        got=f"{memory.peak / GIB:.1f} GiB: {_spelled(memory)}",
+        expected=f"{size(there)} on each {found.device.name}",
+        got=f"{size(memory.peak)}: {_spelled(memory)}",
         cure=cure,
     )
 
 
 def _spelled(memory: Memory) -> str:
-    parts = [f"{name} {getattr(memory, name) / GIB:.2f}" for name in _MEMORY]
-    return f"{', '.join(parts)} GiB (at {memory.at})"
+    parts = [f"{name} {size(getattr(memory, name))}" for name in _MEMORY]
+    return f"{', '.join(parts)} (at {memory.at})"
 
 
 def _times(time: StepTime) -> str:

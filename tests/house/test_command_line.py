@@ -12,7 +12,7 @@ import pytest
 
 from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
-from trainload.commands import runs, shared
+from trainload.commands import planning, runs, shared
 
 COMMANDS = (
     "freeze",
@@ -151,7 +151,7 @@ def test_freeze_does_not_overwrite(empty: Path, capsys: pytest.CaptureFixture[st
 def test_a_file_that_is_no_plan_is_refused(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty / "plan.json").write_text('{"version": 1}')
     with pytest.raises(PlanError, match="this is not a plan"):
-        runs._read_plan(Path("plan.json"))
+        planning.read_plan(Path("plan.json"))
 
 
 def test_ctrl_c_says_how_to_resume(empty: Path) -> None:

@@ -16,7 +16,9 @@ from torch.fx import GraphModule, Node
 from trainload.capture.errors import PlanError
 from trainload.sharding.collectives import Collective, collectives_of, demand_agreement
 from trainload.sharding.plan import REPLICATE, SHARD, Plan
+from trainload.sharding.rank_graphs import calls_of
 from trainload.sharding.rewrite import Phase, rewrite
+from trainload.sharding.simulate import demand_meeting
 from trainload.sharding.strategies import Strategy
 from trainload.sharding.update import UpdateStep
 
@@ -101,11 +103,30 @@ def reduce_otherwise(graph: GraphModule, rng: random.Random) -> None:
 
 def demand_sound(graphs: Sequence[GraphModule], plan: Plan) -> None:
     """What workers do before they begin."""
-    found = {graph: collectives_of(graph, plan.groups(), "train") for graph in graphs}
-    demand_agreement([found[graph] for graph in graphs], plan.groups(), "train")
+    found = {graph: calls_of({"train": graph}, plan) for graph in graphs}
+    demand_meeting([found[graph] for graph in graphs], plan)
 
 
-FAULTS: list[Callable[[GraphModule, random.Random], None]] = [drop, reorder, resize, regroup, retype, repeat, reduce_otherwise]
+def exchange(graph: GraphModule, rng: random.Random) -> None:
+    """Send two values of one size in each other's place: nobody hangs."""
+    sources: dict[tuple[object, ...], list[Node]] = {}
+    for node in collectives(graph):
+        sources.setdefault((node.target, node.args[1:], node.meta["val"].shape), []).append(node)
+    first, second = rng.choice([pair for alike in sources.values() for pair in itertools.pairwise(alike)])
+    (one,), (other,) = first.all_input_nodes, second.all_input_nodes
+    second.append(first) if one is other else (first.replace_input_with(one, other), second.replace_input_with(other, one))
+
+
+def compute_otherwise(graph: GraphModule, rng: random.Random) -> None:
+    """Call the same collectives on something else."""
+    node = rng.choice([n for n in graph.graph.nodes if n.target is torch.ops.aten.mul.Tensor])
+    node.target = torch.ops.aten.add.Tensor
+
+
+FAULTS: list[Callable[[GraphModule, random.Random], None]] = [
+    *(drop, reorder, resize, regroup, retype, repeat, reduce_otherwise),
+    *(exchange, compute_otherwise),
+]
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hybrid"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,22 @@ def make_plan(package: Package, nodes: int, devices: int, device: str, strategy:
     return api.plan(package, cluster, strategy, **options)
 
 
+def read_plan(path: Path) -> Plan:
+    """A plan that `plan` wrote, perhaps edited since."""
+    from pydantic import ValidationError
+
+    from trainload.sharding.plan import Plan
+
+    if not path.is_file():
+        raise PlanError("there is no such plan", where=str(path), cure="Make one: trainload plan PKG -o FILE.")
+    try:
+        return Plan.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise PlanError(f"this is not a plan: {place}: {first['msg']}", where=str(path)) from error
+
+
 def _described(made: Plan) -> list[tuple[str, Any]]:
     cluster = made.cluster
     return [
@@ -135,6 +152,35 @@ def _rule(text: str) -> tuple[str, Any]:
             "this is no rule of the tensor axis", where="--tensor-rule", expected="PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole", got=text
         )
     return pattern, None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
+
+
+@click.command(short_help="Go through a plan's ranks.")
+@package_argument
+@click.option(
+    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", required=True, help="A plan that `trainload plan` wrote."
+)
+@json_option
+def simulate(package: Path, plan_file: Path, as_json: bool) -> None:
+    """Make the graphs of every rank of a plan, without a value or a cluster, and check that all ranks would meet.
+
+    Shows the collectives that stand in them: what would hang, or train on another's values, is refused here.
+    """
+    from trainload.sharding.simulate import simulate
+
+    made = read_plan(plan_file)
+    began = time.perf_counter()
+    found = simulate(shared.open_package(package), made)
+    took = time.perf_counter() - began
+    graphs = sum(len(rank.ranks) + len(rank.updates) for rank in found.ranks)
+    if as_json:
+        print_json({"ranks": made.world_size, "graphs": graphs, "collectives": found.counts(), "seconds": took})
+        return
+    rows: list[tuple[str, Any]] = [("ranks", made.world_size), ("graphs", f"{graphs} of {len(found.ranks)} places in a pipeline")]
+    for group, counts in found.counts().items():
+        size = len(made.groups()[group][0])
+        rows.append((group, f"{size} ranks: {', '.join(f'{count} {operator}' for operator, count in counts.items())}"))
+    rows += [("differences", "none"), ("time", f"{took:.1f} s")]
+    out().print(view.table(rows))
 
 
 @click.command(short_help="Measure this machine.")

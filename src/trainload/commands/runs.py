@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trainload import view
-from trainload.capture.errors import PlanError, RunInterrupted, StorageError
+from trainload.capture.errors import RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
-from trainload.commands.planning import make_plan
+from trainload.commands.planning import make_plan, read_plan
 from trainload.commands.shared import err, json_option, package_argument, positive, show_record
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from trainload.api import Backend
-    from trainload.sharding.plan import Plan
     from trainload.sharding.strategies import Strategy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -94,7 +93,7 @@ def launch(
     opened = shared.open_to_run(package)
     if workers is None and backend == "torchrun":
         workers = int(os.environ.get("WORLD_SIZE", "1"))
-    made = _read_plan(plan_file) if plan_file is not None else make_plan(opened, 1, workers or 1, device, strategy)
+    made = read_plan(plan_file) if plan_file is not None else make_plan(opened, 1, workers or 1, device, strategy)
     run_dir = run_dir or Path("runs") / f"{package.stem}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
@@ -145,7 +144,7 @@ def resume(
     if not run_dir.is_dir():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
     demand_supported_torch()
-    plan = _read_plan(plan_file) if plan_file is not None else None
+    plan = read_plan(plan_file) if plan_file is not None else None
     from trainload import api
 
     def work(report: Callable[[view.Event], None]) -> Any:
@@ -161,21 +160,6 @@ def resume(
 def _leads(backend: Backend) -> bool:
     """Whether this process says what came of a run: the only one, or torchrun's rank 0."""
     return backend != "torchrun" or os.environ.get("RANK", "0") == "0"
-
-
-def _read_plan(path: Path) -> Plan:
-    from pydantic import ValidationError
-
-    from trainload.sharding.plan import Plan
-
-    if not path.is_file():
-        raise PlanError("there is no such plan", where=str(path), cure="Make one: trainload plan PKG -o FILE.")
-    try:
-        return Plan.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise PlanError(f"this is not a plan: {place}: {first['msg']}", where=str(path)) from error
 
 
 def _watch(work: Callable[[Callable[[view.Event], None]], Any], run_dir: Path) -> Any:

@@ -1,0 +1,66 @@
+"""A machine is measured, and the planner takes what was written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainload import cli
+from trainload.launch.measure import OPERATORS, SIZES, fit
+from trainload.packaging.read import Package
+from trainload.sharding.planner.device import Link, Measured, Span, read, seconds_of
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the command writes of this machine."""
+    path = tmp_path_factory.mktemp("profile") / "here.json"
+    assert cli.run(["profile", "-o", str(path), "--workers", "2"]) == 0
+    return path
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_link_is_found_again_in_what_it_takes(ranks: int) -> None:
+    link = Link(seconds=2e-5, bytes_per_second=3e9)
+    told = read("l4").model_copy(update={"node": link, "network": link})
+    timed = [
+        Measured(operator=name, ranks=ranks, bytes=size, seconds=seconds_of(name, size, Span(ranks, ranks), told))
+        for name in OPERATORS
+        for size in (1, SIZES[-1])
+    ]
+    found = fit(timed)
+    assert found.seconds == pytest.approx(link.seconds, rel=0.01)
+    assert found.bytes_per_second == pytest.approx(link.bytes_per_second, rel=0.01)
+
+
+def test_every_collective_of_every_size_is_timed(measured: Path) -> None:
+    timed = read(str(measured)).collectives
+    assert [(each.operator, each.bytes) for each in timed] == [(name, size) for size in SIZES for name in OPERATORS]
+    assert all(each.seconds > 0 and each.ranks == 2 for each in timed)
+
+
+def test_larger_messages_take_longer(measured: Path) -> None:
+    reduced = [each.seconds for each in read(str(measured)).collectives if each.operator == "all_reduce"]
+    assert reduced[-1] > reduced[0]
+
+
+def test_the_file_says_what_was_measured(measured: Path) -> None:
+    found = read(str(measured))
+    assert found.name == "here"
+    assert "2 processes" in found.source
+    assert set(found.flops) == {"float32", "bfloat16", "float16"}
+
+
+def test_the_planner_takes_the_file(measured: Path, gpt: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--devices-per-node", "2", "--device", str(measured), "--pipeline", "1", "--tensor", "1", "--json"]
+    assert cli.run(["plan", str(gpt.path), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["name"] == "here"
+
+
+def test_a_file_that_exists_is_left_alone(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = measured.read_bytes()
+    assert cli.run(["profile", "-o", str(measured)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert measured.read_bytes() == before
