@@ -45,6 +45,7 @@ _SHAPING = {
     "buckets",
     "tensor_ranks",
     "tensor_shards",
+    "divide",
     "pipeline",
     "batch_norm",
     "recompute",

@@ -14,19 +14,23 @@ from trainload.sharding.tensor.partition import partition
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What of a plan shapes a rank's step graph. `shards`: of the tensor axis. `data_ranks`: whose rows a batch norm takes."""
+    """What of a plan shapes a rank's step graph. `shards`, `positions`: what the tensor axis divides. `data_ranks`: whose rows a batch norm
+    takes.
+    """
 
     tensor_ranks: int = 1
     shards: tuple[tuple[str, Shard], ...] = ()
     batch_norm: BatchNorm = "averaged"
     recompute: Recompute = "job"
     data_ranks: int = 1
+    positions: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Local:
         """A plan's."""
         ranks = plan.data_ranks if plan.batch_norm == "synchronised" else 1
-        return cls(plan.tensor_ranks, tuple(sorted(plan.tensor_shards.items())), plan.batch_norm, plan.recompute, ranks)
+        shards = tuple(sorted(plan.tensor_shards.items()))
+        return cls(plan.tensor_ranks, shards, plan.batch_norm, plan.recompute, ranks, plan.divide != "tensor")
 
 
 def local_step(step: StepGraph, axes: Local) -> StepGraph:
@@ -37,7 +41,7 @@ def local_step(step: StepGraph, axes: Local) -> StepGraph:
         axes: the plan's.
     """
     if axes.tensor_ranks > 1:
-        step = partition(step, axes.tensor_ranks, dict(axes.shards)).step
+        step = partition(step, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
     if axes.data_ranks > 1:
         step = synchronised(step, axes.data_ranks, DATA)
     return recomputed(step, axes.recompute)

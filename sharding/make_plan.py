@@ -16,7 +16,7 @@ from trainload.sharding.local_step import Local
 from trainload.sharding.pipeline.axis import default_microbatches, pipe
 from trainload.sharding.plan import Cluster, Estimate, Plan, Shard
 from trainload.sharding.source import Source
-from trainload.sharding.strategies import STRATEGIES, BatchNorm, Recompute, Schedule, Strategy
+from trainload.sharding.strategies import STRATEGIES, BatchNorm, Divide, Recompute, Schedule, Strategy
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Of parameters in one bucket; as DistributedDataParallel's default."""
@@ -36,6 +36,7 @@ def make_plan(
     shard_ranks: int | None = None,
     tensor_ranks: int = 1,
     tensor_rules: Mapping[str, Shard | None] | None = None,
+    divide: Divide = "tensor",
     pipeline_ranks: int = 1,
     schedule: Schedule | None = None,
     stages_per_rank: int | None = None,
@@ -57,6 +58,7 @@ def make_plan(
         tensor_ranks: how many neighbours divide the work on the same rows.
         tensor_rules: pattern of parameter names (as in a shell) -> how the tensor axis divides them; None: not. What no pattern fits is
             found from the graph.
+        divide: what the tensor axis divides: as `Plan` says.
         pipeline_ranks: how many ranks a microbatch passes through, one after the other.
         schedule: of the pipeline; None: "1f1b".
         stages_per_rank: of the pipeline; None: two for schedules that are shaped like a V, else one.
@@ -70,15 +72,16 @@ def make_plan(
     package = source.package
     world = cluster.world_size
     rows = global_batch or package.recipe.global_batch
-    lanes = _data_ranks(cluster, tensor_ranks, tensor_rules, pipeline_ranks, schedule, stages_per_rank)
+    lanes = _data_ranks(cluster, tensor_ranks, tensor_rules, divide, pipeline_ranks, schedule, stages_per_rank)
     if accumulate is None:
         accumulate = 1 if pipeline_ranks == 1 else default_microbatches(rows // lanes, pipeline_ranks, schedule, stages_per_rank)
     check_batch(package, rows, lanes, accumulate)
-    tensor, pipeline = source.tensor(tensor_ranks, tensor_rules), None
+    tensor, pipeline = source.tensor(tensor_ranks, tensor_rules, divide), None
     owners = [replace(p, shape=tensor.shape(p.name, p.shape)) for p in package.parameters if p.alias_of is None]
     if pipeline_ranks > 1:
         shards = tuple(sorted(tensor.shards.items()))
-        local = source.local(Local(tensor_ranks, shards, batch_norm, recompute, lanes if batch_norm == "synchronised" else 1))
+        together = lanes if batch_norm == "synchronised" else 1
+        local = source.local(Local(tensor_ranks, shards, batch_norm, recompute, together, divide != "tensor"))
         pipeline = pipe(package, source.training, local, pipeline_ranks, schedule, stages_per_rank, accumulate)
     strategy = strategy or _default_strategy(owners, source, lanes)
     if strategy == "single" and lanes > 1:
@@ -101,6 +104,8 @@ def make_plan(
         shard_ranks=shard_ranks,
         tensor_ranks=tensor_ranks,
         tensor_shards=dict(sorted(tensor.shards.items())),
+        divide=divide,
+        replicated=tensor.replicated,
         pipeline=None if pipeline is None else pipeline.pipeline,
         batch_norm=batch_norm,
         recompute=recompute,
@@ -129,6 +134,7 @@ def _data_ranks(
     cluster: Cluster,
     tensor_ranks: int,
     rules: Mapping[str, Shard | None] | None,
+    divide: Divide,
     pipeline_ranks: int,
     schedule: Schedule | None,
     stages_per_rank: int | None,
@@ -147,6 +153,8 @@ def _data_ranks(
         spelled = f"the {left} devices that the tensor axis leaves" if ranks > 1 else spelled
     if rules and tensor_ranks == 1:
         raise PlanError("there are rules for a tensor axis of one rank", where="tensor_rules", cure="Give tensor_ranks (--tensor).")
+    if divide != "tensor" and tensor_ranks == 1:
+        raise PlanError("one rank has nothing to divide", where="divide", got=divide, cure="Give tensor_ranks.")
     if pipeline_ranks == 1 and (schedule is not None or stages_per_rank is not None):
         raise PlanError("there is a schedule for a pipeline of one rank", where="schedule", cure="Give pipeline_ranks (--pipeline).")
     return left
@@ -164,7 +172,7 @@ def _shard_ranks(strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks:
             where="shard_ranks",
             expected=f"a divisor of the {'cluster' if lanes == cluster.world_size else 'data axis'}'s {lanes} devices, at least 2",
             got=str(ranks),
-            cure="Choose shard_ranks (--shard-ranks), or zero0, which shards nothing.",
+            cure="Choose shard_ranks (--strategy hybrid/N), or zero0, which shards nothing.",
         )
     return ranks
 

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainload.sharding.strategies import BatchNorm, Recompute, Schedule, Strategy
+from trainload.sharding.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -148,6 +148,18 @@ class Estimate(_Record):
     """Sent by one rank for one optimizer update, by ring algorithms."""
 
 
+class Replicated(_Record):
+    """What every rank of the tensor axis does whole, and thus each does again: the nodes of an operator in the main training graph.
+
+    In the example batch: `operations` of matrix products, `bytes` that are read and written.
+    """
+
+    operator: str
+    nodes: int
+    operations: float
+    bytes: float
+
+
 class Plan(_Record):
     """How a package trains on a cluster. Made once, on the driver; ranks decide nothing.
 
@@ -155,8 +167,10 @@ class Plan(_Record):
     reduce-scattered once a step, updated parameters gathered; "zero2" gradients sharded too, reduce-scattered after each microbatch;
     "zero3" parameters sharded too, gathered once for forward and once for backward; "hybrid" as zero3 among `shard_ranks` neighbours, and
     replicated beyond them. That is the data axis. `tensor_ranks` neighbours at a time work on the same rows, each on its shares of the
-    parameters in `tensor_shards`: the tensor axis. The ranks of a `pipeline` work on the same rows one after the other, each on stages of
-    the graph: the pipeline axis.
+    parameters in `tensor_shards`: the tensor axis. `divide` says what else they share: "tensor" nothing; "sequence" also the positions of
+    what no parameter's division divides; "context" positions alone; "expert" the experts, and positions elsewhere where the graph has
+    such. `replicated` is what each of them does whole. The ranks of a `pipeline` work on the same rows one after the other, each on stages
+    of the graph: the pipeline axis.
 
     batch_norm: "averaged" each rank normalises by its own rows, and buffers that forward updates are averaged over the ranks after each
     call; "broadcast" the same, and they are those of the first rank; "synchronised" each normalises by the rows of all ranks.
@@ -179,6 +193,8 @@ class Plan(_Record):
     """How many ranks of the data axis, neighbours, share one copy: a node's, since its devices have the fastest links."""
     tensor_ranks: int = Field(default=1, ge=1)
     tensor_shards: dict[str, Shard] = {}
+    divide: Divide = "tensor"
+    replicated: tuple[Replicated, ...] = ()
     pipeline: Pipeline | None = None
     batch_norm: BatchNorm = "averaged"
     recompute: Recompute = "job"
@@ -215,6 +231,10 @@ class Plan(_Record):
             raise ValueError(f"the strategy is single, and the data axis has {self.data_ranks} ranks")
         if self.tensor_ranks == 1 and self.tensor_shards:
             raise ValueError("tensor_shards divides parameters, and tensor_ranks is 1")
+        if self.tensor_ranks == 1 and self.divide != "tensor":
+            raise ValueError(f"divide is {self.divide}, and tensor_ranks is 1")
+        if self.divide == "context" and self.tensor_shards:
+            raise ValueError("divide is context, which divides no parameter, and there are tensor_shards")
         return self
 
     @property

@@ -14,6 +14,7 @@ from trainload.sharding.check_plan import groups_of
 from trainload.sharding.local_step import Local, local_step
 from trainload.sharding.plan import Shard
 from trainload.sharding.step_graphs import step_graphs
+from trainload.sharding.strategies import Divide
 from trainload.sharding.tensor.axis import TensorAxis, divide
 
 UNDIVIDED = TensorAxis(1, {})
@@ -36,7 +37,7 @@ class Source:
         self.device = torch.device("cpu")
         self.trained = groups_of(package)
         self.whole = {u.group for u in package.manifest.updates if not u.elementwise}
-        self._axes: dict[tuple[int, tuple[tuple[str, Shard | None], ...]], TensorAxis] = {}
+        self._axes: dict[tuple[int, tuple[tuple[str, Shard | None], ...], Divide], TensorAxis] = {}
         self._local: dict[Local, dict[str, StepGraph]] = {}
 
     @functools.cached_property
@@ -57,14 +58,14 @@ class Source:
         aliases = {p.name: p.alias_of for p in package.manifest.parameters if p.alias_of is not None}
         return list(dict.fromkeys(aliases.get(name) or name for name in names))
 
-    def tensor(self, ranks: int, rules: Mapping[str, Shard | None] | None = None) -> TensorAxis:
+    def tensor(self, ranks: int, rules: Mapping[str, Shard | None] | None = None, what: Divide = "tensor") -> TensorAxis:
         """What a tensor axis of so many ranks divides. Raises: PlanError where a rule does not fit, or nothing can be divided."""
         if ranks == 1:
             return UNDIVIDED
-        key = ranks, tuple((rules or {}).items())
+        key = ranks, tuple((rules or {}).items()), what
         if key not in self._axes:
             whole = {name for name, groups in self.trained.items() if self.whole.intersection(groups)}
-            self._axes[key] = divide(self.training, ranks, whole, rules)
+            self._axes[key] = divide(self.training, ranks, whole, rules, what)
         return self._axes[key]
 
     def local(self, axes: Local) -> dict[str, StepGraph]:

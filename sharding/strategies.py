@@ -10,6 +10,9 @@ from typing import Literal, get_args
 Strategy = Literal["single", "zero0", "zero1", "zero2", "zero3", "hybrid"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
+Divide = Literal["tensor", "sequence", "context", "expert"]
+DIVIDES: tuple[Divide, ...] = get_args(Divide)
+
 BatchNorm = Literal["averaged", "broadcast", "synchronised"]
 BATCH_NORMS: tuple[BatchNorm, ...] = get_args(BatchNorm)
 

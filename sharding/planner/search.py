@@ -19,13 +19,13 @@ from trainload.sharding.estimate import state_counts
 from trainload.sharding.liveness import held
 from trainload.sharding.local_step import Local
 from trainload.sharding.make_plan import make_plan
-from trainload.sharding.plan import TENSOR, Cluster, Plan, Shard
+from trainload.sharding.plan import TENSOR, Cluster, Plan
 from trainload.sharding.planner.costs import Costs, costs, sizes_of
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
 from trainload.sharding.planner.timeline import timeline
 from trainload.sharding.simulate import simulate
 from trainload.sharding.source import Source
-from trainload.sharding.strategies import RECOMPUTES, Recompute, Schedule, Strategy
+from trainload.sharding.strategies import RECOMPUTES, Divide, Recompute, Schedule, Strategy
 
 EXACT = 8
 """How many plans are made and played through, unless asked otherwise."""
@@ -190,7 +190,7 @@ def evaluate(
         schedule=name,
         stages_per_rank=stages,
         recompute=choice.recompute,
-        **options,
+        **{**options, "divide": _divided(choice.tensor, options)},
     )
     return Candidate(choice, plan, costs_of(source, plan, device))
 
@@ -213,6 +213,12 @@ def costs_of(source: Source, plan: Plan, device: DeviceProfile, *, compiled: boo
 def _order(candidate: Candidate, device: DeviceProfile) -> tuple[bool, float]:
     over = candidate.costs.memory.peak > device.memory_bytes
     return over, candidate.costs.memory.peak if over else candidate.costs.time.seconds
+
+
+def _divided(tensor: int, options: Mapping[str, Any]) -> Divide:
+    """What the tensor axis divides, where there is one."""
+    found: Divide = options.get("divide", "tensor") if tensor > 1 else "tensor"
+    return found
 
 
 # What there is to choose from
@@ -273,7 +279,7 @@ def _judge_all(
     refused: list[Refused] = []
     for tensor in _tensor_degrees(cluster, wanted):
         try:
-            judge = _Judge(source, cluster, device, tensor, rows, options.get("tensor_rules"))
+            judge = _Judge(source, cluster, device, tensor, rows, options)
         except PlanError as error:
             refused.append(Refused(f"tensor {tensor}", str(error)))
             continue
@@ -295,15 +301,14 @@ class _Judge:
     Raises: PlanError where the axis finds nothing to divide.
     """
 
-    def __init__(
-        self, source: Source, cluster: Cluster, device: DeviceProfile, tensor: int, rows: int, rules: Mapping[str, Shard | None] | None
-    ) -> None:
+    def __init__(self, source: Source, cluster: Cluster, device: DeviceProfile, tensor: int, rows: int, options: Mapping[str, Any]) -> None:
         self._cluster, self._device, self._rows, self._tensor = cluster, device, rows, tensor
-        axis = source.tensor(tensor, rules)
+        divide = _divided(tensor, options)
+        axis = source.tensor(tensor, options.get("tensor_rules"), divide)
         shards = tuple(sorted(axis.shards.items()))
         package = source.package
         main = package.manifest.training_graphs()[0]
-        self._steps = {how: source.local(Local(tensor, shards, recompute=how))[main] for how in RECOMPUTES}
+        self._steps = {how: source.local(Local(tensor, shards, recompute=how, positions=divide != "tensor"))[main] for how in RECOMPUTES}
         self._calls: dict[tuple[Recompute, int], tuple[float, float]] = {}
         states = state_counts(package)
         self._stored = self._kept = 0.0

@@ -1,4 +1,4 @@
-"""The tensor axis of a plan: which parameters of a package it divides, and what its ranks exchange."""
+"""The tensor axis of a plan: what of a package it divides, and what its ranks exchange."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from dataclasses import dataclass
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.nodes import ends
-from trainload.sharding.plan import Shard
-from trainload.sharding.tensor.choose import choose
-from trainload.sharding.tensor.partition import partition
+from trainload.sharding.plan import Replicated, Shard
+from trainload.sharding.strategies import Divide
+from trainload.sharding.tensor.choose import choose, experts
+from trainload.sharding.tensor.partition import linked, partition
 from trainload.sharding.tensor.place import Exchange
+from trainload.sharding.tensor.positions import Positions, positions_of
+
+LEAST = 0.5
+"""Of the matrix products' operations, that ranks of a context must be able to do for their own positions alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorAxis:
-    """ranks: of the axis. shards: parameter -> how it is divided. exchanges: of the main training graph, for its example of `rows` rows."""
+    """What the ranks of one share, of the main training graph with its example of `rows` rows.
+
+    ranks: of the axis. shards: parameter -> how it is divided. exchanges: what they send. replicated: what each does whole.
+    """
 
     ranks: int
     shards: Mapping[str, Shard]
     exchanges: tuple[Exchange, ...] = ()
     rows: int = 1
+    replicated: tuple[Replicated, ...] = ()
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """What one rank has of a parameter."""
@@ -32,28 +41,62 @@ class TensorAxis:
         return sum(exchange.sent(self.ranks, rows / self.rows) for exchange in self.exchanges)
 
 
-def divide(steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None) -> TensorAxis:
+def divide(
+    steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None, what: Divide = "tensor"
+) -> TensorAxis:
     """Finds what a tensor axis of so many ranks divides of a package.
 
     Args:
         steps: the package's training graphs, the main one first.
         ranks: of the axis.
         whole: parameters that it must leave whole, since their update takes whole parameters.
-        rules: as `choose` takes them.
+        rules: as `choose` takes them; with "tensor" and "sequence" alone.
+        what: as `Plan.divide` says.
 
     Raises:
         PlanError: a rule does not fit, or nothing can be divided.
     """
-    shards = choose(steps, ranks, whole, rules)
-    if not shards:
+    if rules and what not in ("tensor", "sequence"):
+        raise PlanError("rules say which parameters are divided", where="tensor_rules", expected="divide tensor or sequence", got=what)
+    shards: dict[str, Shard] = {}
+    if what == "expert":
+        shards = experts(steps, ranks, whole)
+    elif what != "context":
+        shards = choose(steps, ranks, whole, rules)
+    if not shards and what != "context":
         raise PlanError(
-            "the tensor axis finds nothing to divide",
+            "the graph has no experts that so many ranks could share" if what == "expert" else "the tensor axis finds nothing to divide",
             where="tensor_ranks",
-            expected=f"a dim of a parameter, no dim of the batch, that is a multiple of {ranks} and worth its exchanges",
+            expected=f"parameters of a batch of matrix products, a multiple of {ranks} of them"
+            if what == "expert"
+            else f"a dim of a parameter, no dim of the batch, that is a multiple of {ranks} and worth its exchanges",
             got="none",
-            cure="Use the data axis, or say what to divide (--tensor-rule).",
+            cure="Use the data axis, or say what to divide (--tensor 2 --tensor-rule).",
         )
-    return TensorAxis(ranks, shards, partition(steps[0], ranks, shards).exchanges, _rows(steps[0]))
+    if what in ("sequence", "context"):
+        _demand_positions(positions_of(steps[0], linked(steps[0]), ranks), ranks, LEAST if what == "context" else 0.0)
+    made = partition(steps[0], ranks, shards, positions=what != "tensor")
+    return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)
+
+
+def _demand_positions(found: Positions | None, ranks: int, least: float) -> None:
+    if found is None:
+        raise PlanError(
+            "the graph has no positions that so many ranks could share",
+            where="tensor_ranks",
+            expected=f"a dim of the data beside its rows, of a fixed size that is a multiple of {ranks}, with matrix products along it",
+            got="none",
+            cure="Freeze with sequences of such a length (padded, where they are shorter), or choose another number of ranks.",
+        )
+    if found.share < least:
+        assert found.whole is not None
+        raise PlanError(
+            "most of the work cannot be done for some positions alone",
+            where=f"{found.whole.name} ({found.whole.target})",
+            expected=f"{least:.0%} of the operations of matrix products at least",
+            got=f"{found.share:.0%}, for positions of which there are {found.factor.size}",
+            cure="Use the tensor axis (--tensor), which divides parameters.",
+        )
 
 
 def _rows(step: StepGraph) -> int:

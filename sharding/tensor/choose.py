@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 
 import torch
 from torch.fx import Node
@@ -21,6 +22,7 @@ from trainload.sharding.plan import Shard
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.partition import divisions, linked
+from trainload.sharding.tensor.positions import of_data
 from trainload.sharding.work import elements, flops
 
 aten = torch.ops.aten
@@ -31,7 +33,7 @@ WORTH = 8
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A class of dims that could be divided. `flops`: of a step, saved on each rank; `exchanged`: elements; `parameters`: elements of the
-    parameters that have it.
+    parameters that have it. `experts`: whether it numbers matrices that are multiplied each with something of its own.
     """
 
     factor: Factor
@@ -39,6 +41,7 @@ class Candidate:
     flops: float
     exchanged: float
     parameters: int
+    experts: bool = False
 
     @property
     def worth(self) -> float:
@@ -80,6 +83,13 @@ def choose(
     return {name: shard for name, shard in decided.items() if shard is not None}
 
 
+def experts(steps: Sequence[StepGraph], ranks: int, whole: Collection[str] = ()) -> dict[str, Shard]:
+    """How the parameters of experts, and those alone, are divided. Arguments as of `choose`."""
+    found = {name: shard for step in steps for each in candidates(step, ranks) if each.experts for name, shard in each.shards.items()}
+    rules: dict[str, Shard | None] = {escape(name): shard for name, shard in found.items() if name not in whole}
+    return choose(steps, ranks, whole, {**rules, "*": None}) if rules else {}
+
+
 def _asked(steps: Sequence[StepGraph], rules: Mapping[str, Shard | None]) -> dict[str, Shard | None]:
     names = dict.fromkeys(port.name for step in steps for port in step.inputs if port.role is Role.PARAMETER)
     found: dict[str, Shard | None] = {}
@@ -118,7 +128,7 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
     links = linked(step)
     placeholders, _ = ends(step.module)
     inputs = dict(zip(placeholders, step.inputs, strict=True))
-    batch = _of_data(links, inputs)
+    batch = of_data(links, inputs)
     twice = _twice(links)
     shards: dict[Factor, dict[str, Shard]] = {}
     counts: dict[Factor, int] = {}
@@ -148,23 +158,16 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
                     exchanged[factor] += elements(value)
             if factor in special and not any(links.holds(dims, factor) for dims in links.outputs[node]):
                 exchanged[factor] += elements(node.meta["val"])
-    return [Candidate(f, own, saved[f], exchanged[f], counts[f]) for f, own in shards.items()]
+    numbered = _numbered(links, inputs)
+    return [Candidate(f, own, saved[f], exchanged[f], counts[f], f in numbered) for f, own in shards.items()]
 
 
-def _of_data(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
-    """Factors of what is computed of the batch alone: rows, positions in a sequence, features of the data."""
-    kinds = {node: port.role for node, port in inputs.items()}
-    data: set[Node] = set()
-    other: set[Node] = set()
-    for node in links.outputs:
-        sources = node.all_input_nodes
-        if not any(dims is not None for dims in links.outputs[node]):
-            continue  # a size: what is made with it is no data
-        if kinds.get(node) is Role.PARAMETER or any(source in other for source in sources):
-            other.add(node)
-        elif kinds.get(node) is Role.BATCH or any(source in data for source in sources):
-            data.add(node)
-    return {f for node in data for dims in links.outputs[node] for dim in dims or () for f in links.factors.leaves(dim)}
+def _numbered(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
+    """Factors that number the matrices of a parameter, and of a batch of products: experts."""
+    products = [node for node in links.uses if node.target in (aten.bmm.default, aten.baddbmm.default)]
+    batches = {f for node in products for dims in links.outputs[node] for f in links.factors.leaves((dims or ((),))[0])}
+    stacks = [links.dims(n)[0] for n, p in inputs.items() if p.role is Role.PARAMETER and n.meta["val"].ndim > 2]
+    return batches.intersection(f for dim in stacks for f in links.factors.leaves(dim))
 
 
 def _twice(links: Links) -> set[Factor]:

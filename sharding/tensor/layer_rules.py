@@ -99,7 +99,10 @@ def _attention(links: Links, node: Node) -> Outputs:
     query, value = _heads(links, node, given)
     found: list[Dims | None] = [(*query[:3], value[3])]
     for lengths in _lengths(node)[1:]:
-        if lengths is not None and len(lengths) >= 2 and lengths[:2] == sizes(given["query"].meta["val"])[:2]:
+        asked = sizes(given["query"].meta["val"])[:3]
+        if lengths == asked:
+            found.append(query[:3])
+        elif lengths is not None and len(lengths) >= 2 and lengths[:2] == asked[:2]:
             found.append((*query[:2], *(links.own(node, n) for n in lengths[2:])))
         else:
             found.append(_own(links, node, lengths))
@@ -120,11 +123,12 @@ def _attention_backward(links: Links, node: Node) -> Outputs:
 
 
 def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]:
-    """Each batch row and each head is by itself. Returns: dims of query and value."""
+    """Each batch row and each head is by itself; of queries a share may look along all keys. Returns: dims of query and value."""
     query, key, value = (links.dims(given[name]) for name in ("query", "key", "value"))
     whole = links.use(node).whole
     for dims in (query, key, value):
-        whole += [f for dim in dims[2:] for f in dim]
+        links.use(node).special += dims[2]
+        whole += dims[3]
     for at in (0, 1):
         for dims in (key, value):
             if sizes(given["query"].meta["val"])[at] == sizes(given["key"].meta["val"])[at]:
@@ -136,11 +140,15 @@ def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]
         if not isinstance(operand, Node):
             continue
         dims = links.dims(operand)
+        masks = name in ("attn_mask", "attn_bias")
+        if masks:
+            links.use(node).aside.append(operand)
         for at in range(len(dims)):
-            back = at - len(dims) if name in ("attn_mask", "attn_bias") else at - 4
-            if back in (-4, -3) and dims[at]:
+            back = at - len(dims) if masks else at - 4
+            alike = back == -2 and not masks and sizes(operand.meta["val"])[at] == sizes(given["query"].meta["val"])[2]
+            if (back in (-4, -3) or alike) and dims[at]:
                 links.factors.tie(query[back], dims[at])
-            else:
+            elif not (masks and back in (-2, -1)):
                 whole += dims[at]
     return query, value
 
@@ -210,7 +218,7 @@ def _negative_log_likelihood(links: Links, node: Node) -> Outputs:
     target = links.dims(given["target"])
     use = links.use(node)
     links.tie(source[:-1], target)
-    use.whole += [f for dim in target for f in dim]
+    use.special += [f for dim in target for f in dim]
     (use.special if given["weight"] is None else use.whole).extend(source[-1])
     if "grad_output" in given:
         return (source,)

@@ -25,12 +25,14 @@ class Use:
     contracted: for each output: it is a sum over these, so that shares of them give terms of a sum.
     special: it can be run on shares of these, in another way (`trainload.sharding.tensor.special`).
     once: operands that are added to the sum, so that one term of it alone may hold them.
+    aside: operands that are taken whole where it is run on shares of what is special.
     """
 
     whole: list[Factor] = field(default_factory=list)
     contracted: tuple[list[Factor], ...] = ()
     special: list[Factor] = field(default_factory=list)
     once: list[Node] = field(default_factory=list)
+    aside: list[Node] = field(default_factory=list)
 
 
 class Links:

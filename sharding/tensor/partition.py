@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
-import trainload.sharding.tensor.rules  # noqa: F401 - these two declare the rules
-from trainload.autograd_trace.graphs import Port, Role, StepGraph
+import trainload.sharding.tensor.rules  # noqa: F401 - these three declare what operators do
+from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.nodes import arguments, ends, mode_of
-from trainload.sharding.plan import TENSOR, Shard
+from trainload.sharding.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
 from trainload.sharding.tensor.links import Links
-from trainload.sharding.tensor.place import Emitter, Exchange, Held, Place, position
-from trainload.sharding.tensor.special import SPECIAL, Results
+from trainload.sharding.tensor.place import Emitter, Exchange, Held, Lie, Place, position
+from trainload.sharding.tensor.positions import positions_of
+from trainload.sharding.tensor.special import SPECIAL, Results, runs_on_shares
+from trainload.sharding.work import flops, moved_bytes
 
 aten = torch.ops.aten
 _VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
@@ -34,7 +37,8 @@ _SIZES: Mapping[Any, int] = {
     **dict.fromkeys((aten.full, aten.zeros, aten.ones, aten.empty), 0),
 }
 """Operator -> which of its arguments is the shape of its result."""
-_LINEAR = _VIEWS | {aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.detach, aten.neg}
+_MOVES = _VIEWS | {aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.detach}
+_LINEAR = _MOVES | {aten.neg}
 """Of one operand: a term of it gives a term of the result."""
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
@@ -44,11 +48,12 @@ class Partitioned:
     """A step graph for the ranks of a tensor axis.
 
     Laws: `step` has the inputs of the graph it was made from and, last, TENSOR_RANK; parameters that are sharded, and their gradients, have
-    the shape of one rank's share; all other inputs and outputs are whole, and equal on all ranks.
+    the shape of one rank's share; all other inputs and outputs are whole, and equal on all ranks. `replicated`: what each does whole.
     """
 
     step: StepGraph
     exchanges: tuple[Exchange, ...]
+    replicated: tuple[Replicated, ...]
 
 
 def linked(step: StepGraph) -> Links:
@@ -63,31 +68,37 @@ def linked(step: StepGraph) -> Links:
     return links
 
 
-def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard]) -> Partitioned:
+def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool = False) -> Partitioned:
     """Partitions a step graph.
 
     Args:
         step: the graph.
         ranks: of the tensor axis.
         shards: parameter -> how it is divided among them; parameters that are missing are whole on each.
+        positions: whether what is not divided by parameters is divided by positions in the data, where the graph has such.
 
     Raises:
         PlanError: a parameter cannot be divided so, or two of them meet in one operator that would need both whole.
     """
-    return _Partitioner(step, ranks, shards).run()
+    return _Partitioner(step, ranks, shards, positions=positions).run()
 
 
 class _Partitioner:
-    def __init__(self, step: StepGraph, ranks: int, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool) -> None:
         self.links = linked(step)
         self._step, self._ranks = step, ranks
         self._placeholders, self._results = ends(step.module)
         self._parameters = {p.name: n for p, n in zip(step.inputs, self._placeholders, strict=True) if p.role is Role.PARAMETER}
         self._order = {name: self._factor(name, shard) for name, shard in shards.items() if name in self._parameters}
-        self._sharded = list(dict.fromkeys(self._order.values()))
+        found = positions_of(step, self.links, ranks) if positions else None
+        self._positions = None if found is None else found.factor
+        self._divided = [*dict.fromkeys(self._order.values()), *([self._positions] if self._positions is not None else [])]
+        """In this order: what an operator can be run on shares of counts first."""
+        self._gathered: list[Node] = []
         self._values: dict[Node, dict[Place, Node]] = {}
         self._items: dict[Node, Results] = {}
         self._exchanges: list[Exchange] = []
+        self._whole: list[Node] = []
 
     def run(self) -> Partitioned:
         graph = Graph()
@@ -108,6 +119,8 @@ class _Partitioner:
             if node.op == "get_attr":
                 self._values[node] = {Held.WHOLE: graph.node_copy(node)}
             elif node.op == "call_function":
+                if node.name == TANGENT:
+                    self._let_go()
                 self._run(node)
         results = []
         for port, node in zip(self._step.outputs, self._results, strict=True):
@@ -118,7 +131,25 @@ class _Partitioner:
         module.graph.eliminate_dead_code()
         module.graph.lint()
         inputs = (*self._step.inputs, Port(Role.TENSOR_RANK, "tensor_rank"))
-        return Partitioned(StepGraph(module, inputs, self._step.outputs), tuple(self._exchanges))
+        return Partitioned(StepGraph(module, inputs, self._step.outputs), tuple(self._exchanges), self._replicated())
+
+    def _replicated(self) -> tuple[Replicated, ...]:
+        """By operator, what costs most first. Looking at a value otherwise costs nothing."""
+        found: dict[str, Replicated] = {}
+        for node in self._whole:
+            operations = flops(node) + sum(map(flops, self._inside(node)))
+            name, (count, done, moved) = str(node.target), (1, operations, moved_bytes(node))
+            if (before := found.get(name)) is not None:
+                count, done, moved = before.nodes + 1, before.operations + done, before.bytes + moved
+            found[name] = Replicated(operator=name, nodes=count, operations=done, bytes=moved)
+        return tuple(sorted(found.values(), key=lambda each: (-each.operations, -each.bytes, each.operator)))
+
+    def _inside(self, node: Node) -> Iterator[Node]:
+        """The nodes of the bodies of an operator."""
+        for source in node.all_input_nodes:
+            body = getattr(self._step.module, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(body, GraphModule):
+                yield from body.graph.nodes
 
     # Factors
 
@@ -145,30 +176,23 @@ class _Partitioner:
         )
 
     def _share(self, node: Node, factor: Factor) -> list[Any]:
-        found = position(self.links.factors, self.links.dims(node), factor)
-        assert found is not None
-        return [size // self._ranks if at == found[0] else size for at, size in enumerate(node.meta["val"].shape)]
+        found = self._lie(self.links.dims(node), factor)
+        return [size // self._ranks if at == found.dim else size for at, size in enumerate(node.meta["val"].shape)]
 
     def among(self, factors: Sequence[Factor], factor: Factor) -> bool:
         return factor in self.links.factors.leaves(factors)
 
     def _active(self, node: Node) -> Factor | None:
         """The factor of which an operator is run on shares."""
-        use = self.links.use(node)
-        touched = [[f for dim in dims for f in self.links.factors.leaves(dim)] for dims in self.links.touched(node)]
-        for factor in self._sharded:
-            once = max((factors.count(factor) for factors in touched), default=0) == 1
-            if once and not self.among(use.whole, factor) and (not self.among(use.special, factor) or self._is_special(node, factor)):
-                return factor
-        return None
-
-    def _is_special(self, node: Node, factor: Factor) -> bool:
-        """Whether the operator can look along this factor: each rank's share has to be one row of indices."""
-        holders = [dims for source in node.all_input_nodes for dims in self.links.outputs.get(source, ()) if self.links.holds(dims, factor)]
-        leading = all(self.links.factors.leaves(dim)[0] is factor for dims in holders for dim in dims or () if self.among(dim, factor))
-        return leading and node.target in SPECIAL
+        return next((factor for factor in self._divided if runs_on_shares(self.links, node, factor)), None)
 
     # Values
+
+    def _let_go(self) -> None:
+        """Backward gathers anew what forward has gathered of positions: kept, it would be all that they were divided for."""
+        for node in self._gathered:
+            del self._values[node][Held.WHOLE]
+        self._gathered.clear()
 
     def value(self, node: Node, place: Place) -> Node:
         """A value of the step graph, where it is wanted."""
@@ -185,19 +209,26 @@ class _Partitioner:
             if have is Held.TERM:
                 return self._noted(node, "all_reduce", self.emit.reduced(value))
             assert isinstance(have, Factor)
-            return self._noted(node, "all_gather", self.emit.gathered(value, *self._at(dims, have)))
+            if have is self._positions:
+                self._gathered.append(node)
+                if getattr(node.target, "overloadpacket", None) in _MOVES:  # what it looks at is gathered once for all that do
+                    return self._call(node, torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.WHOLE)), node.kwargs)
+            return self._noted(node, "all_gather", self.emit.gathered(value, self._lie(dims, have)))
         assert isinstance(place, Factor), f"{node} is wanted as a term"
-        at, inner = self._at(dims, place)
+        lie = self._lie(dims, place)
         if Held.TERM in held and Held.WHOLE not in held:
-            return self._noted(node, "reduce_scatter", self.emit.scattered(held[Held.TERM], at, inner))
-        return self.emit.own_share(self.value(node, Held.WHOLE), at, inner)
+            return self._noted(node, "reduce_scatter", self.emit.scattered(held[Held.TERM], lie))
+        return self.emit.own_share(self.value(node, Held.WHOLE), lie)
 
-    def _at(self, dims: Dims, factor: Factor) -> tuple[int, int]:
-        found = position(self.links.factors, dims, factor)
+    def _lie(self, dims: Dims, factor: Factor) -> Lie:
+        found = position(self.links.factors, dims, factor, self._ranks)
         assert found is not None
-        assert isinstance(factor.size, int)
-        at, inner = found
-        return at, inner * factor.size // self._ranks
+        return found
+
+    def _dim(self, dims: Dims | None, place: Place) -> int | None:
+        """The dim of which each rank has a share; None where there is none."""
+        found = position(self.links.factors, dims or (), place, self._ranks) if isinstance(place, Factor) else None
+        return None if found is None else found.dim
 
     def _noted(self, node: Node, collective: str, made: Node) -> Node:
         value = made.meta["val"]
@@ -214,7 +245,11 @@ class _Partitioner:
             self._values[node] = {place: made}
         elif not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
             self._values[node] = {Held.WHOLE: self._size(node)}
-        elif node.target is operator.getitem or (active := self._active(node)) is None:
+        elif (
+            node.target is operator.getitem
+            or (active := self._active(node)) is None
+            or (active is self._positions and self._passes_terms(node))
+        ):
             self._run_whole(node)
         elif self.among(self.links.use(node).special, active):
             self._keep(node, SPECIAL[node.target](self, node, active))
@@ -225,8 +260,8 @@ class _Partitioner:
         values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
         for (made, place), whole, dims in zip(results, values, self.links.outputs[node], strict=True):
             if dims is not None:
-                found = position(self.links.factors, dims, place) if isinstance(place, Factor) else None
-                wanted = [n // self._ranks if found is not None and at == found[0] else n for at, n in enumerate(whole.shape)]
+                divided = self._dim(dims, place)
+                wanted = [n // self._ranks if at == divided else n for at, n in enumerate(whole.shape)]
                 assert list(made.meta["val"].shape) == wanted, (
                     f"{node.format_node()}: {place}: {wanted}, got {list(made.meta['val'].shape)}"
                 )
@@ -243,21 +278,29 @@ class _Partitioner:
         source, at = node.args
         ((place, held),) = list(self._values[source].items())[:1]  # type: ignore[index]
         made = self.emit.call(aten.sym_size.int, held, at)
-        found = position(self.links.factors, self.links.dims(source), place) if isinstance(place, Factor) else None  # type: ignore[arg-type]
-        return self.emit.times(made, self._ranks) if found is not None and found[0] == at else made
+        divided = self._dim(self.links.dims(source), place)  # type: ignore[arg-type]
+        return self.emit.times(made, self._ranks) if divided == at else made
 
     def _run_whole(self, node: Node) -> None:
-        packet = getattr(node.target, "overloadpacket", None)
-        sources = node.all_input_nodes
-        terms = [s for s in sources if Held.TERM in self._values.get(s, {}) and len(s.users) == 1]
-        passes = packet in _LINEAR and sources[:1] == terms[:1] and bool(terms)
-        passes |= node.target in _SUMS and len(terms) == 2 == len(sources) and self._same_shape(node, sources)
-        if passes or packet in _VIEWS:
-            args = torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.TERM if passes and s in terms else Held.WHOLE))
+        passes = self._passes_terms(node)
+        if passes or getattr(node.target, "overloadpacket", None) in _VIEWS:
+            args = torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.TERM if passes and self._is_term(s) else Held.WHOLE))
             made = self._call(node, args, node.kwargs)
         else:
             made = self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
         self._values[node] = {Held.TERM if passes else Held.WHOLE: made}
+        if not passes and node.target is not operator.getitem and getattr(node.target, "overloadpacket", None) not in _MOVES:
+            self._whole.append(node)
+
+    def _is_term(self, source: Node) -> bool:
+        return Held.TERM in self._values.get(source, {}) and len(source.users) == 1
+
+    def _passes_terms(self, node: Node) -> bool:
+        """Whether terms of a node's operands, which nothing else uses, make terms of its result: they are exchanged after it, once."""
+        sources = node.all_input_nodes
+        if getattr(node.target, "overloadpacket", None) in _LINEAR:
+            return bool(sources) and self._is_term(sources[0])
+        return node.target in _SUMS and len(sources) == 2 and all(map(self._is_term, sources)) and self._same_shape(node, sources)
 
     def _call(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
         """The operator of a node, on operands that may have other strides than its own had."""
@@ -295,30 +338,32 @@ class _Partitioner:
         places: list[Place] = []
         for dims, is_term in zip(self.links.outputs[node], contracted, strict=False):
             places.append(active if self.links.holds(dims, active) else Held.TERM if is_term else Held.WHOLE)
-        if not isinstance(node.meta["val"], tuple | list):
-            return [(made, places[0])]
+        return self.items(made, places) if isinstance(node.meta["val"], tuple | list) else [(made, places[0])]
+
+    def items(self, made: Node, places: Sequence[Place]) -> Results:
+        """The outputs of a node that has several, and where they lie."""
+        values = made.meta["val"]
         return [
             (made if value is None else self.emit.call(operator.getitem, made, number), place)
-            for number, (value, place) in enumerate(zip(node.meta["val"], places, strict=True))
+            for number, (value, place) in enumerate(zip(values, places, strict=True))
         ]
 
     def _divide_sizes(self, node: Node, args: list[Any], active: Factor) -> None:
         packet = node.target.overloadpacket  # type: ignore[union-attr]
         if packet in _SIZES:
             (dims,) = self.links.outputs[node]
-            assert dims is not None
-            found = position(self.links.factors, dims, active)
-            if found is not None:
+            at = self._dim(dims, active)
+            if at is not None:
                 sizes = list(args[_SIZES[packet]])
-                sizes[found[0]] = self.emit.part(sizes[found[0]], self._ranks)
+                sizes[at] = self.emit.part(sizes[at], self._ranks)
                 args[_SIZES[packet]] = sizes
         if packet is aten.convolution_backward and args[3] is not None and self.links.holds(self.links.outputs[node][2], active):
             args[3] = [self.emit.part(n, self._ranks) for n in args[3]]
         if packet in (aten.split, aten.split_with_sizes):
             first = self.links.outputs[node][0]
             given = arguments(node)
-            found = position(self.links.factors, first or (), active)
-            if found is not None and found[0] == given["dim"] % len(first or ()):
+            at = self._dim(first, active)
+            if at is not None and at == given["dim"] % len(first or ()):
                 lengths = args[1]
                 parts = [self.emit.part(n, self._ranks) for n in (lengths if isinstance(lengths, list | tuple) else [lengths])]
                 args[1] = parts if isinstance(lengths, list | tuple) else parts[0]

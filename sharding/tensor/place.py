@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from trainload.sharding.nodes import append
-from trainload.sharding.tensor.factors import Dims, Factor, Factors
+from trainload.sharding.tensor.factors import Dims, Factor, Factors, Size
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -99,29 +100,29 @@ class Emitter:
         """Of all ranks together."""
         return self.wait(self.call(c10d.all_reduce.default, value, how, self.group))
 
-    def gathered(self, value: Node, at: int, inner: int) -> Node:
-        """All shares of a value whose dim `at` has `inner` elements of one share in a row."""
-        sizes = self.sizes(value)
+    def gathered(self, value: Node, lie: Lie) -> Node:
+        """All shares of a value that lie so in it."""
+        sizes, at = self.sizes(value), lie.dim
         packed = self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
         flying = self.call(c10d.all_gather_into_tensor.default, packed, self.ranks, self.group)
-        split = [*sizes[:at], self.part(sizes[at], inner), inner, *sizes[at + 1 :]]
+        split = [*sizes[:at], *self._halves(sizes[at], lie, 1), *sizes[at + 1 :]]
         apart = self.call(aten.reshape.default, self.wait(flying), [self.ranks, *split])
         order = [*range(1, at + 2), 0, *range(at + 2, len(split) + 1)]
         return self._joined(
             self.call(aten.permute.default, apart, order), [*sizes[:at], self.times(sizes[at], self.ranks), *sizes[at + 1 :]]
         )
 
-    def own_share(self, value: Node, at: int, inner: int) -> Node:
-        """The share that this rank has of a value, of whose dim `at` each share has `inner` elements in a row."""
-        sizes = self.sizes(value)
-        apart = self._apart(value, sizes, at, inner)
+    def own_share(self, value: Node, lie: Lie) -> Node:
+        """The share that this rank has of a value."""
+        sizes, at = self.sizes(value), lie.dim
+        apart = self._apart(value, sizes, lie)
         own = self.call(aten.index_select.default, apart, at + 1, self._rank_row())
         return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
-    def scattered(self, term: Node, at: int, inner: int) -> Node:
+    def scattered(self, term: Node, lie: Lie) -> Node:
         """The share that this rank has of the sum of all terms."""
-        sizes = self.sizes(term)
-        apart = self._apart(term, sizes, at, inner)
+        sizes, at = self.sizes(term), lie.dim
+        apart = self._apart(term, sizes, lie)
         order = [at + 1, *range(at + 1), *range(at + 2, len(sizes) + 2)]
         packed = self.call(aten.clone.default, self.call(aten.permute.default, apart, order), memory_format=torch.contiguous_format)
         own = self.wait(self.call(c10d.reduce_scatter_tensor.default, packed, "sum", self.ranks, self.group))
@@ -136,9 +137,16 @@ class Emitter:
         first = self.call(aten.eq.Scalar, self.rank, 0)
         return self.call(aten.mul.Tensor, value, self.call(aten._to_copy.default, first, dtype=value.meta["val"].dtype))
 
-    def _apart(self, value: Node, sizes: Sequence[Any], at: int, inner: int) -> Node:
-        split = [*sizes[:at], self.part(sizes[at], inner * self.ranks), self.ranks, inner, *sizes[at + 1 :]]
-        return self.call(aten.reshape.default, value, split)
+    def _apart(self, value: Node, sizes: Sequence[Any], lie: Lie) -> Node:
+        before, after = self._halves(sizes[lie.dim], lie, self.ranks)
+        return self.call(aten.reshape.default, value, [*sizes[: lie.dim], before, self.ranks, after, *sizes[lie.dim + 1 :]])
+
+    def _halves(self, size: Any, lie: Lie, shares: int) -> tuple[Any, Any]:
+        """A dim of so many shares: how often one begins in it, and how many of its elements then come in a row."""
+        if isinstance(lie.row, int):
+            return self.part(size, lie.row * shares), lie.row
+        assert isinstance(lie.before, int), lie
+        return lie.before, self.part(size, lie.before * shares)
 
     def _joined(self, value: Node, sizes: list[Any]) -> Node:
         return self.call(aten.reshape.default, value, sizes)
@@ -149,14 +157,23 @@ class Emitter:
         return self._row
 
 
-def position(factors: Factors, dims: Dims, factor: Factor) -> tuple[int, int] | None:
-    """Where a factor lies in a tensor: its dim, and how many elements of the dim each of the factor's has in a row. None: nowhere."""
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """Where shares of a factor lie in a tensor: in its dim `dim`, of `before` times `row` elements each; `row` of one come in a row. One of
+    the two at least is a number, the other perhaps an expression of symbols.
+    """
+
+    dim: int
+    before: Size
+    row: Size
+
+
+def position(factors: Factors, dims: Dims, factor: Factor, ranks: int) -> Lie | None:
+    """Where the shares that `ranks` ranks have of a factor lie in a tensor. None: nowhere."""
     for at, dim in enumerate(dims):
         leaves = factors.leaves(dim)
         if factor in leaves:
-            inner = 1
-            for leaf in leaves[leaves.index(factor) + 1 :]:
-                assert isinstance(leaf.size, int), leaf
-                inner *= leaf.size
-            return at, inner
+            number = leaves.index(factor)
+            before, after = (math.prod(leaf.size for leaf in part) for part in (leaves[:number], leaves[number + 1 :]))
+            return Lie(at, before, after * (factor.size // ranks))
     return None

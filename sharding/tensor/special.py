@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch.fx import Node
 
 from trainload.sharding.nodes import arguments
 from trainload.sharding.tensor.factors import Factor
+from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.place import Held, Place
 
 if TYPE_CHECKING:
@@ -18,18 +20,44 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Results = list[tuple[Node, Place]]
 Special = Callable[["Partitioner", Node, Factor], Results]
+Fits = Callable[[Links, Node, Factor], bool]
 SPECIAL: dict[Any, Special] = {}
 """Operator -> how it is run on shares of a factor that it is special in."""
+_FITS: dict[Any, Fits] = {}
 
 
-def special(*targets: Any) -> Callable[[Special], Special]:
-    """Declares how some operators are run on shares."""
+def special(*targets: Any, fits: Fits | None = None) -> Callable[[Special], Special]:
+    """Declares how some operators are run on shares. `fits`: of which factors; None: where each rank's share is one row of indices."""
 
     def declare(made: Special) -> Special:
         SPECIAL.update(dict.fromkeys(targets, made))
+        _FITS.update(dict.fromkeys(targets, fits or _leads))
         return made
 
     return declare
+
+
+def runs_on_shares(links: Links, node: Node, factor: Factor) -> bool:
+    """Whether an operator can be run on shares of a factor: what it takes and gives has the factor once at most."""
+    use = links.use(node)
+    is_special = factor in links.factors.leaves(use.special)
+    counted = [source for source in node.all_input_nodes if not (is_special and source in use.aside)]
+    touched = [*(dims for source in counted for dims in links.outputs.get(source, ())), *links.outputs[node]]
+    most = max(([f for dim in dims for f in links.factors.leaves(dim)].count(factor) for dims in touched if dims is not None), default=0)
+    if most != 1 or factor in links.factors.leaves(use.whole):
+        return False
+    return not is_special or (node.target in SPECIAL and _FITS[node.target](links, node, factor))
+
+
+def _leads(links: Links, node: Node, factor: Factor) -> bool:
+    holders = [dims for source in node.all_input_nodes for dims in links.outputs.get(source, ()) if links.holds(dims, factor)]
+    leaves = [links.factors.leaves(dim) for dims in holders for dim in dims or ()]
+    return all(own[0] is factor for own in leaves if factor in own)
+
+
+def _counts_rows(links: Links, node: Node, factor: Factor) -> bool:
+    """Of a loss: shares of its rows will do, however they lie; of its classes those that are one row of indices."""
+    return links.holds(links.dims(arguments(node)["target"]), factor) or _leads(links, node, factor)
 
 
 def _own(at: Partitioner, index: Node, length: int) -> tuple[Node, Node]:
@@ -144,10 +172,12 @@ def _gather(at: Partitioner, node: Node, active: Factor) -> Results:
     return [(_masked(at, inside, at.emit.call(aten.gather.default, source, given["dim"], local, like=node)), Held.TERM)]
 
 
-@special(aten.nll_loss_forward.default)
+@special(aten.nll_loss_forward.default, fits=_counts_rows)
 def _negative_log_likelihood(at: Partitioner, node: Node, active: Factor) -> Results:
     emit, given = at.emit, arguments(node)
     source = at.value(given["self"], active)
+    if at.links.holds(at.links.dims(given["target"]), active):
+        return _loss_of_rows(at, node, active)
     counts, inside, local = _targets(at, given, source)
     picked = emit.call(
         aten.squeeze.dim, emit.call(aten.gather.default, source, 1, emit.call(aten.unsqueeze.default, local, 1), like=node), 1
@@ -160,10 +190,32 @@ def _negative_log_likelihood(at: Partitioner, node: Node, active: Factor) -> Res
     return [(emit.call(aten.div.Tensor, total, weight) if given["reduction"] == 1 else total, Held.TERM), (weight, Held.WHOLE)]
 
 
-@special(aten.nll_loss_backward.default)
+def _loss_of_rows(at: Partitioner, node: Node, active: Factor) -> Results:
+    """Of this rank's rows: the sum of their losses, divided by the weight of all."""
+    emit, given = at.emit, arguments(node)
+    operands = (at.value(given["self"], active), at.value(given["target"], active), _class_weights(at, given))
+    reduction = given["reduction"]
+    found = emit.call(aten.nll_loss_forward.default, *operands, 2 if reduction else 0, given["ignore_index"], like=node)
+    losses, own = (emit.call(operator.getitem, found, number) for number in range(2))
+    if reduction == 0:
+        return [(losses, active), (own, Held.WHOLE)]
+    weight = emit.reduced(own)
+    return [(emit.call(aten.div.Tensor, losses, weight) if reduction == 1 else losses, Held.TERM), (weight, Held.WHOLE)]
+
+
+def _class_weights(at: Partitioner, given: dict[str, Any]) -> Node | None:
+    return None if given["weight"] is None else at.value(given["weight"], Held.WHOLE)
+
+
+@special(aten.nll_loss_backward.default, fits=_counts_rows)
 def _negative_log_likelihood_backward(at: Partitioner, node: Node, active: Factor) -> Results:
     emit, given = at.emit, arguments(node)
     source = at.value(given["self"], active)
+    if at.links.holds(at.links.dims(given["target"]), active):
+        gradient = at.value(given["grad_output"], active if given["reduction"] == 0 else Held.WHOLE)
+        weight = at.value(given["total_weight"], Held.WHOLE)
+        operands = (gradient, source, at.value(given["target"], active), _class_weights(at, given))
+        return [(emit.call(node.target, *operands, given["reduction"], given["ignore_index"], weight, like=node), active)]  # type: ignore[arg-type]
     _, inside, local = _targets(at, given, source)
     gradient = emit.call(aten.neg.default, at.value(given["grad_output"], Held.WHOLE))
     if given["reduction"] == 1:

@@ -269,7 +269,8 @@ def resume(
         kept = strategy or (None if world == 1 or spec.plan.strategy == "single" else spec.plan.strategy)
         ranks = spec.plan.shard_ranks if kept == "hybrid" and world % (spec.plan.shard_ranks or 1) == 0 else None
         tensor = spec.plan.tensor_ranks if world % spec.plan.tensor_ranks == 0 else 1
-        rules = dict(spec.plan.tensor_shards) if tensor > 1 else None
+        divide = spec.plan.divide if tensor > 1 else "tensor"
+        rules = dict(spec.plan.tensor_shards) if tensor > 1 and divide in ("tensor", "sequence") else None
         pipeline = spec.plan.pipeline if world // tensor % spec.plan.pipeline_ranks == 0 else None
         new_plan = make_plan(
             package,
@@ -280,6 +281,7 @@ def resume(
             shard_ranks=ranks,
             tensor_ranks=tensor,
             tensor_rules=rules,
+            divide=divide,
             batch_norm=spec.plan.batch_norm,
             recompute=spec.plan.recompute,
             pipeline_ranks=1 if pipeline is None else pipeline.ranks,

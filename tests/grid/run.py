@@ -37,6 +37,9 @@ have four microbatches, are compared with one process that has four microbatches
 """
 
 
+BESIDE = """Ranks that share the positions of a row, or experts, as well. A number stands for a plan that is refused, by the line below."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axes:
     """What a plan is asked for, of how many nodes and devices."""
@@ -64,9 +67,17 @@ STRATEGIES = {
     "ZeRO-3 x TP 2": Axes("zero3", devices=4, options={"tensor_ranks": 2}),
     "PP 2 x data 2": Axes("zero0", devices=4, options=PIPED),
 }
+SHARED = {
+    "TP 2, sequence": Axes(None, options={"tensor_ranks": 2, "divide": "sequence"}),
+    "context 2": Axes(None, options={"tensor_ranks": 2, "divide": "context"}),
+    "experts 2": Axes(None, options={"tensor_ranks": 2, "divide": "expert"}),
+    "PP 2 x context 2": Axes(None, devices=4, options={**PIPED, "tensor_ranks": 2, "divide": "context"}),
+}
+"""Plans whose ranks share positions, of a row or of what the experts are given: a graph that has none is refused."""
+COLUMNS = STRATEGIES | SHARED
 
 
-def row(model: Model, steps: int, folder: Path, strategies: Sequence[str] = tuple(STRATEGIES)) -> dict[str, float | str]:
+def row(model: Model, steps: int, folder: Path, strategies: Sequence[str] = tuple(COLUMNS)) -> dict[str, float | str]:
     """The cells of a model: differences, or reasons."""
     package, data = model.freeze(folder)
     cells: dict[str, float | str] = {}
@@ -74,7 +85,7 @@ def row(model: Model, steps: int, folder: Path, strategies: Sequence[str] = tupl
     singles: dict[int, list[float]] = {}
     for name in strategies:
         try:
-            plan = STRATEGIES[name].plan(package, normalised=model.normalised)
+            plan = COLUMNS[name].plan(package, normalised=model.normalised)
         except PlanError as error:
             cells[name] = str(error)
             continue
@@ -98,8 +109,11 @@ def page(rows: dict[str, dict[str, float | str]]) -> str:
     def spelled(cell: float | str) -> str:
         return f"[{reasons.setdefault(cell, len(reasons) + 1)}]" if isinstance(cell, str) else f"{cell:.1e}"
 
-    lines = ["| | " + " | ".join(STRATEGIES) + " |", "|---" * (len(STRATEGIES) + 1) + "|"]
-    lines += [f"| {model} | " + " | ".join(spelled(cell) for cell in cells.values()) + " |" for model, cells in rows.items()]
+    def table(columns: Sequence[str]) -> list[str]:
+        head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        return head + [f"| {model} | " + " | ".join(spelled(cells[name]) for name in columns) + " |" for model, cells in rows.items()]
+
+    lines = [*table(list(STRATEGIES)), "", BESIDE, "", *table(list(SHARED))]
     told = [f"{number}. {reason}" for reason, number in reasons.items()]
     return HEAD + "\n".join(lines) + "\n" + ("\n" + "\n".join(told) + "\n" if told else "")
 

@@ -15,7 +15,7 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 import trainload
 from trainload.launch.journal import read_events
 from trainload.packaging.read import Package
-from trainload.sharding.strategies import SCHEDULES, Recompute, Strategy
+from trainload.sharding.strategies import DIVIDES, SCHEDULES, Divide, Recompute, Strategy
 
 STEPS = 100
 FEWER = 24
@@ -49,10 +49,14 @@ CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "zero3, one bucket": ("zero3", FEWER, 1, WHOLE),
     "tensor": (None, STEPS, 1, SMALL),
     "tensor, microbatches": (None, FEWER, 2, SMALL),
+    "sequence": (None, FEWER, 2, SMALL),
+    "context": (None, FEWER, 1, SMALL),
     "1f1b": (None, STEPS, 4, SMALL),
     "zbv": (None, FEWER, 4, SMALL),
 }
-"""(strategy; None: both workers are of the tensor axis, or of a pipeline with this schedule; steps, microbatches, bytes of a bucket)"""
+"""(strategy; None: both workers are of the tensor axis, which divides what the name says, or of a pipeline with this schedule; steps,
+microbatches, bytes of a bucket)
+"""
 PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
     ("zero3", {"pipeline_ranks": 2, "accumulate": 2, "recompute": "full"}),
     ("zero1", {"pipeline_ranks": 2, "accumulate": 4, "schedule": "zero-bubble", "stages_per_rank": 2}),
@@ -76,7 +80,8 @@ def two_workers(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathF
         if name not in asked:
             continue
         cluster = trainload.Cluster(devices_per_node=2)
-        axes: dict[str, Any] = {"pipeline_ranks": 2, "schedule": name} if name in SCHEDULES else {"tensor_ranks": 2}
+        what = name if name in DIVIDES else "tensor"
+        axes: dict[str, Any] = {"pipeline_ranks": 2, "schedule": name} if name in SCHEDULES else {"tensor_ranks": 2, "divide": what}
         axes = {} if strategy is not None else axes
         plan = trainload.plan(gpt, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes)
         assert (len(plan.buckets) > 4) == (bucket_bytes != WHOLE)
@@ -124,7 +129,8 @@ def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_
     cluster = trainload.Cluster(nodes=2, devices_per_node=2)
     runs = []
     for number, strategy in enumerate(TOGETHER):
-        plan = trainload.plan(gpt, cluster, strategy, accumulate=2, bucket_bytes=SMALL, tensor_ranks=2)
+        what: Divide = "tensor" if strategy == "zero1" else "sequence"
+        plan = trainload.plan(gpt, cluster, strategy, accumulate=2, bucket_bytes=SMALL, tensor_ranks=2, divide=what)
         assert (plan.data_ranks, plan.tensor_ranks) == (2, 2)
         runs.append(Run(tmp_path / f"run{number}", gpt, plan, gpt_data, {"steps": FEWER}))
     for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):

@@ -16,7 +16,7 @@ EVERY = 4
 
 
 def test_a_run_goes_on_under_one_plan_after_another(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    """ZeRO-3 on four ranks, a tensor axis of two, one process, a pipeline of two, ZeRO-3 beside a tensor axis, each from a checkpoint of
+    """ZeRO-3 on four ranks, a tensor axis of two, one process, a pipeline of two, ZeRO-3 beside a context axis, each from a checkpoint of
     the one before.
     """
     folder = tmp_path / "run"
@@ -28,7 +28,7 @@ def test_a_run_goes_on_under_one_plan_after_another(gpt: Package, gpt_data: Path
         trainload.plan(gpt, two, tensor_ranks=2),
         trainload.plan(gpt, one),
         trainload.plan(gpt, two, pipeline_ranks=2),
-        trainload.plan(gpt, four, "zero3", tensor_ranks=2, bucket_bytes=6_000),
+        trainload.plan(gpt, four, "zero3", tensor_ranks=2, divide="context", bucket_bytes=6_000),
     ]
     for number, plan in enumerate(plans, 1):
         for step, checkpoint in published(folder).items():

@@ -14,13 +14,13 @@ import click
 from trainload import view
 from trainload.capture.errors import PlanError, StorageError
 from trainload.commands import shared
-from trainload.commands.shared import NamedCount, err, json_option, out, package_argument, positive, print_json, write_text
-from trainload.sharding.strategies import BATCH_NORMS, RECOMPUTES, SCHEDULES, STRATEGIES
+from trainload.commands.shared import CountOf, NamedCount, err, json_option, out, package_argument, positive, print_json, write_text
+from trainload.sharding.strategies import BATCH_NORMS, DIVIDES, RECOMPUTES, SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
     from trainload.packaging.read import Package
     from trainload.sharding.plan import DeviceKind, Pipeline, Plan
-    from trainload.sharding.strategies import BatchNorm, Recompute, Schedule, Strategy
+    from trainload.sharding.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
 
 KINDS = ("cpu", "cuda")
 
@@ -31,7 +31,7 @@ KINDS = ("cpu", "cuda")
 @click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
 @click.option("--device", metavar="D", default="cpu", help="cpu, cuda; h100 or others, or a FILE: to choose by.")
 @click.option("--strategy", type=NamedCount(STRATEGIES), metavar="S[/N]", help="single, zero0..zero3, hybrid[/ranks of a copy].")
-@click.option("--tensor", type=positive, metavar="N", help="Ranks that share a row's work. Default: 1.")
+@click.option("--tensor", type=CountOf(DIVIDES), metavar="N[/W]", help="Ranks that share a row: /sequence, /context or /expert.")
 @click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
 @click.option("--pipeline", type=positive, metavar="N", help="Ranks that a row passes through. Default: 1.")
 @click.option("--schedule", type=NamedCount(SCHEDULES), metavar="S[/N]", help="gpipe, 1f1b, zero-bubble, zbv, dualpipev[/stages].")
@@ -50,7 +50,7 @@ def plan(
     devices_per_node: int,
     device: str,
     strategy: tuple[Strategy, int | None] | None,
-    tensor: int | None,
+    tensor: tuple[int, Divide] | None,
     rules: tuple[str, ...],
     pipeline: int | None,
     schedule: tuple[Schedule, int | None] | None,
@@ -64,18 +64,19 @@ def plan(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Spread a package over a cluster of a given shape: a file that says which rank does what. Needs no cluster."""
+    """Write down which rank of a cluster does what. Needs no cluster."""
     if output is not None and output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
     name, shard_ranks = strategy or (None, None)
     options: dict[str, Any] = {"shard_ranks": shard_ranks, "tensor_rules": dict(_rule(text) for text in rules), "batch_norm": batch_norm}
     if bucket_mib is not None:
         options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
+    ranks, options["divide"] = tensor or (None, "tensor")
     if prefetch is not None:
         options["prefetch"] = prefetch
     opened = shared.open_package(package)
     if device not in KINDS:
-        wanted: dict[str, Any] = {"strategy": name, "tensor": tensor, "pipeline": pipeline, "accumulate": accumulate}
+        wanted: dict[str, Any] = {"strategy": name, "tensor": ranks, "pipeline": pipeline, "accumulate": accumulate}
         wanted |= {"recompute": recompute, "schedule": schedule}
         cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
         searched = {"global_batch": global_batch, "options": options}
@@ -84,7 +85,7 @@ def plan(
     if explain is not None:
         raise click.UsageError("--explain needs a device's figures: --device h100, another of those that come with trainload, or a file.")
     options |= {"global_batch": global_batch, "accumulate": accumulate, "recompute": recompute or "job"}
-    options |= {"tensor_ranks": tensor or 1, "pipeline_ranks": pipeline or 1}
+    options |= {"tensor_ranks": ranks or 1, "pipeline_ranks": pipeline or 1}
     options |= dict(zip(("schedule", "stages_per_rank"), schedule or (None, None), strict=True))
     made = make_plan(opened, nodes, devices_per_node, device, name, **options)
     if output is not None:
@@ -129,12 +130,22 @@ def _described(made: Plan) -> list[tuple[str, Any]]:
         ("cluster", f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}"),
         ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
         ("batch", f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
-        *([("tensor", f"{made.tensor_ranks} ranks divide {len(made.tensor_shards)} parameters")] if made.tensor_ranks > 1 else []),
+        *_described_tensor(made),
         *([("pipeline", _spelled(made.pipeline))] if made.pipeline is not None else []),
         *([("recompute", made.recompute)] if made.recompute != "job" else []),
         ("buckets", len(made.buckets)),
         *view.as_json(made.estimate).items(),
     ]
+
+
+def _described_tensor(made: Plan) -> list[tuple[str, Any]]:
+    if made.tensor_ranks == 1:
+        return []
+    what = f"{len(made.tensor_shards)} parameters" if made.tensor_shards else "positions"
+    also = ", and positions elsewhere" if made.tensor_shards and made.divide != "tensor" else ""
+    shown = [f"{each.operator.removesuffix('.default')} x {each.nodes}" for each in made.replicated if each.operations][:4]
+    rows = [(made.divide, f"{made.tensor_ranks} ranks divide {what}{also}")]
+    return [*rows, ("products that each does whole", ", ".join(shown) or "none")]
 
 
 def _spelled(pipeline: Pipeline) -> str:

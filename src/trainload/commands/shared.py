@@ -42,6 +42,24 @@ class NamedCount(click.ParamType[tuple[str, int | None]]):
         return name, int(count) if slash else None
 
 
+class CountOf(click.ParamType[tuple[int, str]]):
+    """N, or N/NAME: (N, the name, the first one where it is left out)."""
+
+    name = "count"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, str]:
+        """Reads what the user wrote."""
+        if isinstance(value, tuple):
+            return value
+        count, slash, name = str(value).partition("/")
+        if not (count.isdecimal() and 0 < int(count) <= 2**31) or (slash and name not in self._names):
+            self.fail(f"{value!r} is no number from 1 on, or one with /{', /'.join(self._names)}", param, ctx)
+        return int(count), name if slash else self._names[0]
+
+
 def open_package(path: Path) -> Package:
     """Open the package that a command was given."""
     if not path.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 import torch
 from tests.laws.gpt import gpt_job
 from tests.ranks import on_ranks
-from tests.sharding.given import job_of, value
-from tests.shares import cut
-from torch import Tensor
+from tests.sharding.given import captured_step, distances, job_of
 
 from trainload.autograd_trace.aot import bind_groups, derive
-from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
 from trainload.sharding.plan import TENSOR, Shard
@@ -43,26 +40,10 @@ CASES = {
 def compared(case: str, rank: int, world: int) -> dict[str, Any]:
     """One case on one rank: how far each output is from the whole graph's, relative to its greatest element; and what was exchanged."""
     job = job_of(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the models
-        program = capture(job)
-    step = derive(program, "train", torch.device("cpu"))
+    program, step = captured_step(job)
     shards = choose([step], world)
     made = partition(step, world, shards)
-    state = dict(program.state)
-
-    def share(port: Port, whole: Tensor) -> Tensor:
-        return cut(whole, shards[port.name], rank, world) if port.name in shards else whole
-
-    wanted = step.module(*[value(port, job, state, program.constants, rank) for port in step.inputs])
-    given = [(port, value(port, job, state, program.constants, rank)) for port in made.step.inputs]
-    found = made.step.module(*[share(port, each) if port.role is Role.PARAMETER else each for port, each in given])
-    far: dict[str, float] = {}
-    for port, own, whole in zip(step.outputs, found, wanted, strict=True):
-        expected = share(port, whole) if port.role is Role.GRADIENT else whole
-        assert own.shape == expected.shape, port
-        greatest = max(1e-3, expected.double().abs().max().item()) if expected.numel() else 1.0
-        far[f"{port.role}/{port.name}"] = (own.double() - expected.double()).abs().max().item() / greatest if own.numel() else 0.0
+    far = distances(job, program, (step, made.step), shards, rank, world)
     return {"far": far, "divided": len(shards), "exchanges": Counter(e.collective for e in made.exchanges)}
 
 

@@ -1,0 +1,70 @@
+"""Finds the positions in a graph's data: the dim that rows have beside themselves and along which most of the work goes on apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.sharding.nodes import ends
+from trainload.sharding.tensor.factors import Factor
+from trainload.sharding.tensor.links import Links
+from trainload.sharding.tensor.special import runs_on_shares
+from trainload.sharding.work import flops
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """A factor of the data, and what becomes of the step's work where ranks share it.
+
+    Attributes:
+        factor: tokens of a sequence, say.
+        apart: operations of the matrix products that each rank does for its own positions.
+        products: operations of all matrix products.
+        whole: the node whose product needs all positions and takes most operations; None where there is none.
+    """
+
+    factor: Factor
+    apart: float
+    products: float
+    whole: Node | None
+
+    @property
+    def share(self) -> float:
+        """What part of the work is divided."""
+        return self.apart / self.products
+
+
+def positions_of(step: StepGraph, links: Links, ranks: int) -> Positions | None:
+    """The positions that so many ranks could share, of which most work is done apart; None where the graph has none."""
+    placeholders, _ = ends(step.module)
+    inputs = dict(zip(placeholders, step.inputs, strict=True))
+    rows = {f for n, port in inputs.items() if port.role is Role.BATCH for f in links.factors.leaves(links.dims(n)[0])}
+    known = [f for f in of_data(links, inputs) if f not in rows]
+    work = {node: cost for node in links.uses if (cost := flops(node)) > 0}
+    found: Positions | None = None
+    for factor in (f for f in known if isinstance(f.size, int) and f.size % ranks == 0 and not links.factors.is_broken(f)):
+        apart = {node: cost for node, cost in work.items() if runs_on_shares(links, node, factor)}
+        whole = max(work.keys() - apart.keys(), key=lambda node: (work[node], node.name), default=None)
+        made = Positions(factor, sum(apart.values()), sum(work.values()), whole)
+        if made.apart > 0 and (found is None or made.apart > found.apart):
+            found = made
+    return found
+
+
+def of_data(links: Links, inputs: Mapping[Node, Port]) -> dict[Factor, None]:
+    """Factors of what is computed of the batch alone: rows, positions in a sequence, features of the data."""
+    kinds = {node: port.role for node, port in inputs.items()}
+    data: dict[Node, None] = {}
+    other: set[Node] = set()
+    for node in links.outputs:
+        sources = node.all_input_nodes
+        if not any(dims is not None for dims in links.outputs[node]):
+            continue  # a size: what is made with it is no data
+        if kinds.get(node) is Role.PARAMETER or any(source in other for source in sources):
+            other.add(node)
+        elif kinds.get(node) is Role.BATCH or any(source in data for source in sources):
+            data[node] = None
+    return dict.fromkeys(f for node in data for dims in links.outputs[node] for dim in dims or () for f in links.factors.leaves(dim))
