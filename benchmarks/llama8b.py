@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,22 @@ REDUCED = {
 }
 
 
-def freeze(path: Path, *, length: int, dtype: torch.dtype = torch.float32) -> trainload.Package:
+def freeze(path: Path, *, length: int, dtype: torch.dtype = torch.float32, autocast: bool = False) -> trainload.Package:
     """Freezes the shapes.
 
     Args:
         path: of the package.
         length: tokens of a row.
         dtype: of the parameters.
+        autocast: whether forward computes in bfloat16 on parameters of float32.
     """
     with torch.device("meta"):
         model = LlamaForCausalLM(_config(VOCABULARY, SHAPES)).to(dtype)
     return trainload.freeze(
-        _job(model, VOCABULARY, length),
+        _job(model, VOCABULARY, length, autocast),
         path,
         abstract=True,
-        reduced=_job(LlamaForCausalLM(_config(256, REDUCED)).to(dtype), 256, 32),
+        reduced=_job(LlamaForCausalLM(_config(256, REDUCED)).to(dtype), 256, 32, autocast),
     )
 
 
@@ -53,9 +55,10 @@ def _config(vocabulary: int, shapes: dict[str, int]) -> LlamaConfig:
     return LlamaConfig(vocab_size=vocabulary, use_cache=False, tie_word_embeddings=False, attn_implementation="sdpa", **shapes)
 
 
-def _job(model: nn.Module, vocabulary: int, length: int) -> trainload.Job:
+def _job(model: nn.Module, vocabulary: int, length: int, autocast: bool) -> trainload.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(input_ids=batch["tokens"]).logits
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            logits = model(input_ids=batch["tokens"]).logits
         return functional.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
     rows: dict[str, Any] = {name: torch.randint(0, vocabulary, (2, length)) for name in ("tokens", "targets")}

@@ -131,17 +131,34 @@ def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
 
 def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iterator[str | _Call]:
     """An operator, then the graphs that it takes."""
+    attributes = {n: getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"}
+    bodies = {n: body for n, body in attributes.items() if isinstance(body, GraphModule)}
+    inputs = _inputs_of_body(node, bodies, names)
     schema = node.target._schema.arguments if is_overload(node.target) else ()
     called = [*(argument.name for argument in schema), *[""] * len(node.args)]
-    given = [_argument(a, names, name) for a, name in zip(node.args, called, strict=False)]
+    taken = [(a, name) for a, name in zip(node.args, called, strict=False) if inputs is None or not isinstance(a, Node)]
+    given = [_argument(a, names, name) for a, name in taken]
     given += [f"{name}={_argument(a, names, name)}" for name, a in sorted(node.kwargs.items())]
     yield f"{node.target}({', '.join(given)}) -> {_value(node.meta.get('val'))}"
-    for source in node.all_input_nodes:
-        body = getattr(module, str(source.target), None) if source.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            call = _Call(f"<a graph of {getattr(node.target, '__name__', node.target)}>")
-            _fill(call, body, {})
-            yield call
+    for body in bodies.values():
+        call = _Call(f"<a graph of {getattr(node.target, '__name__', node.target)}>")
+        _fill(call, body, dict(inputs or {}))
+        yield call
+
+
+def _inputs_of_body(node: Node, bodies: Mapping[Node, GraphModule], names: Mapping[Node, str]) -> dict[Node, str] | None:
+    """What the inputs of an operator's graph are, where it calls one graph once with what it is given: a region under autocast, or one that
+    is checkpointed. What such a region is given grows with the layers inside; where each operand is used tells more than their list. None
+    of other operators.
+    """
+    if len(bodies) != 1:
+        return None
+    (body,) = bodies.values()
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    operands = [a for a in node.args if isinstance(a, Node) and a not in bodies]
+    if len(operands) != len(placeholders):
+        return None
+    return {n: _argument(a, names) for n, a in zip(placeholders, operands, strict=True)}
 
 
 def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:

@@ -21,6 +21,7 @@ from trainload.capture.errors import ClusterError
 from trainload.sharding.plan import DeviceKind
 from trainload.sharding.planner.device import DeviceProfile, Link, Measured
 
+c10d = torch.ops._c10d_functional
 SIZES = tuple(4**power for power in range(5, 13))
 """Bytes of the collectives that are timed: from 1 KiB to 16 MiB."""
 OPERATORS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -179,13 +180,17 @@ def _collective(operator: str, size: int, ranks: int, device: torch.device) -> M
     length = size // 4 // ranks * ranks
     whole, part = torch.zeros(length, device=device), torch.zeros(length // ranks, device=device)
 
-    def call() -> None:
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+
+    def call() -> None:  # as rank graphs call them
         if operator == "all_reduce":
-            dist.all_reduce(whole)
+            flying = c10d.all_reduce.default(whole, "sum", group)
         elif operator == "all_gather_into_tensor":
-            dist.all_gather_into_tensor(whole, part)
+            flying = c10d.all_gather_into_tensor.default(part, ranks, group)
         else:
-            dist.reduce_scatter_tensor(part, whole)
+            flying = c10d.reduce_scatter_tensor.default(whole, "sum", ranks, group)
+        c10d.wait_tensor.default(flying)
         if device.type == "cuda":
             torch.cuda.synchronize()
 

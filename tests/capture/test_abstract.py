@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -147,6 +148,37 @@ def test_any_number_of_equal_layers_has_one_structure(depth: int, proven: Progra
 def test_layers_of_two_kinds_in_turn_have_one_structure(depth: int) -> None:
     reduced = capture(small(depth=4, special=2))
     capture_abstract(large(depth=depth, special=2), reduced)
+
+
+def under_autocast(depth: int, act: Callable[[Tensor], Tensor] = torch.relu) -> Job:
+    """As `small`: the layers' parameters are operands of one region, and the more the deeper."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch["tokens"][:, :-1])
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+    torch.manual_seed(0)
+    model = Stack(8, depth)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.act = act
+    return job_of(model, loss=loss)
+
+
+@pytest.fixture(scope="module")
+def region() -> Program:
+    return capture(under_autocast(2))
+
+
+def test_any_number_of_layers_under_autocast_has_one_structure(region: Program) -> None:
+    assert difference(capture(under_autocast(5)), region) is None
+
+
+def test_another_activation_under_autocast_is_a_difference(region: Program) -> None:
+    found = difference(capture(under_autocast(5, torch.tanh)), region)
+    assert found is not None
+    assert "tanh" in found.abstract
 
 
 def test_layers_in_another_order_of_kinds_are_refused() -> None:
