@@ -2,9 +2,9 @@
 
     python benchmarks/published.py [--device h100]
 
-torchtitan (benchmarks in its repository) reports for full sharding over 8 GPUs, torch.compile, a local batch of
-2 rows of 8,192 tokens, selective recomputation, computing in bfloat16 on parameters of float32: 77.0 GiB and 6,667 tokens a second on each GPU.
-Those GPUs have 96 GB and 500 W. Two packages of the same shapes are planned so: parameters of float32 under autocast, and of bfloat16.
+torchtitan (benchmarks in its repository) reports for full sharding over 8 GPUs, torch.compile, a local batch of 2 rows of 8,192 tokens,
+selective recomputation, computing in bfloat16 on parameters of float32: 77.0 GiB and 6,667 tokens a second on each GPU. Those GPUs have
+96 GB and 500 W. Two packages of the same shapes are planned so: parameters of float32 under autocast, and of bfloat16.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     device, found = read(options.device), []
     with tempfile.TemporaryDirectory() as folder:
         for name, how in PACKAGES.items():
-            source = Source(llama8b.freeze(Path(folder) / f"{len(found)}.tl", length=LENGTH, **how))
+            source = Source(llama8b.freeze(Path(folder) / f"{len(found)}.tl", length=LENGTH, model=llama8b.Plain, **how))
             for recompute in RECOMPUTES:
                 cluster = Cluster(devices_per_node=RANKS, device="cuda")
                 plan = make_plan(source, cluster, "zero3", global_batch=RANKS * ROWS, recompute=recompute)
