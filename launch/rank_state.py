@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, StateKind, held, state_kind
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan, Slot
-from trainload.sharding.shares import read_share
+from trainload.sharding.shares import fill_share
 from trainload.sharding.update import BucketUpdate, Lacking, StateKey, bucket_updates
 
 
@@ -52,7 +51,7 @@ class RankState:
             for slot in bucket.slots:
                 low, high = max(start, slot.offset), min(stop, slot.offset + slot.length)
                 if low < high:
-                    flat[low - start : high - start] = self._initial(slot, low - slot.offset, high - slot.offset)
+                    self._fill(slot, low - slot.offset, flat[low - start : high - start])
             self.params[bucket.name] = flat.to(self._device)
         self.states = {}
         self.means = {}
@@ -60,14 +59,18 @@ class RankState:
         self.buffers = {b.name: weights.tensor(b.name).to(self._device) for b in self._package.manifest.buffers}
         self._load_constants()
 
-    def _initial(self, slot: Slot, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of what a rank has of a parameter, as the package has it."""
+    def _fill(self, slot: Slot, start: int, into: Tensor) -> None:
+        """Reads elements of what a rank has of a parameter, from `start` on, as the package has it."""
         plan, weights = self._plan, self._package.weights
         shard = plan.tensor_shards.get(slot.parameter)
+
+        def whole(low: int, part: Tensor) -> None:
+            part.copy_(weights.slice(slot.parameter, low, low + len(part)))
+
         if shard is None:
-            return weights.slice(slot.parameter, start, stop)
-        whole = functools.partial(weights.slice, slot.parameter)
-        return read_share(whole, slot.shape, shard, plan.tensor_ranks, plan.tensor_index(self._rank), start, stop)
+            whole(start, into)
+        else:
+            fill_share(whole, slot.shape, shard, plan.tensor_ranks, plan.tensor_index(self._rank), start, into)
 
     def load(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
         """Continues from a checkpoint's state, already cut for this rank and plan, and from what `dump_scaling` gave."""

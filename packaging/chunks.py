@@ -1,4 +1,4 @@
-"""Files of which every CHUNK bytes have a digest: who reads a part checks that part, and reads no more.
+"""Files of which every chunk of some bytes has a digest: who reads a part checks that part, and reads no more.
 
 A file may be larger than a rank's share of it, so a digest of the whole would make every rank read every byte.
 """
@@ -14,19 +14,23 @@ from typing import BinaryIO
 from trainload.capture.errors import TrainloadError
 
 CHUNK = 4 * 2**20
-"""Bytes under one digest."""
+"""Bytes under one digest, unless a file says otherwise."""
+LEAST_CHUNK = 2**16
+CHUNKS_OF_A_FILE = 2**10
+"""About as many digests are worth writing down of a file of which many will read a little each."""
 SPAN = 16 * CHUNK
 """Bytes that are checked at a time where they are not kept, and that are read ahead of who reads on."""
 FEW = 4
-"""Chunks for which threads are not worth it."""
+"""CHUNKs of bytes for which threads are not worth it."""
 _READERS = 4
 """Threads that read and check: the disk answers one while others reckon digests, for which Python lets go of its lock."""
 
 
 class ChunkDigests:
-    """Takes a file's bytes in pieces of any length, and gives the sha256 of each CHUNK of them; the last chunk may be shorter."""
+    """Takes a file's bytes in pieces of any length, and gives the sha256 of each `chunk` of them; the last chunk may be shorter."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int | None = None) -> None:
+        self._chunk = chunk or CHUNK
         self._digest = hashlib.sha256()
         self._open = 0
         self._found: list[str] = []
@@ -35,11 +39,11 @@ class ChunkDigests:
         """The next bytes of the file."""
         view = memoryview(piece)
         while len(view):
-            part = view[: CHUNK - self._open]
+            part = view[: self._chunk - self._open]
             self._digest.update(part)
             self._open += len(part)
             view = view[len(part) :]
-            if self._open == CHUNK:
+            if self._open == self._chunk:
                 self._close()
 
     def finish(self) -> tuple[str, ...]:
@@ -51,6 +55,14 @@ class ChunkDigests:
     def _close(self) -> None:
         self._found.append(self._digest.hexdigest())
         self._digest, self._open = hashlib.sha256(), 0
+
+
+def chunk_for(size: int) -> int:
+    """Bytes under one digest for a file of this size that will be read in parts: a power of two up to CHUNK."""
+    wanted = min(LEAST_CHUNK, CHUNK)
+    while wanted < CHUNK and wanted * CHUNKS_OF_A_FILE < size:
+        wanted *= 2
+    return wanted
 
 
 def chunk_digests(file: BinaryIO) -> Iterator[str]:
@@ -82,6 +94,7 @@ class ChunkedFile:
         digests: of its chunks.
         damaged: the error for a chunk, by its number, whose digest is another one.
         last: shared by the files of one reader, so that it keeps one chunk however many they are.
+        chunk: bytes under one digest.
     """
 
     def __init__(
@@ -91,9 +104,10 @@ class ChunkedFile:
         digests: Sequence[str],
         damaged: Callable[[int], TrainloadError],
         last: LastChunk,
+        chunk: int | None = None,
     ) -> None:
         self._opened, self._size, self._digests, self._damaged = opened, size, digests, damaged
-        self._last = last
+        self._last, self._chunk = last, chunk or CHUNK
         self._end = -1
 
     @property
@@ -103,7 +117,7 @@ class ChunkedFile:
 
     def digests(self, start: int, stop: int) -> tuple[str, ...]:
         """Those of the chunks that hold bytes [start, stop)."""
-        return tuple(self._digests[start // CHUNK : -(-stop // CHUNK)])
+        return tuple(self._digests[start // self._chunk : -(-stop // self._chunk)])
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop). Raises: what `damaged` gives."""
@@ -127,27 +141,30 @@ class ChunkedFile:
         """
         if not len(into):
             return
-        stop = start + len(into)
-        numbers = range(start // CHUNK, -(-stop // CHUNK))
+        stop, chunk = start + len(into), self._chunk
+        numbers = range(start // chunk, -(-stop // chunk))
+        inner = [number for number in numbers if start <= number * chunk and min((number + 1) * chunk, self._size) <= stop]
         with self._opened() as file:
             self._announce(file.fileno(), start, stop, onward)
-
-            def read(number: int) -> None:
-                low, high = number * CHUNK, min((number + 1) * CHUNK, self._size)
-                _read_at(file.fileno(), low, into[low - start : high - start])
-                self._demand(number, into[low - start : high - start])
-
-            inner = [number for number in numbers if start <= number * CHUNK and min((number + 1) * CHUNK, self._size) <= stop]
             for number in sorted(set(numbers) - set(inner)):
-                low, high = max(start, number * CHUNK), min(stop, (number + 1) * CHUNK)
+                low, high = max(start, number * chunk), min(stop, (number + 1) * chunk)
                 block = memoryview(self._edge(number, file.fileno()))
-                into[low - start : high - start] = block[low - number * CHUNK : high - number * CHUNK]
-            if len(inner) < FEW:
-                for number in inner:
-                    read(number)
+                into[low - start : high - start] = block[low - number * chunk : high - number * chunk]
+
+            def read(group: range) -> None:
+                low, high = group.start * chunk, min(group.stop * chunk, self._size)
+                _read_at(file.fileno(), low, into[low - start : high - start])
+                for number in group:
+                    self._demand(number, into[number * chunk - start : min((number + 1) * chunk, high) - start])
+
+            each = max(1, CHUNK // chunk)
+            groups = [range(at, min(at + each, inner[-1] + 1)) for at in range(inner[0], inner[-1] + 1, each)] if inner else []
+            if len(groups) < FEW:
+                for group in groups:
+                    read(group)
                 return
             with ThreadPoolExecutor(_READERS) as pool:
-                for _ in pool.map(read, inner):
+                for _ in pool.map(read, groups):
                     pass
 
     def _announce(self, descriptor: int, start: int, stop: int, onward: bool) -> None:
@@ -159,8 +176,8 @@ class ChunkedFile:
     def _edge(self, number: int, descriptor: int) -> bytes:
         last = self._last
         if last.file is not self or last.number != number:
-            block = bytearray(min(CHUNK, self._size - number * CHUNK))
-            _read_at(descriptor, number * CHUNK, memoryview(block))
+            block = bytearray(min(self._chunk, self._size - number * self._chunk))
+            _read_at(descriptor, number * self._chunk, memoryview(block))
             self._demand(number, memoryview(block))
             last.file, last.number, last.block = self, number, bytes(block)
         return last.block

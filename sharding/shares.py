@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from trainload.packaging.tensors import to_fill
 from trainload.sharding.plan import Shard
 
 PIECE = 2**22
@@ -22,68 +23,77 @@ def run_length(shape: Sequence[int], shard: Shard) -> int:
     return shape[shard.dim] // shard.blocks * math.prod(shape[shard.dim + 1 :])
 
 
-def read_share(
-    whole: Callable[[int, int], torch.Tensor], shape: Sequence[int], shard: Shard, ranks: int, index: int, start: int, stop: int
-) -> torch.Tensor:
-    """Elements [start, stop) of a rank's flattened share.
+def fill_share(
+    whole: Callable[[int, torch.Tensor], None], shape: Sequence[int], shard: Shard, ranks: int, index: int, start: int, into: torch.Tensor
+) -> None:
+    """Reads elements of a rank's flattened share, from `start` on, as many as `into` has.
 
     Args:
-        whole: reads elements [start, stop) of the flattened parameter; is asked for intervals that begin and end with this rank's elements.
+        whole: (start, into) -> reads elements of the flattened parameter; is asked for intervals that begin and end with this rank's.
         shape: of the share.
         shard: how the parameter is divided.
         ranks: among how many.
         index: the rank's number among them.
         start: the first element.
-        stop: the one after the last.
+        into: 1-dim and contiguous.
     """
-    run = run_length(shape, shard)
+    run, stop = run_length(shape, shard), start + len(into)
     if not run or start == stop:
-        return whole(0, 0)
-    found: list[torch.Tensor] = []
+        return
     rows = max(1, PIECE // (run * ranks))
     first, last = start // run, -(-stop // run)
     for low in range(first, last, rows):
         high = min(last, low + rows)
-        begin = (low * ranks + index) * run
-        ahead = max(0, start - low * run)
-        behind = max(0, high * run - stop)
+        begin, end = max(start, low * run), min(stop, high * run)
+        own = into[begin - start : end - start]
         if high - low == 1:
-            found.append(whole(begin + ahead, begin + run - behind))
+            whole((low * ranks + index) * run + begin - low * run, own)
             continue
-        seen = whole(begin, begin + (high - low - 1) * ranks * run + run)
-        own = torch.as_strided(seen, (high - low, run), (ranks * run, 1)).reshape(-1)
-        found.append(own[ahead : own.numel() - behind])
-    return found[0] if len(found) == 1 else torch.cat(found)
+        seen = to_fill(((high - low - 1) * ranks * run + run,), into.dtype)
+        whole((low * ranks + index) * run, seen)
+        _copy_flat(torch.as_strided(seen, (high - low, run), (ranks * run, 1)), begin - low * run, own)
 
 
-def read_whole(
-    share: Callable[[int, int, int], torch.Tensor], shape: Sequence[int], shard: Shard, ranks: int, start: int, stop: int
-) -> torch.Tensor:
-    """Elements [start, stop) of a flattened parameter.
+def fill_whole(
+    share: Callable[[int, int, torch.Tensor], None], shape: Sequence[int], shard: Shard, ranks: int, start: int, into: torch.Tensor
+) -> None:
+    """Reads elements of a flattened parameter, from `start` on, as many as `into` has.
 
     Args:
-        share: (index, start, stop) -> elements [start, stop) of a rank's flattened share.
+        share: (index, start, into) -> reads elements of a rank's flattened share.
         shape: of one share.
         shard: how the parameter is divided.
         ranks: among how many.
         start: the first element.
-        stop: the one after the last.
+        into: 1-dim and contiguous.
     """
-    run = run_length(shape, shard)
+    run, stop = run_length(shape, shard), start + len(into)
     if not run or start == stop:
-        return share(0, 0, 0)
-    found: list[torch.Tensor] = []
+        return
     rows = max(1, PIECE // (run * ranks))
     first, last = start // (run * ranks), -(-stop // (run * ranks))
     for low in range(first, last, rows):
         high = min(last, low + rows)
         begin, end = max(start, low * run * ranks), min(stop, high * run * ranks)
+        own = into[begin - start : end - start]
         if high - low == 1:
-            found += [share(index, low * run + a, low * run + b) for index, a, b in _cut(begin, end, low, run, ranks)]
+            at = 0
+            for index, a, b in _cut(begin, end, low, run, ranks):
+                share(index, low * run + a, own[at : at + b - a])
+                at += b - a
             continue
-        parts = [share(index, low * run, high * run).view(high - low, run) for index in range(ranks)]
-        found.append(torch.stack(parts, 1).reshape(-1)[begin - low * run * ranks : end - low * run * ranks])
-    return found[0] if len(found) == 1 else torch.cat(found)
+        parts = to_fill((ranks, high - low, run), into.dtype)
+        for index in range(ranks):
+            share(index, low * run, parts[index].view(-1))
+        _copy_flat(parts.transpose(0, 1), begin - low * run * ranks, own)
+
+
+def _copy_flat(source: torch.Tensor, start: int, into: torch.Tensor) -> None:
+    """Elements of a tensor, flattened, from `start` on, without a copy of all where all are wanted."""
+    if len(into) == source.numel():
+        into.view(source.shape).copy_(source)
+    else:
+        into.copy_(source.reshape(-1)[start : start + len(into)])
 
 
 def _cut(begin: int, end: int, row: int, run: int, ranks: int) -> list[tuple[int, int, int]]:

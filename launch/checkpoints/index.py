@@ -14,8 +14,10 @@ from trainload.packaging.canonical import canonical_json, parse_canonical, sha25
 from trainload.sharding.plan import Bucket, Shard
 from trainload.sharding.strategies import Strategy
 
-VERSION = 2
-"""Of the index's format. 1: the first, with a digest of each shard as a whole. 2: with one of each chunk, so that a rank reads its part."""
+VERSION = 3
+"""Of the index's format. 1: the first, with a digest of each shard as a whole. 2: with one of each 4 MiB, so that a rank reads its part. 3:
+each shard says how many bytes are under one, fewer for small shards."""
+_READABLE = (2, VERSION)
 
 INDEX = "index.json"
 CHECKPOINTS = "checkpoints"
@@ -31,15 +33,16 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A shard: its name in the checkpoint's folder, its bytes, and the sha256 in hex of each chunk of them (packaging/chunks.py)."""
+    """A shard: its name in the checkpoint's folder, its bytes, and the sha256 in hex of each `chunk` of them (packaging/chunks.py)."""
 
     name: str
     size: int = Field(ge=0)
+    chunk: int = Field(default=chunks.CHUNK, gt=0)
     chunks: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if len(self.chunks) != -(-self.size // chunks.CHUNK):
+        if len(self.chunks) != -(-self.size // self.chunk):
             raise ValueError(f"{self.name} has another number of digests than of chunks")
         return self
 
@@ -164,11 +167,11 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
                 cure="Resume from an earlier checkpoint.",
             )
         version = value["content"].get("version")
-        if version != VERSION:
+        if version not in _READABLE:
             raise CheckpointError(
                 "the checkpoint has another format",
                 where=where,
-                expected=f"version {VERSION}",
+                expected=f"version {' or '.join(map(str, _READABLE))}",
                 got=f"version {version}",
                 cure="Use the trainload that wrote it.",
             )

@@ -10,6 +10,7 @@ import torch
 from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, held
+from trainload.packaging.tensors import to_fill
 from trainload.sharding.plan import Bucket, Plan, Slot
 
 
@@ -113,28 +114,26 @@ def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
 
 def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: str) -> torch.Tensor:
     start, stop = held(plan, bucket, entry, rank)
-    flat: torch.Tensor | None = None
-    for slot in bucket.slots:
-        first, last = max(start, slot.offset), min(stop, slot.offset + slot.length)
-        if first < last:
-            part = _interval(checkpoint, plan, rank, slot, entry, first - slot.offset, last - slot.offset)
-            if flat is None:
-                flat = part.new_zeros(stop - start)
-            flat[first - start : last - start] = part
-    if flat is None:  # the rank owns padding only
-        return torch.zeros(stop - start, dtype=_dtype(checkpoint, bucket, entry))
+    own = [(slot, max(start, slot.offset), min(stop, slot.offset + slot.length)) for slot in bucket.slots]
+    own = [(slot, first, last) for slot, first, last in own if first < last]
+    dtype: torch.dtype = getattr(torch, bucket.dtype)
+    if bucket.slots:
+        slot, first, _ = own[0] if own else (bucket.slots[0], bucket.slots[0].offset, 0)
+        begin = 0 if slot.parameter in plan.tensor_shards else first - slot.offset
+        dtype = checkpoint.dtype_of_parameter(slot.parameter, entry, begin)
+    flat = to_fill((stop - start,), dtype)
+    at = start
+    for slot, first, last in own:
+        flat[at - start : first - start].zero_()
+        _fill(checkpoint, plan, rank, slot, entry, first - slot.offset, flat[first - start : last - start])
+        at = last
+    flat[at - start :].zero_()
     return flat
 
 
-def _interval(checkpoint: Checkpoint, plan: Plan, rank: int, slot: Slot, entry: str, start: int, stop: int) -> torch.Tensor:
+def _fill(checkpoint: Checkpoint, plan: Plan, rank: int, slot: Slot, entry: str, start: int, into: torch.Tensor) -> None:
     shard = plan.tensor_shards.get(slot.parameter)
     if shard is None:
-        return checkpoint.parameter_interval(slot.parameter, entry, start, stop)
-    return checkpoint.share_interval(slot.parameter, entry, shard, plan.tensor_ranks, plan.tensor_index(rank), start, stop)
-
-
-def _dtype(checkpoint: Checkpoint, bucket: Bucket, entry: str) -> torch.dtype:
-    if bucket.slots:
-        return checkpoint.parameter_interval(bucket.slots[0].parameter, entry, 0, 0).dtype
-    dtype: torch.dtype = getattr(torch, bucket.dtype)
-    return dtype
+        checkpoint.fill_parameter(slot.parameter, entry, start, into)
+    else:
+        checkpoint.fill_share(slot.parameter, entry, shard, plan.tensor_ranks, plan.tensor_index(rank), start, into)

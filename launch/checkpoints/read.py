@@ -17,8 +17,9 @@ from trainload.capture.errors import CheckpointError
 from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
 from trainload.launch.checkpoints.shard import CURE, ShardReader
 from trainload.packaging.chunks import LastChunk
+from trainload.packaging.tensors import to_fill
 from trainload.sharding.plan import Bucket, Shard, Slot
-from trainload.sharding.shares import read_share, read_whole
+from trainload.sharding.shares import fill_share, fill_whole
 
 
 class Checkpoint:
@@ -54,12 +55,36 @@ class Checkpoint:
             raise CheckpointError(f"the checkpoint has no parameter {parameter!r}", where=str(self.path))
         return self._slots[parameter]
 
-    def read_interval(self, bucket: str, entry: str, start: int, stop: int, tensor_index: int = 0) -> torch.Tensor:
-        """Elements [start, stop) of a bucket's entry: (stop - start,), on CPU. `tensor_index`: of a bucket that the tensor axis divided,
-        whose of its ranks.
+    def dtype_of(self, bucket: str, entry: str, at: int = 0, tensor_index: int = 0) -> torch.dtype:
+        """Of a bucket's entry, as the shard has it that holds its element `at`. Raises: as `fill_interval`."""
+        self._demand(bucket, entry, at, at)
+        number, _, _ = self._home(bucket, at, tensor_index)
+        return self._shard(number).dtype(flat_key(bucket, entry))
+
+    def _home(self, bucket: str, at: int, tensor_index: int) -> tuple[int, int, int]:
+        """The number of the shard that holds an element of a bucket, and which of its elements, [start, stop), that shard holds."""
+        lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
+        parts = self.index.run_length // lanes
+        each = self._buckets[bucket].length // parts
+        part = min(at // each, parts - 1) if each else 0
+        return self.index.first_shard(self._buckets[bucket]) + part * lanes + tensor_index, part * each, (part + 1) * each
+
+    def fill_interval(self, bucket: str, entry: str, start: int, into: torch.Tensor, tensor_index: int = 0) -> None:
+        """Reads elements of a bucket's entry, from `start` on, as many as `into` has: 1-dim, contiguous, on CPU, of the entry's dtype.
+        `tensor_index`: of a bucket that the tensor axis divided, whose of its ranks.
 
         Raises: CheckpointError where there is no such interval, or a shard that holds part of it has changed.
         """
+        stop = start + len(into)
+        self._demand(bucket, entry, start, stop)
+        at = start
+        while at < stop:
+            number, first, last = self._home(bucket, at, tensor_index)
+            end = min(stop, last)
+            self._shard(number).fill(flat_key(bucket, entry), at - first, into[at - start : end - start])
+            at = end
+
+    def _demand(self, bucket: str, entry: str, start: int, stop: int) -> None:
         length = self._buckets[bucket].length if bucket in self._buckets else -1
         if not 0 <= start <= stop <= length or entry not in self.index.entries.get(bucket, ()):
             raise CheckpointError(
@@ -68,47 +93,57 @@ class Checkpoint:
                 expected=f"entries of {bucket!r}: {', '.join(self.index.entries.get(bucket, ()))}; length {length}",
                 got=f"{entry!r} [{start}, {stop})",
             )
-        first = self.index.first_shard(self._buckets[bucket])
-        lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
-        parts = self.index.run_length // lanes
-        each = length // parts
-        pieces: list[torch.Tensor] = []
-        at = start
-        # An empty interval still reads an empty slice, for its dtype.
-        while at < stop or not pieces:
-            number = min(at // each, parts - 1) if each else 0
-            end = min(stop, (number + 1) * each)
-            shard = self._shard(first + number * lanes + tensor_index)
-            pieces.append(shard.interval(flat_key(bucket, entry), at - number * each, end - number * each))
-            at = end
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def fill_parameter(self, parameter: str, entry: str, start: int, into: torch.Tensor) -> None:
+        """Reads elements of a parameter's entry ("param", "exp_avg", ...). Arguments and errors: as of `fill_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        self._demand_elements(parameter, start, start + len(into))
+        if not bucket.divided:
+            self.fill_interval(bucket.name, entry, slot.offset + start, into)
+            return
+
+        def share(index: int, low: int, part: torch.Tensor) -> None:
+            self.fill_interval(bucket.name, entry, slot.offset + low, part, index)
+
+        fill_whole(share, slot.shape, self.index.tensor_shards[parameter], self.index.tensor_ranks, start, into)
+
+    def fill_share(self, parameter: str, entry: str, shard: Shard, ranks: int, index: int, start: int, into: torch.Tensor) -> None:
+        """Reads elements of the share that rank `index` of a tensor axis has of a parameter's entry. Raises: as `fill_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        if (self.index.tensor_shards.get(parameter), self.index.tensor_ranks) == (shard, ranks):
+            self.fill_interval(bucket.name, entry, slot.offset + start, into, index)
+            return
+
+        def whole(low: int, part: torch.Tensor) -> None:
+            self.fill_parameter(parameter, entry, low, part)
+
+        fill_share(whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, into)
+
+    def read_interval(self, bucket: str, entry: str, start: int, stop: int, tensor_index: int = 0) -> torch.Tensor:
+        """Elements [start, stop) of a bucket's entry: (stop - start,), on CPU. Raises: as `fill_interval`."""
+        self._demand(bucket, entry, start, stop)
+        found = to_fill((stop - start,), self.dtype_of(bucket, entry, start, tensor_index))
+        self.fill_interval(bucket, entry, start, found, tensor_index)
+        return found
 
     def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter's entry ("param", "exp_avg", ...): (stop - start,), on CPU. Raises: as `read_interval`."""
-        bucket, slot = self.bucket_of(parameter)
+        """Elements [start, stop) of a parameter's entry: (stop - start,), on CPU. Raises: as `fill_interval`."""
+        self._demand_elements(parameter, start, stop)
+        found = to_fill((stop - start,), self.dtype_of_parameter(parameter, entry, start))
+        self.fill_parameter(parameter, entry, start, found)
+        return found
+
+    def _demand_elements(self, parameter: str, start: int, stop: int) -> None:
         length = math.prod(self.shape(parameter))
         if not 0 <= start <= stop <= length:
             raise CheckpointError(
                 "the parameter has no such interval", where=parameter, expected=f"within [0, {length})", got=f"[{start}, {stop})"
             )
-        if not bucket.divided:
-            return self.read_interval(bucket.name, entry, slot.offset + start, slot.offset + stop)
 
-        def share(index: int, low: int, high: int) -> torch.Tensor:
-            return self.read_interval(bucket.name, entry, slot.offset + low, slot.offset + high, index)
-
-        return read_whole(share, slot.shape, self.index.tensor_shards[parameter], self.index.tensor_ranks, start, stop)
-
-    def share_interval(self, parameter: str, entry: str, shard: Shard, ranks: int, index: int, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the share that rank `index` of a tensor axis has of a parameter's entry. Raises: as `read_interval`."""
+    def dtype_of_parameter(self, parameter: str, entry: str, start: int = 0) -> torch.dtype:
+        """Of a parameter's entry, as a shard has it that holds its element `start`. Raises: as `fill_interval`."""
         bucket, slot = self.bucket_of(parameter)
-        if (self.index.tensor_shards.get(parameter), self.index.tensor_ranks) == (shard, ranks):
-            return self.read_interval(bucket.name, entry, slot.offset + start, slot.offset + stop, index)
-
-        def whole(low: int, high: int) -> torch.Tensor:
-            return self.parameter_interval(parameter, entry, low, high)
-
-        return read_share(whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, stop)
+        return self.dtype_of(bucket.name, entry, slot.offset + (0 if bucket.divided else start))
 
     def shape(self, parameter: str) -> tuple[int, ...]:
         """The shape of a whole parameter. Raises: CheckpointError where there is none of that name."""

@@ -20,13 +20,13 @@ CURE = "Resume from an earlier checkpoint."
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Writes contiguous CPU tensors of any shape as a safetensors file and fsyncs it.
+    """Writes contiguous CPU tensors of any shape as a safetensors file and fsyncs it; widest first, and else in their order.
 
     The library's own writer wants the whole file in memory or reads it again for its digests, and hides the errno of a full disk.
     Returns: the file's name, size and digests. Raises: OSError; CheckpointError for a dtype that safetensors does not have.
     """
     # The format wants no holes; widest first keeps every tensor aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, object] = {}
     offset = 0
     for name in names:
@@ -39,7 +39,8 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         offset = end
     head = canonical_json(header)
     head += b" " * (-len(head) % 8)
-    digests = chunks.ChunkDigests()
+    chunk = chunks.chunk_for(8 + len(head) + offset)
+    digests = chunks.ChunkDigests(chunk)
     size = 0
     with path.open("wb") as file:
         blocks = [memoryview(len(head).to_bytes(8, "little") + head)]
@@ -52,7 +53,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
                 size += len(piece)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(name=path.name, size=size, chunks=digests.finish())
+    return FileRecord(name=path.name, size=size, chunk=chunk, chunks=digests.finish())
 
 
 class ShardReader:
@@ -67,7 +68,7 @@ class ShardReader:
             size = self._path.stat().st_size
         if size != record.size:
             raise self._changed(f"{record.size} bytes", f"{size} bytes")
-        self._file = chunks.ChunkedFile(lambda: self._path.open("rb", buffering=0), size, record.chunks, self._damaged, last)
+        self._file = chunks.ChunkedFile(lambda: self._path.open("rb", buffering=0), size, record.chunks, self._damaged, last, record.chunk)
         self._places = self._read_header()
 
     def check(self) -> None:
@@ -77,17 +78,21 @@ class ShardReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on CPU, with memory of its own."""
-        shape = self._place(name).shape
-        return self.interval(name, 0, math.prod(shape)).reshape(shape)
-
-    def interval(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flattened tensor: (stop - start,)."""
-        place = self._place(name)
-        assert 0 <= start <= stop <= math.prod(place.shape)
-        found = to_fill((stop - start,), DTYPES[place.dtype])
-        with self._reading():
-            self._file.fill(place.start + start * found.itemsize, bytes_of(found))
+        found = to_fill(self._place(name).shape, self.dtype(name))
+        self.fill(name, 0, found.reshape(-1))
         return found
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        return DTYPES[self._place(name).dtype]
+
+    def fill(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Reads elements of a flattened tensor, from `start` on, into a contiguous one: as many as it has, of the same dtype."""
+        place = self._place(name)
+        assert 0 <= start <= start + len(into) <= math.prod(place.shape)
+        assert into.dtype == DTYPES[place.dtype], (name, into.dtype)
+        with self._reading():
+            self._file.fill(place.start + start * into.itemsize, bytes_of(into))
 
     def _place(self, name: str) -> Place:
         if name not in self._places:
@@ -114,7 +119,7 @@ class ShardReader:
             raise CheckpointError("a shard cannot be read", where=str(self._path), got=str(error), cure=CURE) from error
 
     def _damaged(self, number: int) -> CheckpointError:
-        return self._changed(f"sha256 {self._record.chunks[number]} of bytes from {number * chunks.CHUNK}", "another")
+        return self._changed(f"sha256 {self._record.chunks[number]} of bytes from {number * self._record.chunk}", "another")
 
     def _changed(self, expected: str, got: str) -> CheckpointError:
         return CheckpointError("a shard has changed since it was written", where=str(self._path), expected=expected, got=got, cure=CURE)

@@ -156,9 +156,9 @@ def test_a_number_in_the_index_cannot_be_changed_by_hand(tmp_path: Path) -> None
 
 def test_an_index_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
-    content = json.loads(index.read_bytes())["content"] | {"version": 3, "news": []}
+    content = json.loads(index.read_bytes())["content"] | {"version": 4, "news": []}
     index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
-    with pytest.raises(CheckpointError, match="expected version 2, got version 3"):
+    with pytest.raises(CheckpointError, match="expected version 2 or 3, got version 4"):
         Checkpoint.open(index.parent)
 
 
@@ -166,8 +166,18 @@ def test_a_checkpoint_of_before_chunks_is_refused_by_its_version(tmp_path: Path)
     index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
     content = json.loads(index.read_bytes())["content"] | {"version": 1}
     index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
-    with pytest.raises(CheckpointError, match="expected version 2, got version 1"):
+    with pytest.raises(CheckpointError, match="expected version 2 or 3, got version 1"):
         Checkpoint.open(index.parent)
+
+
+def test_a_checkpoint_whose_shards_do_not_say_their_chunk_is_read(tmp_path: Path) -> None:
+    """Format 2, where it was 4 MiB in all of them."""
+    index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
+    content = json.loads(index.read_bytes())["content"] | {"version": 2}
+    for file in content["files"]:
+        del file["chunk"]
+    index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
+    assert torch.equal(Checkpoint.open(index.parent).parameter_interval("c.weight", "param", 0, 48), value("c.weight", "param"))
 
 
 LENGTH = 2**16 * 15

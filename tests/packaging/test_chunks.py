@@ -23,15 +23,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "SPAN", 4 * CHUNK)
 
 
+def damage(number: int) -> IntegrityError:
+    return IntegrityError(f"chunk {number}")
+
+
 def chunked(path: Path, data: bytes = DATA, last: LastChunk | None = None) -> ChunkedFile:
     """A file that holds `data`, with the digests of DATA."""
     path.write_bytes(data)
     digests = list(chunk_digests(io.BytesIO(DATA)))
-
-    def damaged(number: int) -> IntegrityError:
-        return IntegrityError(f"chunk {number}")
-
-    return ChunkedFile(lambda: path.open("rb", buffering=0), len(DATA), digests, damaged, last or LastChunk())
+    return ChunkedFile(lambda: path.open("rb", buffering=0), len(DATA), digests, damage, last or LastChunk())
 
 
 def test_digests_are_of_each_chunk_in_order() -> None:
@@ -90,3 +90,28 @@ def test_nothing_is_read_for_nothing(tmp_path: Path) -> None:
     file = chunked(tmp_path / "f")
     (tmp_path / "f").unlink()
     assert file.read(5, 5) == b""
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0, 2**16), (2**26, 2**16), (2**26 + 1, 2**17), (2**31, 2**21), (2**40, 2**22)])
+def test_a_file_that_many_read_has_about_a_thousand_chunks(monkeypatch: pytest.MonkeyPatch, size: int, expected: int) -> None:
+    monkeypatch.setattr(chunks, "CHUNK", 2**22)
+    assert chunks.chunk_for(size) == expected
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 48])
+def test_a_file_may_have_smaller_chunks(tmp_path: Path, chunk: int) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(DATA)
+    digests = ChunkDigests(chunk)
+    digests.update(DATA)
+    found = digests.finish()
+    assert len(found) == -(-len(DATA) // chunk)
+    file = ChunkedFile(lambda: path.open("rb", buffering=0), len(DATA), found, damage, LastChunk(), chunk)
+    rng = random.Random(3)
+    for _ in range(100):
+        start, stop = sorted(rng.randrange(len(DATA) + 1) for _ in range(2))
+        assert file.read(start, stop) == DATA[start:stop]
+    path.write_bytes(DATA[:500] + bytes([DATA[500] ^ 1]) + DATA[501:])
+    assert file.read(0, 500 // chunk * chunk) == DATA[: 500 // chunk * chunk]
+    with pytest.raises(IntegrityError, match=f"chunk {500 // chunk}"):
+        file.read(0, len(DATA))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.shares import cut
 
 from trainload.sharding import shares
 from trainload.sharding.plan import Shard
-from trainload.sharding.shares import read_share, read_whole
+from trainload.sharding.shares import fill_share, fill_whole
 
 
 @st.composite
@@ -29,6 +30,15 @@ PIECES = st.sampled_from([1, 7, shares.PIECE])
 """Elements that are looked at together."""
 
 
+def filling(tensor: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
+    """Reads elements of a flattened tensor, from `low` on."""
+
+    def fill(low: int, into: torch.Tensor) -> None:
+        into.copy_(tensor.flatten()[low : low + len(into)])
+
+    return fill
+
+
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(piece=PIECES, case=divided(), data=st.data())
 def test_an_interval_of_a_share_is_its_slice(piece: int, case: tuple[torch.Tensor, Shard, int], data: st.DataObject) -> None:
@@ -38,7 +48,8 @@ def test_an_interval_of_a_share_is_its_slice(piece: int, case: tuple[torch.Tenso
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, own.numel())] * 2)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "PIECE", piece)
-        found = read_share(lambda low, high: whole.flatten()[low:high], own.shape, shard, ranks, index, start, stop)
+        found = torch.full((stop - start,), -1)
+        fill_share(filling(whole), own.shape, shard, ranks, index, start, found)
     assert torch.equal(found, own.flatten()[start:stop])
 
 
@@ -50,18 +61,19 @@ def test_an_interval_of_the_whole_is_made_of_shares(piece: int, case: tuple[torc
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "PIECE", piece)
-        found = read_whole(lambda index, low, high: own[index].flatten()[low:high], own[0].shape, shard, ranks, start, stop)
+        found = torch.full((stop - start,), -1)
+        fill_whole(lambda index, low, into: filling(own[index])(low, into), own[0].shape, shard, ranks, start, found)
     assert torch.equal(found, whole.flatten()[start:stop])
 
 
 def test_rows_are_read_without_their_neighbours() -> None:
     whole, asked = torch.arange(64).reshape(8, 8), []
 
-    def reads(low: int, high: int) -> torch.Tensor:
-        asked.append((low, high))
-        return whole.flatten()[low:high]
+    def reads(low: int, into: torch.Tensor) -> None:
+        asked.append((low, low + len(into)))
+        filling(whole)(low, into)
 
-    read_share(reads, (4, 8), Shard(dim=0), 2, 1, 3, 20)
+    fill_share(reads, (4, 8), Shard(dim=0), 2, 1, 3, torch.empty(17, dtype=torch.int64))
     assert asked == [(35, 52)]
 
 
@@ -69,9 +81,9 @@ def test_no_more_of_shares_is_read_than_the_rows_that_an_interval_touches() -> N
     whole, asked = torch.arange(64).reshape(8, 8), []
     own = [cut(whole, Shard(dim=0), index, 2) for index in range(2)]
 
-    def reads(index: int, low: int, high: int) -> torch.Tensor:
-        asked.append((index, low, high))
-        return own[index].flatten()[low:high]
+    def reads(index: int, low: int, into: torch.Tensor) -> None:
+        asked.append((index, low, low + len(into)))
+        filling(own[index])(low, into)
 
-    read_whole(reads, (4, 8), Shard(dim=0), 2, 30, 40)
+    fill_whole(reads, (4, 8), Shard(dim=0), 2, 30, torch.empty(10, dtype=torch.int64))
     assert asked == [(0, 30, 32), (1, 0, 8)]

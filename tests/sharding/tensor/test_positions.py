@@ -166,6 +166,11 @@ def test_a_recurrence_is_refused_as_a_context_by_what_needs_all_positions() -> N
     assert "aten.mm.default" in told
 
 
+@pytest.mark.parametrize("name", ["cond", "a convolutional classifier"])
+def test_features_of_the_data_are_no_positions(name: str) -> None:
+    assert "no positions that so many ranks could share" in refusal(name, WORLD, "context")
+
+
 def test_a_graph_without_experts_is_refused_as_such(gpt_step: StepGraph) -> None:
     with pytest.raises(PlanError, match="no experts"):
         divide([gpt_step], WORLD, (), None, "expert")

@@ -1,0 +1,147 @@
+"""What a rank reads, and holds beside what it keeps, when a run goes on under another plan.
+
+    python benchmarks/reshard.py [--width 2048] [--layers 12]
+
+A checkpoint of a stack of matrices with AdamW's state is written under ZeRO-3 on four ranks. Under other plans each rank is a process that
+loads it as a worker does. Read: what the kernel counts as read by the process (rchar of /proc/self/io). Beside: the peak of the resident
+set while it loads, less what was resident before and the tensors that it ends with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import MIB, RESULTS, ROOT, PeakMemory, machine, note, save, screen, table
+
+PLANS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
+    "ZeRO-3 on 4, as it was written": (4, "zero3", {}),
+    "ZeRO-3 on 8": (8, "zero3", {}),
+    "tensor 2": (2, None, {"tensor_ranks": 2}),
+    "one process": (1, "single", {}),
+    "pipeline 2": (2, None, {"pipeline_ranks": 2}),
+    "ZeRO-3 on 2 x tensor 2": (4, "zero3", {"tensor_ranks": 2}),
+    "ZeRO-1 on 2": (2, "zero1", {}),
+}
+EXPECTED = "reads within 1.1 of what a rank holds where shares are rows; beside it less than a bucket's 25 MiB"
+ROWS = 16
+
+
+def make_job(width: int, layers: int) -> Any:
+    """A stack of matrices."""
+    import torch
+    from torch import nn
+
+    import trainload
+
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    return trainload.Job(
+        model=model,
+        batch={"x": torch.randn(2, width)},
+        loss=lambda m, b: m(b["x"]).square().mean(),
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+        steps=1,
+        global_batch=ROWS,
+    )
+
+
+def write(package: str, run: str) -> None:
+    """Writes the checkpoint, all ranks in this process."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    import torch
+
+    import trainload
+    from trainload.launch.checkpoints.index import DataPosition
+    from trainload.launch.checkpoints.state import ShardedState, held
+    from trainload.launch.checkpoints.writer import CheckpointWriter
+
+    plan = trainload.plan(trainload.open(package), trainload.Cluster(devices_per_node=4), "zero3")
+    writers = [CheckpointWriter(Path(run), plan, rank, "written", keep_last=1) for rank in range(plan.world_size)]
+    for rank, writer in enumerate(writers):
+        flats: dict[str, dict[str, torch.Tensor]] = {}
+        for bucket in plan.buckets:
+            sizes = {entry: held(plan, bucket, entry, rank) for entry in ("param", "exp_avg", "exp_avg_sq")}
+            flats[bucket.name] = {entry: torch.randn(stop - start) for entry, (start, stop) in sizes.items()}
+        scalars = {bucket.name: {"step": torch.tensor(1.0)} for bucket in plan.buckets}
+        writer.save(1, ShardedState(flats, scalars, {}), DataPosition(fingerprint="f" * 64, seed=0, position=ROWS), {})
+    for writer in writers:
+        writer.wait()
+
+
+def load(package: str, run: str, case: dict[str, Any], rank: int, result: str) -> None:
+    """One rank, in this process."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    import trainload
+    from trainload.launch.checkpoints.load import load_sharded
+    from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint
+
+    plan = trainload.Plan.model_validate(case)
+    path = latest_checkpoint(Path(run))
+    assert path is not None
+    trainload.open(package)
+    gc.collect()
+    memory = PeakMemory()
+    memory.reset()
+    before, began = memory.now(), _read_so_far()
+    state = load_sharded(Checkpoint.open(path), plan, rank)
+    peak, ended = memory.read()["peak"], _read_so_far()
+    kept = sum(tensor.nbytes for entries in state.flats.values() for tensor in entries.values())
+    Path(result).write_text(json.dumps({"read": ended - began, "kept": kept, "beside": peak - before - kept}))
+
+
+def _read_so_far() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def alone(work: Any, *arguments: Any) -> None:
+    """In a process of its own."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    assert not process.exitcode, "the process failed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=2048, help="of each matrix")
+    parser.add_argument("--layers", type=int, default=12, help="how many matrices there are")
+    parser.add_argument("--out", type=Path, default=RESULTS / "reshard.json", help="the result")
+    options = parser.parse_args()
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    import trainload
+
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        package = trainload.freeze(make_job(options.width, options.layers), Path(folder) / "package.tl")
+        run, result = str(Path(folder) / "run"), str(Path(folder) / "result.json")
+        alone(write, str(package.path), run)
+        whole = sum(path.stat().st_size for path in Path(run).rglob("*.safetensors"))
+        for name, (devices, strategy, more) in PLANS.items():
+            plan = trainload.plan(package, trainload.Cluster(devices_per_node=devices), strategy, global_batch=ROWS, **more)
+            bucket = max(each.length * 4 for each in plan.buckets)
+            for rank in range(plan.world_size):
+                alone(load, str(package.path), run, plan.model_dump(mode="json"), rank, result)
+                found.append({"plan": name, "rank": rank, "bucket": bucket, "whole": whole, **json.loads(Path(result).read_text())})
+            note(f"{name}: {[round(e['read'] / e['kept'], 3) for e in found if e['plan'] == name]}")
+    rows = []
+    for name in PLANS:
+        ranks = [each for each in found if each["plan"] == name]
+        worst = max(ranks, key=lambda each: each["read"] / each["kept"])
+        beside = max(each["beside"] for each in ranks)
+        figures = (worst["kept"], worst["read"], beside, worst["bucket"])
+        rows.append([name, *(f"{n / MIB:.1f}" for n in figures), f"{worst['read'] / worst['kept']:.3f}"])
+    titles = ["plan", "kept", "read", "beside at most", "largest bucket", "read / kept"]
+    screen().print(table(f"MiB of the rank that reads most, of {whole / MIB:.0f} MiB", titles, rows))
+    settings = {"width": options.width, "layers": options.layers}
+    save({"expected": EXPECTED, "machine": machine(), **settings, "found": found}, options.out)
+
+
+if __name__ == "__main__":
+    main()
