@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze grid kills gpu memory parity published simulate remat coverage-suite clean
+.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze grid kills gpu memory parity published reshard simulate remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -91,6 +91,9 @@ remat: env
 
 memory: env
 	$(BIN)/python benchmarks/memory.py
+
+reshard: env
+	$(BIN)/python benchmarks/reshard.py
 
 published: env
 	$(BIN)/python benchmarks/published.py
