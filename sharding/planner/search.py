@@ -26,6 +26,7 @@ from trainload.sharding.planner.timeline import timeline
 from trainload.sharding.simulate import simulate
 from trainload.sharding.source import Source
 from trainload.sharding.strategies import RECOMPUTES, Divide, Recompute, Schedule, Strategy
+from trainload.sharding.tensor.axis import TensorAxis
 
 EXACT = 8
 """How many plans are made and played through, unless asked otherwise."""
@@ -43,10 +44,11 @@ class Choice:
     accumulate: int = 1
     recompute: Recompute = "job"
     schedule: tuple[Schedule, int | None] | None = None
+    divide: Divide = "tensor"
 
     def __str__(self) -> str:
         parts: list[str] = [self.strategy]
-        parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        parts += [f"{self.divide} {self.tensor}"] if self.tensor > 1 else []
         if self.schedule is not None:
             name, stages = self.schedule
             parts += [f"pipeline {self.pipeline} ({name}{f'/{stages}' if stages else ''})"]
@@ -55,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a user has decided already; None: the planner decides."""
+    """What a user has decided already; None: the planner decides. `divide`: what a tensor axis divides, where there is one."""
 
     strategy: Strategy | None = None
     tensor: int | None = None
@@ -63,6 +65,7 @@ class Wanted:
     accumulate: int | None = None
     recompute: Recompute | None = None
     schedule: tuple[Schedule, int | None] | None = None
+    divide: Divide = "tensor"
 
 
 _ANYTHING = Wanted()
@@ -190,7 +193,8 @@ def evaluate(
         schedule=name,
         stages_per_rank=stages,
         recompute=choice.recompute,
-        **{**options, "divide": _divided(choice.tensor, options)},
+        divide=choice.divide,
+        **options,
     )
     return Candidate(choice, plan, costs_of(source, plan, device))
 
@@ -213,12 +217,6 @@ def costs_of(source: Source, plan: Plan, device: DeviceProfile, *, compiled: boo
 def _order(candidate: Candidate, device: DeviceProfile) -> tuple[bool, float]:
     over = candidate.costs.memory.peak > device.memory_bytes
     return over, candidate.costs.memory.peak if over else candidate.costs.time.seconds
-
-
-def _divided(tensor: int, options: Mapping[str, Any]) -> Divide:
-    """What the tensor axis divides, where there is one."""
-    found: Divide = options.get("divide", "tensor") if tensor > 1 else "tensor"
-    return found
 
 
 # What there is to choose from
@@ -244,7 +242,7 @@ def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterat
         for strategy, schedule in product(_strategies(cluster, wanted, tensor, lanes), _schedules(wanted, pipeline)):
             for accumulate in _microbatches(wanted, rows // lanes, pipeline, schedule):
                 if strategy != "zero2" or accumulate > 1:
-                    yield Choice(strategy, tensor, pipeline, accumulate, recompute, schedule)
+                    yield Choice(strategy, tensor, pipeline, accumulate, recompute, schedule, wanted.divide if tensor > 1 else "tensor")
 
 
 def _strategies(cluster: Cluster, wanted: Wanted, tensor: int, lanes: int) -> list[Strategy]:
@@ -278,10 +276,11 @@ def _judge_all(
     judged: list[_Judged] = []
     refused: list[Refused] = []
     for tensor in _tensor_degrees(cluster, wanted):
+        divide = wanted.divide if tensor > 1 else "tensor"
         try:
-            judge = _Judge(source, cluster, device, tensor, rows, options)
+            judge = _Judge(source, cluster, device, source.tensor(tensor, options.get("tensor_rules"), divide), divide, rows)
         except PlanError as error:
-            refused.append(Refused(f"tensor {tensor}", str(error)))
+            refused.append(Refused(f"{divide} {tensor}", str(error)))
             continue
         judged += [judge.judge(choice) for choice in _choices(cluster, wanted, tensor, rows)]
         source.forget()
@@ -296,15 +295,11 @@ class _Judged:
 
 
 class _Judge:
-    """Judges choices of one tensor degree by the graph of a rank of that axis.
+    """Judges choices of one tensor axis by the graph of a rank of it."""
 
-    Raises: PlanError where the axis finds nothing to divide.
-    """
-
-    def __init__(self, source: Source, cluster: Cluster, device: DeviceProfile, tensor: int, rows: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: Source, cluster: Cluster, device: DeviceProfile, axis: TensorAxis, divide: Divide, rows: int) -> None:
+        tensor = axis.ranks
         self._cluster, self._device, self._rows, self._tensor = cluster, device, rows, tensor
-        divide = _divided(tensor, options)
-        axis = source.tensor(tensor, options.get("tensor_rules"), divide)
         shards = tuple(sorted(axis.shards.items()))
         package = source.package
         main = package.manifest.training_graphs()[0]

@@ -112,6 +112,7 @@ def as_record(found: Found) -> dict[str, Any]:
             "plan": str(c.choice),
             "strategy": c.choice.strategy,
             "tensor": c.choice.tensor,
+            "divide": c.choice.divide,
             "pipeline": c.choice.pipeline,
             "data": c.plan.data_ranks,
             "accumulate": c.choice.accumulate,

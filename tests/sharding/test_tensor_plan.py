@@ -167,6 +167,18 @@ def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, tmp_path:
     assert Plan.model_validate(json.loads((tmp_path / "plan.json").read_text())) == expected
 
 
+def test_the_command_says_where_an_axis_leaves_a_node(gpt: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", str(gpt.path), "--nodes", "2", "--devices-per-node", "1", "--tensor", "2/sequence"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "positions elsewhere; some are on several nodes, whose links are slow" in told
+
+
+@pytest.mark.parametrize("text", ["0", "2/positions", "two", "2/"])
+def test_a_tensor_axis_of_another_kind_is_refused(gpt: Package, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", str(gpt.path), "--devices-per-node", "2", "--tensor", text]) == 2
+    assert "/sequence, /context, /expert" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rule", ["mix_in.weight", "=0", "a=b", "a=0/0", "a=-1", "a=0/"])
 def test_a_rule_that_is_none_is_refused(gpt: Package, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", str(gpt.path), "--devices-per-node", "2", "--tensor", "2", "--tensor-rule", rule]) != 0

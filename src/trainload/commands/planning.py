@@ -71,12 +71,12 @@ def plan(
     options: dict[str, Any] = {"shard_ranks": shard_ranks, "tensor_rules": dict(_rule(text) for text in rules), "batch_norm": batch_norm}
     if bucket_mib is not None:
         options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
-    ranks, options["divide"] = tensor or (None, "tensor")
+    ranks, divide = tensor or (None, "tensor")
     if prefetch is not None:
         options["prefetch"] = prefetch
     opened = shared.open_package(package)
     if device not in KINDS:
-        wanted: dict[str, Any] = {"strategy": name, "tensor": ranks, "pipeline": pipeline, "accumulate": accumulate}
+        wanted: dict[str, Any] = {"strategy": name, "tensor": ranks, "divide": divide, "pipeline": pipeline, "accumulate": accumulate}
         wanted |= {"recompute": recompute, "schedule": schedule}
         cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
         searched = {"global_batch": global_batch, "options": options}
@@ -85,7 +85,7 @@ def plan(
     if explain is not None:
         raise click.UsageError("--explain needs a device's figures: --device h100, another of those that come with trainload, or a file.")
     options |= {"global_batch": global_batch, "accumulate": accumulate, "recompute": recompute or "job"}
-    options |= {"tensor_ranks": ranks or 1, "pipeline_ranks": pipeline or 1}
+    options |= {"tensor_ranks": ranks or 1, "divide": divide if ranks != 1 else "tensor", "pipeline_ranks": pipeline or 1}
     options |= dict(zip(("schedule", "stages_per_rank"), schedule or (None, None), strict=True))
     made = make_plan(opened, nodes, devices_per_node, device, name, **options)
     if output is not None:
@@ -143,6 +143,7 @@ def _described_tensor(made: Plan) -> list[tuple[str, Any]]:
         return []
     what = f"{len(made.tensor_shards)} parameters" if made.tensor_shards else "positions"
     also = ", and positions elsewhere" if made.tensor_shards and made.divide != "tensor" else ""
+    also += "; some are on several nodes, whose links are slow" if made.cluster.devices_per_node % made.tensor_ranks else ""
     shown = [f"{each.operator.removesuffix('.default')} x {each.nodes}" for each in made.replicated if each.operations][:4]
     rows = [(made.divide, f"{made.tensor_ranks} ranks divide {what}{also}")]
     return [*rows, ("products that each does whole", ", ".join(shown) or "none")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,18 @@ def test_what_is_decided_already_stays(source: Source) -> None:
 def test_a_tensor_axis_stays_within_a_node(source: Source) -> None:
     found = search(source, cluster(2, nodes=2), device(), Wanted(strategy="zero0", pipeline=1, recompute="job"))
     assert {c.choice.tensor for c in found.candidates} == {1, 2}
+
+
+def test_an_axis_that_is_asked_for_divides_what_is_asked_for(source: Source) -> None:
+    wanted = Wanted(strategy="zero0", tensor=2, divide="context", pipeline=1, recompute="job", accumulate=1)
+    (found,) = search(source, cluster(4), device(), wanted).candidates
+    assert (found.plan.divide, found.plan.tensor_shards, str(found.choice)) == ("context", {}, "zero0, context 2")
+
+
+def test_sequence_parallel_holds_less_than_the_tensor_axis_alone(source: Source) -> None:
+    choice = Choice("single", tensor=2)
+    alone, also = (evaluate(source, cluster(2), device(), each, 8) for each in (choice, replace(choice, divide="sequence")))
+    assert also.costs.memory.activations < 0.8 * alone.costs.memory.activations
 
 
 def test_what_cannot_be_made_is_told_with_its_reason(source: Source) -> None:
