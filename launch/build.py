@@ -215,7 +215,7 @@ def _make_graphs(
     on_stage("derive joint graphs", time.perf_counter() - began)
     began = time.perf_counter()
     local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}
-    graphs = rank_graphs(package, plan, local, device, pipeline_index)
+    graphs = rank_graphs(package, plan, local, package.updates(), device, pipeline_index)
     on_stage("shard", time.perf_counter() - began)
     return graphs
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.graphs import StepGraph
+from trainload.autograd_trace.graphs import StepGraph, UpdateGraph
 from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective, collectives_of, graph_digest
 from trainload.sharding.pipeline.axis import cut_for
@@ -90,13 +90,21 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
     return (Phase.ONLY,) if plan.accumulate == 1 else (Phase.ACCUMULATE, Phase.SYNCHRONISE)
 
 
-def rank_graphs(package: Package, plan: Plan, local: Mapping[str, StepGraph], device: torch.device, pipeline_index: int = 0) -> RankGraphs:
+def rank_graphs(
+    package: Package,
+    plan: Plan,
+    local: Mapping[str, StepGraph],
+    updates: Sequence[UpdateGraph],
+    device: torch.device,
+    pipeline_index: int = 0,
+) -> RankGraphs:
     """Rewrites a package's step graphs for the ranks of a plan.
 
     Args:
         package: what is trained.
         plan: how.
         local: its step graphs by name, as `local_step` gives them for this plan.
+        updates: its optimizers' updates.
         device: where the ranks compute.
         pipeline_index: of the ranks.
     """
@@ -112,7 +120,7 @@ def rank_graphs(package: Package, plan: Plan, local: Mapping[str, StepGraph], de
             graphs |= {train_name(name, phase): rewrite(step, plan, phase, groups) for phase in phases(plan)}
         else:
             graphs[name] = rewrite(step, plan)
-    updates, owners = package.updates(), dict.fromkeys(update_owners(package).values())
+    owners = dict.fromkeys(update_owners(package).values())
     traced = {o: UpdateStep(plan, updates, package.recipe, o, pipeline_index=pipeline_index).trace(device) for o in owners}
     return RankGraphs(graphs, traced, cuts)
 

@@ -62,7 +62,8 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
     check_plan(plan, source.package)
     training = source.package.manifest.training_graphs()
     local = {name: step for name, step in source.local(Local.of(plan)).items() if name in training or not training_only}
-    ranks = tuple(rank_graphs(source.package, plan, local, source.device, index) for index in range(plan.pipeline_ranks))
+    given = source.package, plan, local, source.updates, source.device
+    ranks = tuple(rank_graphs(*given, index) for index in range(plan.pipeline_ranks))
     calls = tuple(graphs.collectives(plan) for graphs in ranks)
     demand_meeting([calls[plan.pipeline_index(rank)] for rank in range(plan.world_size)], plan)
     return Simulation(plan, ranks, calls)

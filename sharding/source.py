@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from trainload.autograd_trace.graphs import StepGraph
+from trainload.autograd_trace.graphs import StepGraph, UpdateGraph
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import parameter_order
 from trainload.sharding.check_plan import groups_of
@@ -44,6 +44,11 @@ class Source:
     def steps(self) -> dict[str, StepGraph]:
         """The package's step graphs by name."""
         return step_graphs(self.package, self.device)
+
+    @functools.cached_property
+    def updates(self) -> tuple[UpdateGraph, ...]:
+        """The package's update graphs."""
+        return self.package.updates()
 
     @property
     def training(self) -> list[StepGraph]:
