@@ -56,27 +56,42 @@ def divide(
     Raises:
         PlanError: a rule does not fit, or nothing can be divided.
     """
-    if rules and what not in ("tensor", "sequence"):
-        raise PlanError("rules say which parameters are divided", where="tensor_rules", expected="divide tensor or sequence", got=what)
-    shards: dict[str, Shard] = {}
-    if what == "expert":
-        shards = experts(steps, ranks, whole)
-    elif what != "context":
-        shards = choose(steps, ranks, whole, rules)
-    if not shards and what != "context":
-        raise PlanError(
-            "the graph has no experts that so many ranks could share" if what == "expert" else "the tensor axis finds nothing to divide",
-            where="tensor_ranks",
-            expected=f"parameters of a batch of matrix products, a multiple of {ranks} of them"
-            if what == "expert"
-            else f"a dim of a parameter, no dim of the batch, that is a multiple of {ranks} and worth its exchanges",
-            got="none",
-            cure="Use the data axis, or say what to divide (--tensor 2 --tensor-rule).",
-        )
+    shards = _shards(steps, ranks, whole, rules, what)
     if what in ("sequence", "context"):
         _demand_positions(positions_of(steps[0], linked(steps[0]), ranks), ranks, LEAST if what == "context" else 0.0)
     made = partition(steps[0], ranks, shards, positions=what != "tensor")
     return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)
+
+
+def _shards(
+    steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None, what: Divide
+) -> dict[str, Shard]:
+    """Which parameters are divided."""
+    if what in ("tensor", "sequence"):
+        found = choose(steps, ranks, whole, rules)
+        if not found:
+            raise PlanError(
+                "the tensor axis finds nothing to divide",
+                where="tensor_ranks",
+                expected=f"a dim of a parameter, no dim of the batch, that is a multiple of {ranks} and worth its exchanges",
+                got="none",
+                cure="Use the data axis, or say what to divide (--tensor-rule).",
+            )
+        return found
+    if rules:
+        raise PlanError("rules say which parameters are divided", where="tensor_rules", expected="divide tensor or sequence", got=what)
+    if what == "context":
+        return {}
+    found = experts(steps, ranks, whole)
+    if not found:
+        raise PlanError(
+            "the graph has no experts that so many ranks could share",
+            where="tensor_ranks",
+            expected=f"parameters of a batch of matrix products, a multiple of {ranks} of them",
+            got="none",
+            cure="Use the tensor axis (--tensor), or the data axis.",
+        )
+    return found
 
 
 def _demand_positions(found: Positions | None, ranks: int, least: float) -> None:

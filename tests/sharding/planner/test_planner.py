@@ -49,7 +49,7 @@ def cluster(devices: int, nodes: int = 1) -> Cluster:
 # Devices
 
 
-@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "l4"])
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "l4", "cpu-2-cores"])
 def test_figures_of_known_devices_come_along(name: str) -> None:
     assert name in names()
     assert read(name).rate("bfloat16") > read(name).rate("float32")
