@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import resource
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,14 @@ def spread(values: Sequence[float]) -> float | None:
         return None
     low, middle, high = statistics.quantiles(values, n=4)
     return (high - low) / 2 / middle
+
+
+def alone(work: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function of a module in a process of its own, so that the peak of its memory is its own. It must end well."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    assert not process.exitcode, "the process failed"
 
 
 def machine() -> dict[str, Any]:

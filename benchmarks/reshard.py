@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import MIB, RESULTS, ROOT, PeakMemory, machine, note, save, screen, table
+from measure import MIB, RESULTS, ROOT, PeakMemory, alone, machine, note, save, screen, table
 
 PLANS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "ZeRO-3 on 4, as it was written": (4, "zero3", {}),
@@ -98,14 +97,6 @@ def load(package: str, run: str, case: dict[str, Any], rank: int, result: str) -
 def _read_so_far() -> int:
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
-
-
-def alone(work: Any, *arguments: Any) -> None:
-    """In a process of its own."""
-    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
-    process.start()
-    process.join()
-    assert not process.exitcode, "the process failed"
 
 
 def main() -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from measure import MIB, RESULTS, ROOT, PeakMemory, machine, note, save, screen, table
+from measure import MIB, RESULTS, ROOT, PeakMemory, alone, machine, note, save, screen, table
 
 PLANS: dict[str, dict[str, Any]] = {
     "zero3": {"strategy": "zero3"},
@@ -60,14 +59,6 @@ def freeze(path: str, length: int, result: str) -> None:
     parameters = sum(1 for p in package.parameters if p.alias_of is None)
     told = {"seconds": time.perf_counter() - began, "parameters": parameters, "peak_bytes": PeakMemory().read()["since_start"]}
     Path(result).write_text(json.dumps(told))
-
-
-def alone(work: Any, *arguments: Any) -> None:
-    """In a process of its own."""
-    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
-    process.start()
-    process.join()
-    assert not process.exitcode, "the process failed"
 
 
 def main() -> None:

@@ -38,6 +38,17 @@ def is_seeded(target: object) -> bool:
     return is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def body_at(module: GraphModule, node: Node) -> GraphModule | None:
+    """The graph that a node of `module` names for an operator to take; None where it names none."""
+    found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return found if isinstance(found, GraphModule) else None
+
+
+def bodies_of(module: GraphModule, node: Node) -> dict[Node, GraphModule]:
+    """The graphs that an operator of `module` takes, by the nodes that name them."""
+    return {source: body for source in node.all_input_nodes if (body := body_at(module, source)) is not None}
+
+
 def graphs_in(module: GraphModule) -> Iterator[GraphModule]:
     """The graph and the bodies of its higher-order operators, at any depth."""
     return (part for part in module.modules() if isinstance(part, GraphModule))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import bodies_of, is_overload
 from trainload.capture.program import GraphCapture, Program
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -131,8 +131,7 @@ def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
 
 def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iterator[str | _Call]:
     """An operator, then the graphs that it takes."""
-    attributes = {n: getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"}
-    bodies = {n: body for n, body in attributes.items() if isinstance(body, GraphModule)}
+    bodies = bodies_of(module, node)
     inputs = _inputs_of_body(node, bodies, names)
     schema = node.target._schema.arguments if is_overload(node.target) else ()
     called = [*(argument.name for argument in schema), *[""] * len(node.args)]

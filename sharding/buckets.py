@@ -9,6 +9,7 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
+from trainload.capture.operators import bodies_of
 from trainload.capture.program import GraphCapture, ParameterSpec
 from trainload.sharding.plan import Bucket, Slot
 
@@ -104,12 +105,11 @@ def parameter_order(capture: GraphCapture) -> list[str]:
 
 def _walk(module: GraphModule, names: Mapping[Node, str], order: dict[str, None]) -> None:
     for node in module.graph.nodes:
-        bodies = [s for s in node.all_input_nodes if s.op == "get_attr" and isinstance(getattr(module, str(s.target), None), GraphModule)]
-        for body in bodies:
-            graph_module: GraphModule = getattr(module, str(body.target))
-            inner = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+        bodies = bodies_of(module, node)
+        for body in bodies.values():
+            inner = [n for n in body.graph.nodes if n.op == "placeholder"]
             operands = [s for s in node.args if isinstance(s, Node) and s not in bodies]
-            _walk(graph_module, {i: names[o] for i, o in zip(inner, operands, strict=False) if o in names}, order)
+            _walk(body, {i: names[o] for i, o in zip(inner, operands, strict=False) if o in names}, order)
         for source in node.all_input_nodes:
             if source in names and node.op == "call_function":
                 order.setdefault(names[source])

@@ -15,7 +15,7 @@ from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from trainload.capture.errors import PlanError
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import body_at, is_overload
 from trainload.packaging.canonical import sha256_bytes
 
 _SYMBOL = re.compile(r"\b[a-z]+[0-9]+\b")
@@ -122,7 +122,7 @@ def _lines(module: GraphModule) -> Iterator[str]:
         tensors = values if isinstance(values, tuple | list) else (values,)
         made = [f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else str(v) for v in tensors]
         yield f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {made}"
-        if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), GraphModule):
+        if (body := body_at(module, node)) is not None:
             yield from _lines(body)
 
 
@@ -202,7 +202,7 @@ def _calls(module: GraphModule, inside: bool = False) -> Iterator[tuple[Node, bo
     for node in module.graph.nodes:
         if _name(node) not in ("", _WAIT):
             yield node, inside
-        if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), GraphModule):
+        if (body := body_at(module, node)) is not None:
             yield from _calls(body, True)
 
 

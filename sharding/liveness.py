@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import bodies_of, is_overload
 from trainload.sharding.work import EXAMPLE, Sizes, number
 
 aten = torch.ops.aten
@@ -171,5 +171,4 @@ def _used(node: Node) -> Iterator[Node]:
 
 def _inside(module: GraphModule, node: Node, sizes: Sizes) -> int:
     """What the bodies of an operator hold while it runs."""
-    bodies = [getattr(module, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
-    return max((held(body, sizes).peak for body in bodies if isinstance(body, GraphModule)), default=0)
+    return max((held(body, sizes).peak for body in bodies_of(module, node).values()), default=0)

@@ -120,7 +120,7 @@ def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: 
     if bucket.slots:
         slot, first, _ = own[0] if own else (bucket.slots[0], bucket.slots[0].offset, 0)
         begin = 0 if slot.parameter in plan.tensor_shards else first - slot.offset
-        dtype = checkpoint.dtype_of_parameter(slot.parameter, entry, begin)
+        dtype = checkpoint.dtype_of(slot.parameter, entry, begin)
     flat = to_fill((stop - start,), dtype)
     at = start
     for slot, first, last in own:

@@ -55,11 +55,13 @@ class Checkpoint:
             raise CheckpointError(f"the checkpoint has no parameter {parameter!r}", where=str(self.path))
         return self._slots[parameter]
 
-    def dtype_of(self, bucket: str, entry: str, at: int = 0, tensor_index: int = 0) -> torch.dtype:
-        """Of a bucket's entry, as the shard has it that holds its element `at`. Raises: as `fill_interval`."""
-        self._demand(bucket, entry, at, at)
-        number, _, _ = self._home(bucket, at, tensor_index)
-        return self._shard(number).dtype(flat_key(bucket, entry))
+    def dtype_of(self, parameter: str, entry: str, start: int = 0) -> torch.dtype:
+        """Of a parameter's entry, as a shard has it that holds its element `start`. Raises: as `fill_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        at = slot.offset + (0 if bucket.divided else start)
+        self._demand(bucket.name, entry, at, at)
+        number, _, _ = self._home(bucket.name, at, 0)
+        return self._shard(number).dtype(flat_key(bucket.name, entry))
 
     def _home(self, bucket: str, at: int, tensor_index: int) -> tuple[int, int, int]:
         """The number of the shard that holds an element of a bucket, and which of its elements, [start, stop), that shard holds."""
@@ -119,17 +121,10 @@ class Checkpoint:
 
         fill_share(whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, into)
 
-    def read_interval(self, bucket: str, entry: str, start: int, stop: int, tensor_index: int = 0) -> torch.Tensor:
-        """Elements [start, stop) of a bucket's entry: (stop - start,), on CPU. Raises: as `fill_interval`."""
-        self._demand(bucket, entry, start, stop)
-        found = to_fill((stop - start,), self.dtype_of(bucket, entry, start, tensor_index))
-        self.fill_interval(bucket, entry, start, found, tensor_index)
-        return found
-
     def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter's entry: (stop - start,), on CPU. Raises: as `fill_interval`."""
         self._demand_elements(parameter, start, stop)
-        found = to_fill((stop - start,), self.dtype_of_parameter(parameter, entry, start))
+        found = to_fill((stop - start,), self.dtype_of(parameter, entry, start))
         self.fill_parameter(parameter, entry, start, found)
         return found
 
@@ -139,11 +134,6 @@ class Checkpoint:
             raise CheckpointError(
                 "the parameter has no such interval", where=parameter, expected=f"within [0, {length})", got=f"[{start}, {stop})"
             )
-
-    def dtype_of_parameter(self, parameter: str, entry: str, start: int = 0) -> torch.dtype:
-        """Of a parameter's entry, as a shard has it that holds its element `start`. Raises: as `fill_interval`."""
-        bucket, slot = self.bucket_of(parameter)
-        return self.dtype_of(bucket.name, entry, slot.offset + (0 if bucket.divided else start))
 
     def shape(self, parameter: str) -> tuple[int, ...]:
         """The shape of a whole parameter. Raises: CheckpointError where there is none of that name."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.errors import PlanError
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import body_at, is_overload
 from trainload.sharding.nodes import ends
 from trainload.sharding.work import bytes_of
 
@@ -74,7 +74,7 @@ class Items:
         self._ports = dict(zip(self._placeholders, step.inputs, strict=True))
         nodes = [n for n in step.module.graph.nodes if n.op not in ("placeholder", "output")]
         begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), len(nodes))
-        self.bodies = {n for n in nodes if n.op == "get_attr" and isinstance(getattr(step.module, str(n.target), None), GraphModule)}
+        self.bodies = {n for n in nodes if body_at(step.module, n) is not None}
         self.free: dict[Node, None] = {}
         self.derived: dict[Node, frozenset[int]] = {}
         self._classify(nodes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import bodies_of, is_overload
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
 from trainload.sharding.work import EXAMPLE, Sizes, bytes_of, flops, number
 
@@ -95,8 +95,7 @@ def _kernel(module: GraphModule, node: Node, device: DeviceProfile, sizes: Sizes
     """What a node takes: seconds, why, bytes, operations."""
     if not _computes(node):
         return 0.0, "", 0.0, 0.0
-    bodies = [getattr(module, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
-    inner = [timeline(body, device, {}, sizes) for body in bodies if isinstance(body, GraphModule)]
+    inner = [timeline(body, device, {}, sizes) for body in bodies_of(module, node).values()]
     if inner:
         rounds = _rounds(node, sizes)
         slowest = max(inner, key=lambda each: each.seconds)

@@ -11,9 +11,9 @@ from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Replicated, Shard
 from trainload.sharding.strategies import Divide
 from trainload.sharding.tensor.choose import choose, experts
-from trainload.sharding.tensor.partition import linked, partition
+from trainload.sharding.tensor.partition import partition
 from trainload.sharding.tensor.place import Exchange
-from trainload.sharding.tensor.positions import Positions, positions_of
+from trainload.sharding.tensor.positions import Positions
 
 LEAST = 0.5
 """Of the matrix products' operations, that ranks of a context must be able to do for their own positions alone."""
@@ -57,9 +57,9 @@ def divide(
         PlanError: a rule does not fit, or nothing can be divided.
     """
     shards = _shards(steps, ranks, whole, rules, what)
-    if what in ("sequence", "context"):
-        _demand_positions(positions_of(steps[0], linked(steps[0]), ranks), ranks, LEAST if what == "context" else 0.0)
     made = partition(steps[0], ranks, shards, positions=what != "tensor")
+    if what in ("sequence", "context"):
+        _demand_positions(made.positions, ranks, LEAST if what == "context" else 0.0)
     return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)
 
 

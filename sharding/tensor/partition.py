@@ -20,12 +20,13 @@ import trainload.sharding.tensor.layer_rules
 import trainload.sharding.tensor.rules  # noqa: F401 - these three declare what operators do
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
+from trainload.capture.operators import bodies_of
 from trainload.sharding.nodes import arguments, ends, mode_of
 from trainload.sharding.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
 from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.place import Emitter, Exchange, Held, Lie, Place, position
-from trainload.sharding.tensor.positions import positions_of
+from trainload.sharding.tensor.positions import Positions, positions_of
 from trainload.sharding.tensor.special import SPECIAL, Results, runs_on_shares
 from trainload.sharding.work import flops, moved_bytes
 
@@ -49,11 +50,13 @@ class Partitioned:
 
     Laws: `step` has the inputs of the graph it was made from and, last, TENSOR_RANK; parameters that are sharded, and their gradients, have
     the shape of one rank's share; all other inputs and outputs are whole, and equal on all ranks. `replicated`: what each does whole.
+    `positions`: those that are divided; None where none were to be, or the graph has none.
     """
 
     step: StepGraph
     exchanges: tuple[Exchange, ...]
     replicated: tuple[Replicated, ...]
+    positions: Positions | None = None
 
 
 def linked(step: StepGraph) -> Links:
@@ -90,8 +93,8 @@ class _Partitioner:
         self._placeholders, self._results = ends(step.module)
         self._parameters = {p.name: n for p, n in zip(step.inputs, self._placeholders, strict=True) if p.role is Role.PARAMETER}
         self._order = {name: self._factor(name, shard) for name, shard in shards.items() if name in self._parameters}
-        found = positions_of(step, self.links, ranks) if positions else None
-        self._positions = None if found is None else found.factor
+        self._found = positions_of(step, self.links, ranks) if positions else None
+        self._positions = None if self._found is None else self._found.factor
         self._divided = [*dict.fromkeys(self._order.values()), *([self._positions] if self._positions is not None else [])]
         """In this order: what an operator can be run on shares of counts first."""
         self._gathered: list[Node] = []
@@ -131,25 +134,19 @@ class _Partitioner:
         module.graph.eliminate_dead_code()
         module.graph.lint()
         inputs = (*self._step.inputs, Port(Role.TENSOR_RANK, "tensor_rank"))
-        return Partitioned(StepGraph(module, inputs, self._step.outputs), tuple(self._exchanges), self._replicated())
+        return Partitioned(StepGraph(module, inputs, self._step.outputs), tuple(self._exchanges), self._replicated(), self._found)
 
     def _replicated(self) -> tuple[Replicated, ...]:
         """By operator, what costs most first. Looking at a value otherwise costs nothing."""
         found: dict[str, Replicated] = {}
         for node in self._whole:
-            operations = flops(node) + sum(map(flops, self._inside(node)))
+            bodies = bodies_of(self._step.module, node).values()
+            operations = flops(node) + sum(flops(inner) for body in bodies for inner in body.graph.nodes)
             name, (count, done, moved) = str(node.target), (1, operations, moved_bytes(node))
             if (before := found.get(name)) is not None:
                 count, done, moved = before.nodes + 1, before.operations + done, before.bytes + moved
             found[name] = Replicated(operator=name, nodes=count, operations=done, bytes=moved)
         return tuple(sorted(found.values(), key=lambda each: (-each.operations, -each.bytes, each.operator)))
-
-    def _inside(self, node: Node) -> Iterator[Node]:
-        """The nodes of the bodies of an operator."""
-        for source in node.all_input_nodes:
-            body = getattr(self._step.module, str(source.target), None) if source.op == "get_attr" else None
-            if isinstance(body, GraphModule):
-                yield from body.graph.nodes
 
     # Factors
 
