@@ -14,7 +14,7 @@ import datetime
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +448,18 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
             group = dist.new_group(list(ranks), backend=backend)
             if dist.get_rank() in ranks:
                 _C10D._register_process_group(name, group)
+
+
+def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
+    """Counts the collectives that this rank has begun in the groups of these names, as of those that it is in. The counting may be done by
+    any thread, also while another one waits for a collective.
+    """
+    backends: dict[str, Any] = {}
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # this rank is in none of that name
+            group: Any = _C10D._resolve_process_group(name)
+            backends[name] = group._get_backend(group._device_types[0])  # a group of our own gloo does not count, its backend does
+    return lambda: {name: int(backend._get_sequence_number_for_group()) for name, backend in backends.items()}
 
 
 def group_named(name: str) -> ProcessGroup:

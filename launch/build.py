@@ -58,8 +58,9 @@ Call = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class BuiltGraph:
-    """A callable over flat tensors, with what goes in and comes out, in order."""
+    """A callable over flat tensors, with what goes in and comes out, in order. `name`: within the build."""
 
+    name: str
     call: Call
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -100,13 +101,15 @@ class Built:
     """All that a rank calls, by the name of the captured graph.
 
     train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. stages: both of
-    them, instead, under a plan with a pipeline. update: what `UpdateStep.trace` gives, which writes in place. compiled: whether they were
-    compiled. collectives: what each graph calls, by the graph's name within the build.
+    them, instead, under a plan with a pipeline. update: what `UpdateStep.trace` gives, which writes in place. update_names: what
+    these are called within the build. compiled: whether they were compiled. collectives: what each graph calls, by the graph's name within
+    the build.
     """
 
     train: dict[str, dict[Phase, BuiltGraph]]
     forward: dict[str, BuiltGraph]
     update: dict[str, Call]
+    update_names: dict[str, str]
     compiled: bool
     collectives: dict[str, tuple[Collective, ...]]
     stages: dict[str, BuiltStages] = field(default_factory=dict)
@@ -189,7 +192,7 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
 
     def graph(name: str) -> BuiltGraph:
         entry = index["graphs"][name]
-        return BuiltGraph(load_compiled(folder / f"{name}.bin"), _ports(entry["inputs"]), _ports(entry["outputs"]))
+        return BuiltGraph(name, load_compiled(folder / f"{name}.bin"), _ports(entry["inputs"]), _ports(entry["outputs"]))
 
     cuts = {name: _read_crossing(entry) for name, entry in index["cuts"].items()}
     updates = {owner: load_compiled(folder / f"{update_name(owner)}.bin") for owner in set(update_owners(package).values())}
@@ -201,7 +204,7 @@ def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipelin
     graphs = _make_graphs(package, plan, device, pipeline_index)
 
     def graph(name: str) -> BuiltGraph:
-        return BuiltGraph(graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs)
+        return BuiltGraph(name, graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs)
 
     cuts = {name: Crossing(stages.up, stages.down, stages.symbols) for name, stages in graphs.cuts.items()}
     return _built(package, plan, set(graphs.ranks), graph, cuts, dict(graphs.updates), graphs.collectives(plan), compiled=False)
@@ -233,16 +236,17 @@ def _built(
 ) -> Built:
     owners = update_owners(package)
     update = {name: updates[owner] for name, owner in owners.items()}
+    named = {name: update_name(owner) for name, owner in owners.items()}
     if plan.pipeline is None:
         train = {name: {phase: graph(train_name(name, phase)) for phase in phases(plan)} for name in owners}
         forward = {name: graph(name) for name in package.manifest.step_graphs() if name not in owners}
-        return Built(train, forward, update, compiled, collectives)
+        return Built(train, forward, update, named, compiled, collectives)
     places = [(stage, part) for stage in range(len(plan.pipeline.stage_ranks)) for part in Part]
     stages = {
         name: BuiltStages({p: graph(stage_name(name, *p)) for p in places if stage_name(name, *p) in names}, crossing)
         for name, crossing in cuts.items()
     }
-    return Built({}, {}, update, compiled, collectives, stages)
+    return Built({}, {}, update, named, compiled, collectives, stages)
 
 
 def can_compile() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,10 @@ from trainload.launch.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import BETWEEN, accumulated_length
+
+
+def ignore(graph: str) -> None:
+    """For callers whom nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,13 @@ class Calls:
         rank: this rank.
         device: where this rank computes.
         held: its state; it changes.
+        on_call: told the name of each graph that is about to be called.
     """
 
-    def __init__(self, package: Package, plan: Plan, rank: int, device: torch.device, held: RankState) -> None:
+    def __init__(
+        self, package: Package, plan: Plan, rank: int, device: torch.device, held: RankState, on_call: Callable[[str], None] = ignore
+    ) -> None:
+        self._on_call = on_call
         self._recipe = package.recipe
         self._plan, self._rank, self._device, self._held = plan, rank, device, held
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
@@ -65,6 +73,7 @@ class Calls:
     def call(self, graph: BuiltGraph, microbatch: Microbatch, given: Given) -> dict[Role, list[Tensor]]:
         """Calls a graph. Returns: its outputs but for buffers, gradients and values between stages, which are kept."""
         arguments = [self._argument(port.role, port.name, microbatch, given) for port in graph.inputs]
+        self._on_call(graph.name)
         with torch.no_grad():
             results = graph.call(*arguments)
         found: dict[Role, list[Tensor]] = {}

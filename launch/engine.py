@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.rounds import TurnCall, calls_of, turns_before
 from trainload.capture.program import Mode, graph_name
 from trainload.launch.build import Built, BuiltGraph
-from trainload.launch.calls import Calls, Given, Microbatch
+from trainload.launch.calls import Calls, Given, Microbatch, ignore
 from trainload.launch.checkpoints.state import share
 from trainload.launch.pipeline import PipelineRunner
 from trainload.launch.rank_state import RankState
@@ -65,9 +65,12 @@ class Engine:
         rank: this rank. The plan's process groups must be bound to their names if there is more than one rank.
         device: where this rank computes.
         built: the plan's callables for this device.
+        on_call: told the name, within the build, of each graph that is about to be called.
     """
 
-    def __init__(self, package: Package, plan: Plan, rank: int, device: torch.device, built: Built) -> None:
+    def __init__(
+        self, package: Package, plan: Plan, rank: int, device: torch.device, built: Built, on_call: Callable[[str], None] = ignore
+    ) -> None:
         self._package = package
         self._plan = plan
         self._rank = rank
@@ -79,7 +82,8 @@ class Engine:
         buckets = plan.held_buckets(self._index)
         self._parts = {name: bucket_updates(buckets, self._updates, self._recipe.graph(name).groups) for name in built.update}
         self.held = RankState(package, plan, self._updates, rank, device)
-        self._calls = Calls(package, plan, rank, device, self.held)
+        self._on_call = on_call
+        self._calls = Calls(package, plan, rank, device, self.held, on_call)
         self._pipeline = PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
 
     # Steps
@@ -204,6 +208,7 @@ class Engine:
                 norm, *new = step(*arguments)
                 self._take(step, norm, params, new, scaling)
             else:
+                self._on_call(self._built.update_names[name])
                 (norm,) = self._built.update[name](*arguments)
             for part in parts:
                 held.params[part.bucket.name] = self._whole_stored(part.bucket, self._updated_slice(part.bucket))

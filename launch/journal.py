@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,11 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. `kind`: start, stage, step, eval, checkpoint, warning or end. `time`: seconds since 1970."""
+    """Something that happened. `time`: seconds since 1970.
+
+    `kind`: start (of an attempt), stage, step, eval, checkpoint (one was published), warning, waiting (for nodes), failure (of an attempt:
+    what happened, and what is done about it), stopping, end (of the last step), failed or stopped (of the run).
+    """
 
     kind: str
     data: Mapping[str, Any]
@@ -41,11 +45,17 @@ class Journal:
         Raises:
             StorageError: the disk is full, or the run's folder is gone.
         """
-        line = json.dumps({"kind": kind, "time": time.time(), "data": data}, separators=(",", ":")) + "\n"
+        self.append([Event(kind, data, time.time())])
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Appends events that have happened. Raises: as `write`."""
+        lines = "".join(
+            json.dumps({"kind": each.kind, "time": each.time, "data": dict(each.data)}, separators=(",", ":")) + "\n" for each in events
+        )
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(descriptor, line.encode())
+                os.write(descriptor, lines.encode())
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from trainload.capture.errors import ClusterError
+from trainload.launch.contact import FileContact, Request, take_back
 from trainload.launch.spec import RunSpec, write_spec
-from trainload.launch.worker import STOP_FILE, Place, run_worker
+from trainload.launch.worker import Place, run_worker
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -33,7 +34,7 @@ def run_in_process(spec: RunSpec, *, new: bool) -> None:
     if new:
         write_spec(spec)
     with _stop_on_interrupt(Path(spec.run_dir)):
-        run_worker(spec, Place(0, 1, 1))
+        run_worker(spec, Place(0, 1, 1), FileContact(Path(spec.run_dir)))
 
 
 def torchrun_place() -> Place:
@@ -73,7 +74,7 @@ def run_under_torchrun(spec: RunSpec, *, new: bool) -> None:
     dist.init_process_group("nccl" if gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
-            run_worker(spec, place)
+            run_worker(spec, place, FileContact(Path(spec.run_dir)))
     finally:
         dist.destroy_process_group()
 
@@ -83,15 +84,15 @@ def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]
     """The first Ctrl-C asks the run to stop after its step; the second ends it at once. `leading`: this process clears the request."""
 
     def ask(number: int, frame: object) -> None:
-        (run_dir / STOP_FILE).touch()
+        (run_dir / Request.STOP.file).touch()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if leading:
-        (run_dir / STOP_FILE).unlink(missing_ok=True)  # of an attempt that was ended before it could stop
+        take_back(run_dir)  # of an attempt that was ended before it could stop
     before = signal.signal(signal.SIGINT, ask)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
         if leading:
-            (run_dir / STOP_FILE).unlink(missing_ok=True)
+            take_back(run_dir)

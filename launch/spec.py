@@ -40,10 +40,18 @@ class RunSpec(BaseModel):
     weights: Weights = "mean"
     """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""
     max_failures: int = Field(default=3, ge=0)
+    """In a row, without a new checkpoint between them."""
+    hang_timeout: float = Field(default=300.0, gt=0)
+    start_timeout: float = Field(default=3600.0, gt=0)
+    storage_patience: float = Field(default=600.0, ge=0)
+    node_patience: float = Field(default=1800.0, ge=0)
+    """Seconds: without a sign of progress, in the loop and before it; of storage that fails; of nodes that are missing."""
     libraries: dict[str, str | None] = Field(default_factory=dict)
     """Namespaces of other libraries' operators that the package may call, and what every worker imports for them."""
     trust_extensions: bool = False
     """Whether every worker loads the operator libraries that the package brings."""
+    had_checkpoint: bool = False
+    """Whether the run has published one: then it does not begin again where none is found."""
     digest: str | None = None
     """The package's; None in runs from before it was kept."""
     policies: tuple[Policy, ...] = ()
@@ -128,14 +136,15 @@ def read_spec(run_dir: Path) -> RunSpec:
     return spec.model_copy(update={"run_dir": str(run_dir.absolute())})
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file beside `path` and renames it: readers see the old content or the new."""
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Writes a file beside `path` and renames it: readers see the old content or the new. `durable`: also after a loss of power."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

@@ -9,18 +9,17 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from trainload.autograd_trace.aot import bind_groups
+from trainload.autograd_trace.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.rounds import draws_before, draws_of
-from trainload.capture.errors import DataError, RunInterrupted, TrainingError
+from trainload.capture.errors import CheckpointError, DataError, RunInterrupted, TrainingError
+from trainload.launch.activity import Activity, Phase
 from trainload.launch.agreement import demand_same_collectives, gathered
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
 from trainload.launch.calls import Microbatch
@@ -28,30 +27,32 @@ from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.launch.contact import Contact, Request
 from trainload.launch.data.prefetch import BatchStream, Call, RankRows
-from trainload.launch.data.run_data import OpenPart, RunData, open_run_data, run_dispatcher
-from trainload.launch.data.sampler import sequential
+from trainload.launch.data.run_data import RunData, open_run_data, run_dispatcher
 from trainload.launch.determinism import deterministic
 from trainload.launch.engine import Draw, Engine, StepResult
-from trainload.launch.journal import Journal
+from trainload.launch.evaluation import Evaluation
 from trainload.launch.libraries import library_warnings, open_for_run
+from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 
 SCALING = "loss scaling"
 """What a checkpoint has of the loss's scale, in what it keeps for the run's user."""
-STOP_FILE = "stop"
-"""Whoever makes this file in the run's folder asks the run to end after the present step, with a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker stands: its rank of `world` workers, `local_world` of which share its node. It sees one GPU, if any."""
+    """Where a worker stands: its rank of `world` workers, `local_world` of which share its node, which is called `node`. It sees one GPU,
+    if any.
+    """
 
     rank: int
     world: int
     local_world: int
+    node: str = field(default_factory=socket.gethostname)
 
 
 def set_threads(local_world: int) -> None:
@@ -59,39 +60,47 @@ def set_threads(local_world: int) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
 
 
-def prepare_node(spec: RunSpec, ranks: Sequence[int], *, quiet: bool = False) -> None:
-    """What is done once per node before the workers meet: compile into the node's cache, convert the data. `ranks`: the node's.
+def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False) -> None:
+    """What is done once per node before the workers meet: compile into the node's cache, convert the data. `ranks`: the node's. `quiet`:
+    does not tell how long it took.
 
     Raises: what compiling and reading data raise; nothing of it depends on other nodes.
     """
     set_threads(len(ranks))
     package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
     check_plan(spec.plan, package)
-    journal = Journal(Path(spec.run_dir))
     for warning in library_warnings(package, spec.libraries):
-        journal.write("warning", message=f"{socket.gethostname()}: {warning}")
+        contact.write("warning", message=f"{socket.gethostname()}: {warning}")
     began = time.perf_counter()
     _open_data(spec, package)
     if not quiet:
-        journal.write("stage", name="data", seconds=time.perf_counter() - began)
+        contact.write("stage", name="data", seconds=time.perf_counter() - began)
     if spec.compile and can_compile():
         began = time.perf_counter()
         for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
             compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index)
         if not quiet:
-            journal.write("stage", name="compile", seconds=time.perf_counter() - began)
+            contact.write("stage", name="compile", seconds=time.perf_counter() - began)
 
 
-def run_worker(spec: RunSpec, place: Place) -> None:
+def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
     """Trains. The default process group must exist if there is more than one worker.
+
+    Args:
+        spec: the run.
+        place: which of its workers this is.
+        contact: with whoever runs it. It is closed at the end.
 
     Raises:
         RunInterrupted: the run was asked to stop; a checkpoint was written.
         TrainingError: the loss is not finite.
         TrainloadError: whatever package, plan, data or checkpoints raise.
     """
-    with deterministic():
-        _Worker(spec, place).run()
+    try:
+        with deterministic():
+            _Worker(spec, place, contact).run()
+    finally:
+        contact.close()
 
 
 def _open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
@@ -101,12 +110,14 @@ def _open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None
 
 
 class _Worker:
-    def __init__(self, spec: RunSpec, place: Place) -> None:
+    def __init__(self, spec: RunSpec, place: Place, contact: Contact) -> None:
         self._spec = spec
         self._plan = spec.plan
         self._place = place
+        self._contact = contact
+        self._activity = Activity()
+        contact.report(self._activity)
         self._run_dir = Path(spec.run_dir)
-        self._journal = Journal(self._run_dir)
         self._control = dist.new_group(backend="gloo") if place.world > 1 else None
         self._attempt, path = self._agree(self._begin)
         set_threads(place.local_world)
@@ -120,16 +131,30 @@ class _Worker:
         built = self._build()
         if self._control is not None:
             demand_same_collectives(built.collectives, self._plan, self._control)
-        self._engine = Engine(self._package, self._plan, place.rank, self._device, built)
+        if place.world > 1:
+            self._activity.know(built.collectives, begun_collectives(self._plan.groups()))
+        self._engine = Engine(self._package, self._plan, place.rank, self._device, built, on_call=self._activity.calling)
         self._start = 0
         self._load(path)
-        self._writer = CheckpointWriter(self._run_dir, self._plan, place.rank, self._attempt, keep_last=spec.keep)
+        writer = CheckpointWriter(self._run_dir, self._plan, place.rank, self._attempt, keep_last=spec.keep)
+        self._saver = Saver(writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience)
+        self._evaluation = None
+        if self._eval_data is not None:
+            self._evaluation = Evaluation(
+                self._engine,
+                self._package,
+                self._plan,
+                place.rank,
+                self._eval_data,
+                str(spec.eval_data),
+                batches=spec.eval_batches,
+                mean=spec.weights == "mean",
+            )
 
     # Beginning
 
-    def _workers(self) -> list[str]:
-        """host:pid of every rank: where to look, and what to end, when one hangs."""
-        own = f"{socket.gethostname()}:{os.getpid()}"
+    def _all(self, own: str) -> list[str]:
+        """What every rank has, by rank."""
         return [own] if self._control is None else gathered(own, self._control)
 
     def _agree(self, decide: Callable[[], tuple[str, str | None]]) -> tuple[str, str | None]:
@@ -141,9 +166,16 @@ class _Worker:
         return found
 
     def _begin(self) -> tuple[str, str | None]:
-        usable = usable_checkpoint(self._run_dir)
+        usable = usable_checkpoint(self._run_dir, patience=self._spec.storage_patience)
         for reason in usable.rejected:
-            self._journal.write("warning", message=f"a checkpoint cannot be used: {reason}")
+            self._contact.write("warning", message=f"a checkpoint cannot be used: {reason}")
+        if usable.path is None and (usable.rejected or self._spec.had_checkpoint):
+            raise CheckpointError(
+                "none of the run's checkpoints can be used",
+                where=str(self._run_dir),
+                got="; ".join(usable.rejected) or "none is there",
+                cure="Restore one of them, or launch a new run: this one does not begin again by itself.",
+            )
         return uuid.uuid4().hex, None if usable.path is None else str(usable.path)
 
     def _build(self) -> Built:
@@ -152,7 +184,7 @@ class _Worker:
             folder = compile_build(self._package, self._plan, self._device, default_cache_dir(), lambda *_: None, index)
             return load_build(folder, self._package, self._plan, default_cache_dir())
         if spec.compile and self._place.rank == 0:
-            self._journal.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
+            self._contact.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
         return uncompiled_build(self._package, self._plan, self._device, index)
 
     def _load(self, path: str | None) -> None:
@@ -175,9 +207,9 @@ class _Worker:
 
     def run(self) -> None:
         spec, leading = self._spec, self._place.rank == 0
-        workers = self._workers()
+        workers, nodes = self._all(f"{socket.gethostname()}:{os.getpid()}"), self._all(self._place.node)
         if leading:
-            self._journal.write(
+            self._contact.write(
                 "start",
                 step=self._start,
                 steps=spec.steps,
@@ -185,6 +217,7 @@ class _Worker:
                 strategy=self._plan.strategy,
                 compiled=self._engine.compiled,
                 workers=workers,
+                nodes=nodes,
             )
         if self._start == 0:
             self._evaluate(0)
@@ -196,28 +229,37 @@ class _Worker:
             while step < spec.steps:
                 self._step(step, stream, clock)
                 step += 1
-                if self._stop_asked():
+                request = self._asked()
+                if request is Request.STOP:
                     break
                 if spec.eval_every is not None and step % spec.eval_every == 0 and step < spec.steps:
                     self._evaluate(step)
                     clock.skip()
-                if spec.checkpoint_every is not None and step % spec.checkpoint_every == 0 and step < spec.steps:
+                due = spec.checkpoint_every is not None and step % spec.checkpoint_every == 0
+                if (due or request is Request.CHECKPOINT) and step < spec.steps:
                     self._checkpoint(step)
         if step == spec.steps:
             self._evaluate(step)
+        self._activity.at(Phase.ENDING)
         if step > self._start:  # one that was done already has its checkpoint, perhaps the only one: it is not replaced
-            self._checkpoint(step)
-        self._writer.wait()
+            self._saver.finish(lambda: self._checkpoint(step))
+        if step == spec.steps:
+            if leading:
+                self._contact.write("end", step=step, steps=spec.steps)
+            return
         if leading:
-            self._journal.write("checkpoint", step=step)
-            self._journal.write("end", step=step, steps=spec.steps)
-        if step < spec.steps:
-            raise RunInterrupted(
-                "the run was asked to stop", where=f"step {step} of {spec.steps}", cure=f"Continue with: {resume_command(self._run_dir)}"
-            )
+            self._contact.met(Request.STOP)
+        raise RunInterrupted(
+            "the run was asked to stop", where=f"step {step} of {spec.steps}", cure=f"Continue with: {resume_command(self._run_dir)}"
+        )
 
     def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
-        draws = [self._draw(list(itertools.islice(stream, self._plan.accumulate))) for _ in range(draws_of(self._package.recipe, step))]
+        self._activity.at(Phase.DATA, step)
+        began = time.perf_counter()
+        calls = [list(itertools.islice(stream, self._plan.accumulate)) for _ in range(draws_of(self._package.recipe, step))]
+        waited = time.perf_counter() - began
+        self._activity.at(Phase.STEP)
+        draws = [self._draw(of_one) for of_one in calls]
         result = self._engine.step(step, draws)
         losses = {self._package.recipe.main: result.loss} | {graph: other.loss for graph, other in result.others.items()}
         broken = next((graph for graph, loss in losses.items() if not math.isfinite(loss)), None)
@@ -230,13 +272,14 @@ class _Worker:
                 cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",
             )
         if self._place.rank == 0:
-            self._journal.write(
+            self._contact.write(
                 "step",
                 step=step,
                 steps=self._spec.steps,
                 loss=result.loss,
                 metrics=_metrics(result),
                 gradient_norm=result.gradient_norm,
+                data_wait=waited,
                 **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
                 **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
                 **clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch),
@@ -255,72 +298,36 @@ class _Worker:
                 return entry.shape[1]
         return None
 
-    def _stop_asked(self) -> bool:
-        flag = torch.tensor([int((self._run_dir / STOP_FILE).exists())]) if self._place.rank == 0 else torch.zeros(1, dtype=torch.int64)
+    def _asked(self) -> Request:
+        """What the run is asked for, the same on every rank."""
+        self._activity.at(Phase.AGREEING)
+        flag = torch.zeros(1, dtype=torch.int64)
+        if self._place.rank == 0:
+            wanted = Request.CHECKPOINT if self._saver.wanted else Request.NONE
+            flag += max(wanted, self._contact.asked())
         if self._control is not None:
             dist.broadcast(flag, src=0, group=self._control)
-        return bool(flag.item())
+        return Request(int(flag.item()))
 
     def _checkpoint(self, step: int) -> None:
+        self._activity.at(Phase.SAVING)
         recipe = self._package.recipe
         drawn = draws_before(recipe, step) * self._plan.global_batch
         position = DataPosition(fingerprint=self._data.fingerprint, seed=recipe.seed, position=drawn)
-        began = time.perf_counter()
         scaling = self._engine.held.dump_scaling()
-        self._writer.save(step, self._engine.held.dump(), position, {} if scaling is None else {SCALING: scaling})
         if self._place.rank == 0:
-            self._journal.write("stage", name="checkpoint", step=step, seconds=time.perf_counter() - began)
-
-    # Evaluation
+            self._contact.flush()  # so the journal has all steps that are not done again
+            self._contact.met(Request.CHECKPOINT)
+        self._saver.save(step, self._engine.held.dump(), position, {} if scaling is None else {SCALING: scaling})
 
     def _evaluate(self, step: int) -> None:
-        if self._eval_data is None:
+        if self._evaluation is None:
             return
+        self._activity.at(Phase.EVALUATING, step)
         began = time.perf_counter()
-        totals: dict[str, Tensor] = {}
-        with self._engine.averaged() if self._spec.weights == "mean" else nullcontext():
-            for part in self._eval_data.parts:
-                for microbatch, share in self._eval_batches(part):
-                    for graph, found in self._engine.evaluate(microbatch, part.variant).items():
-                        weighed = found.double().cpu() * share
-                        totals[graph] = totals[graph] + weighed if graph in totals else weighed
-        if not totals:
-            raise DataError("the held-out data has too few rows for one batch", where=str(self._spec.eval_data))
+        loss, metrics = self._evaluation()
         if self._place.rank == 0:
-            means = {graph: self._means(graph, values.tolist()) for graph, values in totals.items()}
-            own = means.pop(self._package.recipe.main)
-            metrics = {name: value for name, value in own.items() if name != "loss"}
-            metrics |= {f"{graph}.{name}": value for graph, values in means.items() for name, value in values.items()}
-            self._journal.write("eval", step=step, loss=own["loss"], metrics=metrics, seconds=time.perf_counter() - began)
-
-    def _means(self, graph: str, totals: Sequence[float]) -> dict[str, float]:
-        """The means of loss and metrics, out of what `Engine.evaluate` gives for a graph."""
-        names = ["loss", *self._engine.metric_names(graph)]
-        return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
-
-    def _eval_batches(self, part: OpenPart) -> Iterator[tuple[Microbatch, float]]:
-        """Pairs of this rank's batch and the share of the sum over ranks that counts.
-
-        Every row of a part is evaluated; the last few, fewer than there are ranks, by all ranks alike.
-        """
-        data = part.dataset
-        each = self._plan.rows_per_call
-        lanes, lane = self._plan.data_ranks, self._plan.data_index(self._place.rank)
-        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.data_inputs(part.variant).values())
-        limit = data.size if self._spec.eval_batches is None else min(data.size, self._spec.eval_batches * each * lanes)
-        start = 0
-        while start < limit:
-            left = limit - start
-            count = min(each, left // lanes)
-            if static and count < each:
-                return
-            if count:
-                first = start + lane * count
-                yield Microbatch(data.batch(sequential(data.size, first, count)), first), 1.0
-                start += count * lanes
-            else:
-                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / lanes
-                start += left
+            self._contact.write("eval", step=step, loss=loss, metrics=metrics, seconds=time.perf_counter() - began)
 
 
 def _metrics(result: StepResult) -> dict[str, float]:

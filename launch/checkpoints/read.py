@@ -7,9 +7,12 @@ find what they need.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -20,6 +23,9 @@ from trainload.packaging.chunks import LastChunk
 from trainload.packaging.tensors import to_fill
 from trainload.sharding.plan import Bucket, Shard, Slot
 from trainload.sharding.shares import fill_share, fill_whole
+
+T = TypeVar("T")
+_PAUSE_SECONDS = 1.0
 
 
 class Checkpoint:
@@ -180,14 +186,36 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return Checkpoint.open(found[-1]).path if found else None
 
 
-def usable_checkpoint(run_dir: Path) -> Usable:
-    """The newest checkpoint of a run whose index and shards are all as they were written. Reads all of its bytes."""
+def usable_checkpoint(run_dir: Path, *, patience: float = 0.0) -> Usable:
+    """The newest checkpoint of a run whose index and shards are all as they were written. Reads all of its bytes.
+
+    Args:
+        run_dir: the run's folder.
+        patience: seconds for which one is tried again that storage does not give; one that has changed is rejected at once.
+    """
+    until = time.monotonic() + patience
     rejected: list[str] = []
-    for path in reversed(published(run_dir).values()):
+    for path in reversed(_patiently(partial(published, run_dir), until).values()):
         try:
-            Checkpoint.open(path).verify()
+            _patiently(partial(_demand_whole, path), until)
         except CheckpointError as error:
             rejected.append(str(error))
         else:
             return Usable(path, tuple(rejected))
     return Usable(None, tuple(rejected))
+
+
+def _demand_whole(path: Path) -> None:
+    Checkpoint.open(path).verify()
+
+
+def _patiently(read: Callable[[], T], until: float) -> T:
+    """What `read` gives; where storage fails, it is tried again. Raises: what it raises, at once where waiting will not mend it."""
+    while True:
+        try:
+            return read()
+        except (OSError, CheckpointError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError) or time.monotonic() > until:
+                raise
+        time.sleep(_PAUSE_SECONDS)

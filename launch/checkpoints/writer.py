@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ _POLL_SECONDS = 0.02
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A checkpoint that rank 0 has published: its step, the seconds from its copy to its publication, and the bytes of all its shards."""
+
+    step: int
+    seconds: float
+    bytes: int
+
+
 class CheckpointWriter:
     """One rank's part in writing the checkpoints of a run. One save is under way at a time.
 
@@ -73,6 +83,7 @@ class CheckpointWriter:
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._published: Published | None = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
@@ -146,8 +157,13 @@ class CheckpointWriter:
         pipeline = self._plan.pipeline
         return {} if pipeline is None else {name: pipeline.stage_ranks[stage] for name, stage in pipeline.buffers.items()}
 
-    def wait(self) -> None:
-        """Returns once the last save is published, on every rank.
+    @property
+    def writing(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> Published | None:
+        """Returns once the last save is published, on every rank: on rank 0 what was published, if it was not told before.
 
         Raises: StorageError where the disk is full (the draft is removed, earlier checkpoints stay); CheckpointError where it
         could not be written for another reason, or another rank did not write its part in time.
@@ -158,6 +174,8 @@ class CheckpointWriter:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+        published, self._published = self._published, None
+        return published
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Brings the tensors to host memory that is used again for every save, pinned where they come from a GPU."""
@@ -172,11 +190,13 @@ class CheckpointWriter:
             torch.cuda.synchronize()
 
     def _run(self, index: CheckpointIndex) -> None:
+        began = time.perf_counter()
         draft = self._folder / f"{DRAFT}{folder_name(index.step)}-{self._attempt}"
         try:
             try:
                 if self._rank == 0:
-                    self._lead(draft, index)
+                    size = self._lead(draft, index)
+                    self._published = Published(index.step, time.perf_counter() - began, size)
                 else:
                     self._follow(draft, index)
             except OSError as error:
@@ -184,7 +204,8 @@ class CheckpointWriter:
         except BaseException as error:  # noqa: BLE001  # handed to the training thread, whose `save` or `wait` raises it
             self._failure = error
 
-    def _lead(self, draft: Path, index: CheckpointIndex) -> None:
+    def _lead(self, draft: Path, index: CheckpointIndex) -> int:
+        """Returns: the bytes of all shards."""
         try:
             draft.mkdir(exist_ok=True)
             mine = write_shard(draft / shard_name(0, self._plan.world_size), self._host)
@@ -205,7 +226,9 @@ class CheckpointWriter:
             raise
         for notice in self._folder.glob(f"{DRAFT}failed-*"):  # of earlier saves: all ranks have gone on from those
             notice.unlink()
-        self._prune(index.step)
+        with contextlib.suppress(OSError):  # what is left is deleted after the next one
+            self._prune(index.step)
+        return sum(file.size for file in index.files)
 
     def _follow(self, draft: Path, index: CheckpointIndex) -> None:
         shard = draft / shard_name(self._rank, self._plan.world_size)

@@ -22,7 +22,6 @@ from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
 from trainload.launch.build import build_key, device_of
 from trainload.launch.data.run_data import check_run_data
-from trainload.launch.failure import clear_failure
 from trainload.launch.journal import Event, followed
 from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_for_run, open_with
 from trainload.launch.result import RunResult, check_output, finish
@@ -291,7 +290,6 @@ def resume(
         spec = spec.model_copy(update={"plan": new_plan})
     _check_request(package, spec)
     check_output(spec, new=False)
-    clear_failure(folder)
     return _run(package, spec, backend or "ray", address, on_event or _ignore, new=False)
 
 
@@ -338,11 +336,12 @@ def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
     if options.get("backend", "ray") == "ray":
         import ray
 
-        from trainload.launch.ray_run import check_resources, connect
+        from trainload.launch.cluster.connection import connect
+        from trainload.launch.cluster.nodes import demand_seats, nodes_of
 
         started = connect(options.get("address"))
         try:
-            check_resources(spec)
+            demand_seats(plan, nodes_of(plan.cluster.device))
         finally:
             if started:
                 ray.shutdown()
@@ -461,14 +460,16 @@ def _run(
 def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
     import ray
 
-    from trainload.launch.ray_run import check_resources, connect, run_on_ray
+    from trainload.launch.cluster.connection import connect
+    from trainload.launch.cluster.nodes import demand_seats, nodes_of
+    from trainload.launch.cluster.supervisor import Supervisor
 
     started = connect(address)
     try:
-        check_resources(spec)
+        demand_seats(spec.plan, nodes_of(spec.plan.cluster.device))
         if new:
             write_spec(spec)
-        run_on_ray(spec, on_event)
+        Supervisor(spec, on_event).run()
     finally:
         if started:
             ray.shutdown()

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two plain lines about steps."""
-_QUIET = frozenset({"step", "steps", "kind", "name", "workers"})
+_QUIET = frozenset({"step", "steps", "kind", "name", "workers", "nodes"})
+_SAID_AT_THE_END = frozenset({"end", "failed", "stopped"})
 
 
 class Event(Protocol):
@@ -76,7 +77,7 @@ class RunView:
         """Show one event."""
         if event.kind == "step":
             self._step(event.data)
-        elif event.kind != "end":
+        elif event.kind not in _SAID_AT_THE_END:
             self._say(event_line(event))
 
     def _step(self, data: Mapping[str, Any]) -> None:

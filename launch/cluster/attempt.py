@@ -1,0 +1,229 @@
+"""One attempt of a run: Ray Train starts the workers on their nodes; a backend prepares each node, then lets the workers meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch.distributed as dist
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from trainload.capture.errors import RunInterrupted, TrainloadError
+from trainload.launch.cluster.mailbox import Mailbox, RayContact
+from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
+from trainload.launch.journal import POLL_SECONDS
+from trainload.launch.spec import RunSpec
+from trainload.launch.worker import Place, prepare_node, run_worker
+
+_ANSWER_SECONDS = 3.0
+_END_SECONDS = 15.0
+_GRACE_SECONDS = 3.0
+"""How long a worker waits with an error that may come of another worker's death, so that the death is noticed first."""
+_PLACE = "TRAINLOAD_PLACE"
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What all workers of an attempt are told. seats: the id of each rank's node."""
+
+    spec: RunSpec
+    mailbox: Any
+    attempt: int
+    seats: tuple[str, ...]
+
+    def contact(self, rank: int, sender: str) -> RayContact:
+        """A contact of this process with the driver."""
+        return RayContact(self.mailbox, self.attempt, rank, sender, os.getpid(), self.seats[rank])
+
+    def fail(self, error: TrainloadError) -> None:
+        """Lets the driver know why this worker ends. It may be away."""
+        try:
+            ray.get(self.mailbox.fail.remote(self.attempt, error), timeout=_ANSWER_SECONDS)
+        except RayError:
+            return  # it hears of it from Ray Train, in other words
+
+
+@dataclass
+class Meeting(TorchConfig):
+    """Ray Train's torch set-up, with ranks by seats, preceded by the compilation of the run's graphs on every node."""
+
+    orders: Orders | None = field(default=None)
+
+    @property
+    def backend_cls(self) -> Any:
+        return _PreparingBackend
+
+
+_TorchBackend: Any = TorchConfig().backend_cls
+
+
+class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no types
+    """Prepares each node through one of its workers, then forms the process group."""
+
+    share_cuda_visible_devices = False
+
+    def on_start(self, worker_group: Any, backend_config: Meeting) -> None:
+        orders = backend_config.orders
+        assert orders is not None
+        there: dict[str, list[int]] = defaultdict(list)
+        for index, worker in enumerate(worker_group.get_workers()):
+            there[worker.metadata.node_id].append(index)
+        indices = [there[node].pop(0) for node in orders.seats]  # by rank
+        members = {node: [rank for rank, seat in enumerate(orders.seats) if seat == node] for node in dict.fromkeys(orders.seats)}
+        call = worker_group.execute_single_async
+        pending = [call(index, _take_place, rank, len(members[orders.seats[rank]])) for rank, index in enumerate(indices)]
+        for number, ranks in enumerate(members.values()):
+            pending.append(call(indices[ranks[0]], _prepare, orders, ranks, number > 0))
+        try:
+            ray.get(pending, timeout=orders.spec.start_timeout)
+            if len(indices) > 1:
+                door = ray.get(call(indices[0], _open_door), timeout=orders.spec.start_timeout)
+                timeout = backend_config.timeout_s
+                meet = [call(index, _meet, backend_config.backend, door, rank, len(indices), timeout) for rank, index in enumerate(indices)]
+                ray.get(meet, timeout=orders.spec.start_timeout)
+        except RayError as error:
+            died = _death(worker_group)
+            # Ray Train forgets a group that dies while it starts, and its workers would hold their CPUs for ever.
+            worker_group.abort()
+            if died is not None:  # what another worker failed of
+                raise died from error
+            raise
+
+
+def _death(worker_group: Any) -> RayActorError | None:
+    """How a worker died, None where all are alive."""
+    answers = [worker_group.execute_single_async(index, os.getpid) for index in range(len(worker_group.get_workers()))]
+    answered, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_SECONDS)
+    try:
+        ray.get(answered)
+    except RayActorError as error:
+        return error
+    return None
+
+
+def _take_place(rank: int, local_world: int) -> None:
+    os.environ[_PLACE] = f"{rank}/{local_world}"
+
+
+def _open_door() -> str:
+    """Where the workers meet: an address of this node, with a port that is free."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray has no types here
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+        one.bind((address, 0))
+        port = one.getsockname()[1]
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
+    dist.init_process_group(backend, init_method=door, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+
+
+def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
+    contact = orders.contact(ranks[0], f"node of {ranks[0]}")
+    try:
+        prepare_node(orders.spec, ranks, contact, quiet=quiet)
+    except TrainloadError as error:
+        orders.fail(error)
+        raise
+    finally:
+        contact.close()
+
+
+def _loop(config: dict[str, Any]) -> None:
+    """What Ray Train runs on every worker."""
+    orders: Orders = config["orders"]
+    rank, local_world = map(int, os.environ[_PLACE].split("/"))
+    place = Place(rank, len(orders.seats), local_world, orders.seats[rank])
+    try:
+        run_worker(orders.spec, place, orders.contact(rank, f"rank {rank}"))
+    except RunInterrupted:
+        return  # the driver says so; for Ray it is no failure
+    except TrainloadError as error:
+        orders.fail(error)
+        raise
+    except Exception:
+        time.sleep(_GRACE_SECONDS)
+        raise
+
+
+class Attempt(threading.Thread):
+    """Ray Train's fit, in a thread, so that the driver can listen meanwhile and keep Ctrl-C for itself.
+
+    `ended` says whether it is over. `is_alive` does not: where Ctrl-C interrupts a `join`, Python 3.11 takes the thread for ended. `error`:
+    what it ended with.
+    """
+
+    def __init__(self, spec: RunSpec, mailbox: ActorHandle[Mailbox], number: int, seats: Sequence[str]) -> None:
+        super().__init__(name="fit", daemon=True)
+        self._trainer = _trainer(Orders(spec, mailbox, number, tuple(seats)))
+        self.seats = tuple(seats)
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Ray's own, which fail the run where the caller has made warnings errors
+                self._trainer.fit()
+        except Exception as error:  # noqa: BLE001  # kept for the thread that waits
+            self.error = error
+        finally:
+            self.ended.set()
+
+    def end(self) -> None:
+        """Ends the attempt if it is not over: kills the controller that the thread waits for, and waits until the thread has heard of it.
+
+        A thread that asks a cluster which is being left takes the process with it ("The core worker has already been shutdown"), before
+        anybody has said how to go on. Ray Train hands out no controller; it is what the thread's frames hold.
+        """
+        until = time.monotonic() + _END_SECONDS
+        killed: set[ActorHandle[Any]] = set()
+        while not self.ended.is_set() and time.monotonic() < until:
+            frame = sys._current_frames().get(self.ident or 0)
+            while frame is not None:
+                held = {value for value in list(frame.f_locals.values()) if isinstance(value, ActorHandle)}
+                for actor in held - killed:
+                    ray.kill(actor)
+                killed |= held
+                frame = frame.f_back
+            self.ended.wait(POLL_SECONDS)
+
+
+def _trainer(orders: Orders) -> TorchTrainer:
+    spec = orders.spec
+    gpu = spec.plan.cluster.device == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TorchTrainer(
+            _loop,
+            train_loop_config={"orders": orders},
+            torch_config=Meeting(backend="nccl" if gpu else "gloo", orders=orders),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=spec.plan.world_size,
+                use_gpu=gpu,
+                resources_per_worker={resource_of(spec.plan.cluster.device): 1},
+                label_selector=[{NODE_LABEL: seat} for seat in orders.seats],  # type: ignore[call-arg]  # the stubs know Train v1
+            ),
+            run_config=ray.train.RunConfig(
+                name=f"{time.time_ns():x}",
+                storage_path=str(Path(spec.run_dir) / "ray"),
+                failure_config=ray.train.FailureConfig(
+                    max_failures=0,
+                    controller_failure_limit=0,  # type: ignore[call-arg]  # the stubs name the class of Train v1
+                ),
+            ),
+        )

@@ -1,0 +1,67 @@
+"""The journal as the driver of a run keeps it, also while storage does not take it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainload.capture.errors import StorageError
+from trainload.launch.journal import Event, Journal
+
+
+class Book:
+    """Writes a run's journal. What storage does not take is kept, and written when it does.
+
+    Args:
+        run_dir: the run's folder.
+        on_event: told of every event.
+
+    Attributes:
+        written: how many of the workers' events the journal has.
+        stepped, ended, has_checkpoint: whether there was a step, the run's last step, a published checkpoint.
+    """
+
+    def __init__(self, run_dir: Path, on_event: Callable[[Event], None]) -> None:
+        self._journal = Journal(run_dir)
+        self._on_event = on_event
+        self._unwritten: list[Event] = []
+        self._owed = 0
+        self._new_checkpoint = False
+        self._warned = False
+        self.written = 0
+        self.stepped = self.ended = self.has_checkpoint = False
+
+    def write(self, kind: str, **data: Any) -> None:
+        """Something that the driver itself has to say."""
+        self._take([Event(kind, data, time.time())])
+
+    def take(self, events: Sequence[Event]) -> None:
+        """What workers have said. Without any: what is unwritten is tried again."""
+        self._owed += len(events)
+        self._take(events)
+        if not self._unwritten:
+            self.written, self._owed = self.written + self._owed, 0
+
+    def new_checkpoint(self) -> bool:
+        """Whether one was published since this was last asked."""
+        found, self._new_checkpoint = self._new_checkpoint, False
+        return found
+
+    def _take(self, events: Sequence[Event]) -> None:
+        self._unwritten += events
+        if self._unwritten:
+            try:
+                self._journal.append(self._unwritten)
+                self._unwritten, self._warned = [], False
+            except StorageError as error:
+                if not self._warned:
+                    self._warned = True
+                    self._on_event(Event("warning", {"message": f"{error} What happens is kept, and written when it can be."}, time.time()))
+        for event in events:
+            self.stepped = self.stepped or event.kind == "step"
+            self.ended = self.ended or event.kind == "end"
+            if event.kind == "checkpoint":
+                self.has_checkpoint = self._new_checkpoint = True
+            self._on_event(event)

@@ -1,0 +1,115 @@
+"""The nodes of a Ray cluster, by Ray's own ids, and which of them a plan's workers are put on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+import ray._private.state
+
+from trainload.capture.errors import ClusterError
+from trainload.sharding.plan import DeviceKind, Plan
+
+NODE_LABEL = "ray.io/node-id"
+_KIND = "accelerator_type:"
+_RESOURCES: Mapping[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU"}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that is alive: its id, address, kind of accelerators ("" for none), its devices of one kind and how many of these are free.
+    leaving: it was told to drain, and will be gone.
+    """
+
+    id: str
+    address: str
+    kind: str
+    devices: int
+    free: int
+    leaving: bool = False
+
+
+def resource_of(device: DeviceKind) -> str:
+    """Ray's name of a kind of device."""
+    return _RESOURCES[device]
+
+
+def nodes_of(device: DeviceKind) -> list[Node]:
+    """All nodes that are alive and have such devices, by id."""
+    name = resource_of(device)
+    free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]  # as below
+    leaving = ray._private.state.state.get_draining_nodes()
+    found = []
+    for node in ray.nodes():  # type: ignore[no-untyped-call]  # Ray has no types here
+        resources = node["Resources"]
+        if node["Alive"] and resources.get(name, 0) >= 1:
+            kind = next((key.removeprefix(_KIND) for key in sorted(resources) if key.startswith(_KIND)), "")
+            own = free.get(node["NodeID"], {}).get(name, 0.0)
+            found.append(Node(node["NodeID"], node["NodeManagerAddress"], kind, int(resources[name]), int(own), node["NodeID"] in leaving))
+    return sorted(found, key=lambda node: node.id)
+
+
+def unit_of(plan: Plan) -> int:
+    """How many neighbouring ranks belong on one node: those of the tensor axis, and of a hybrid plan's shards, where the plan has them
+    inside a node.
+    """
+    inside = plan.cluster.devices_per_node
+    hybrid = plan.tensor_ranks * (plan.shard_ranks or 1)
+    return next((unit for unit in (hybrid, plan.tensor_ranks) if unit <= inside and plan.world_size % unit == 0), 1)
+
+
+def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Collection[str] = ()) -> list[str] | None:
+    """The id of each rank's node, by rank; None where they do not fit.
+
+    Nodes with most room come first, so that a run is on as few of them as possible. All are of one kind. Neighbouring ranks are on the same
+    node, as many as belong together (`unit_of`).
+
+    Args:
+        plan: whose ranks.
+        nodes: what there is.
+        free: only devices that nobody uses count.
+        without: ids of nodes that are not taken.
+    """
+    unit = unit_of(plan)
+    kinds: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for node in nodes:
+        room = (node.free if free else node.devices) // unit * unit
+        if room and not node.leaving and node.id not in without:
+            kinds[node.kind].append((-room, node.id))
+    for rooms in sorted(kinds.values(), key=lambda rooms: sum(room for room, _ in rooms)):
+        if -sum(room for room, _ in rooms) < plan.world_size:
+            continue
+        taken: list[str] = []
+        for room, node_id in sorted(rooms):
+            taken += [node_id] * min(-room, plan.world_size - len(taken))
+        return taken
+    return None
+
+
+def demand_seats(plan: Plan, nodes: Sequence[Node]) -> None:
+    """Demands that the cluster could hold a plan, if nobody else used it.
+
+    Raises: ClusterError naming what there is and what is asked for.
+    """
+    if seats(plan, nodes, free=False) is not None:
+        return
+    name, wanted, unit = resource_of(plan.cluster.device), plan.world_size, unit_of(plan)
+    there = sum(node.devices for node in nodes)
+    spread = ", ".join(f"{node.devices}{f' {node.kind}' if node.kind else ''}" for node in nodes) or "none"
+    if there < wanted:
+        raise ClusterError(
+            "the cluster is too small for the plan",
+            where=f"{len(nodes)} nodes with {name}s",
+            expected=f"{wanted} {name}s for {wanted} workers",
+            got=f"{there} {name}s",
+            cure=f"Plan for at most {there} workers, or join more nodes.",
+        )
+    raise ClusterError(
+        "the cluster's nodes do not fit the plan",
+        where=f"{len(nodes)} nodes with {name}s",
+        expected=f"{wanted} {name}s of one kind" + (f", by {unit} on a node" if unit > 1 else ""),
+        got=spread,
+        cure="Make a plan for these nodes: a run is on nodes of one kind, and its tensor axis inside a node.",
+    )

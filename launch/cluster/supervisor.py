@@ -1,0 +1,303 @@
+"""Carries a run through what befalls it: one attempt after another, each from the last checkpoint, until the run has ended.
+
+The driver decides and writes; workers train. What a worker says comes by the mailbox, so the run's storage may fail without its being taken
+for a hang.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from trainload.capture.errors import CheckpointError, ClusterError, RunInterrupted, StorageError, TrainingError, TrainloadError
+from trainload.launch.cluster.attempt import Attempt
+from trainload.launch.cluster.book import Book
+from trainload.launch.cluster.mailbox import Beat, Mailbox
+from trainload.launch.cluster.nodes import nodes_of, resource_of, seats
+from trainload.launch.cluster.tasks import end_workers, on_node, unreachable
+from trainload.launch.contact import Request, asked_by_file, take_back
+from trainload.launch.journal import POLL_SECONDS, Event, read_events
+from trainload.launch.monitor import Hang, Monitor
+from trainload.launch.spec import RunSpec, resume_command
+from trainload.launch.state import RunState, write_state
+
+_LISTEN_SECONDS = 10.0
+_END_SECONDS = 20.0
+_STATE_SECONDS = 1.0
+_SAY_SECONDS = 30.0
+_LONGEST_PAUSE = 60.0
+_PASSING = (StorageError, CheckpointError)
+"""What a run that has already stepped tries again, for as long as it has patience with storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """An attempt that failed for a reason that another attempt may not have. what: death, node, hang, storage or error."""
+
+    what: str
+    message: str
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    doing: dict[int, str] | None = None
+    cause: Exception | None = None
+
+
+class Supervisor:
+    """Runs a spec on the cluster that this process is connected to, which must be able to hold its plan.
+
+    Args:
+        spec: the run. Its folder holds run.json.
+        on_event: told everything that happens, after it is in the journal.
+    """
+
+    def __init__(self, spec: RunSpec, on_event: Callable[[Event], None]) -> None:
+        self._run_dir = Path(spec.run_dir)
+        had = any(event.kind == "checkpoint" for event in read_events(self._run_dir))
+        self._spec = spec.model_copy(update={"had_checkpoint": had or spec.had_checkpoint})
+        self._book = Book(self._run_dir, on_event)
+        self._mailbox = on_node(ray.get_runtime_context().get_node_id())(Mailbox).remote()
+        self._number = 0
+        self._failures = 0
+        self._storage_failed_at: float | None = None
+        self._stepped = False
+        self._stop_asked = False
+        self._beats: Sequence[Beat] = ()
+        self._lost: set[str] = set()
+
+    def run(self) -> None:
+        """Returns when the run has done its last step.
+
+        Ctrl-C asks the workers to stop after their step and to write a checkpoint; so does a file "stop" in the run's folder.
+
+        Raises:
+            RunInterrupted: the run was asked to stop.
+            TrainingError: workers failed too often without a new checkpoint between.
+            ClusterError: nodes were missing for too long.
+            TrainloadError: what a worker raised.
+        """
+        take_back(self._run_dir)  # of an attempt that was ended before it could stop
+        try:
+            while not self._attempt():
+                pass
+        except TrainloadError as error:
+            kind = "stopped" if isinstance(error, RunInterrupted) else "failed"
+            self._book.write(kind, error=type(error).__name__, message=str(error))
+            raise
+        except KeyboardInterrupt:
+            self._book.write("stopped", error="RunInterrupted", message="ended at once, without a checkpoint")
+            raise
+        finally:
+            with suppress(OSError):
+                take_back(self._run_dir)
+            with suppress(RayError):
+                ray.kill(self._mailbox)
+            self._tell_state("over")
+
+    # One attempt
+
+    def _attempt(self) -> bool:
+        """Whether the run has ended."""
+        places = self._find_seats()
+        self._number += 1
+        ray.get(self._mailbox.begin.remote(self._number))
+        self._beats = ()
+        spec = self._spec
+        monitor = Monitor(spec.plan.world_size, spec.hang_timeout, spec.start_timeout)
+        attempt = Attempt(spec, self._mailbox, self._number, places)
+        attempt.start()
+        try:
+            failed = self._follow(attempt, monitor)
+        finally:
+            attempt.end()
+        if failed is None:
+            if self._stop_asked and not self._book.ended:
+                raise RunInterrupted("the run was interrupted", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
+            return True
+        self._go_on_after(failed)
+        return False
+
+    def _follow(self, attempt: Attempt, monitor: Monitor) -> _Failed | None:
+        """Listens until the attempt has ended. Returns: why it failed, None where it did what was asked."""
+        hang: Hang | None = None
+        failure: TrainloadError | None = None
+        until = float("inf")
+        told = 0.0
+        while not attempt.ended.is_set() and time.monotonic() < until:
+            try:
+                failure = self._listen(monitor) or failure
+                if time.monotonic() - told > _STATE_SECONDS:
+                    told = time.monotonic()
+                    self._tell_state("running")
+                if until == float("inf") and failure is not None:
+                    until = time.monotonic() + _END_SECONDS
+                if hang is None and failure is None:
+                    hang = monitor.hang()
+                    if hang is not None:
+                        end_workers((beat.node, beat.pid) for beat in self._beats if beat.rank in hang.ranks)
+                        until = time.monotonic() + _END_SECONDS
+                attempt.ended.wait(POLL_SECONDS)
+            except KeyboardInterrupt:
+                if self._stop_asked or not self._stepped:
+                    raise
+                self._stop_asked = True
+                self._book.write("stage", name="stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
+        failure = self._listen(monitor) or failure
+        if failure is not None:
+            if not (self._stepped and isinstance(failure, _PASSING)):
+                raise failure
+            return _Failed("storage", str(failure), cause=failure)
+        if hang is not None:
+            doing = {rank: str(each) for rank, each in hang.doing.items()}
+            where = tuple(attempt.seats[rank] for rank in hang.ranks)
+            return _Failed("hang", f"{hang.why}, for {hang.seconds:.0f} s", hang.ranks, where, doing)
+        if attempt.error is None:
+            return None
+        return self._what_happened(attempt)
+
+    def _what_happened(self, attempt: Attempt) -> _Failed:
+        """Why Ray Train gave the attempt up."""
+        assert attempt.error is not None
+        told: dict[int, Exception] = getattr(attempt.error, "worker_failures", None) or {}
+        text = _last_line(str(next(iter(told.values()), attempt.error)))
+        gone = unreachable(attempt.seats)
+        self._lost |= gone
+        doing = {beat.rank: str(beat.doing) for beat in self._beats}
+        if gone:
+            ranks = tuple(rank for rank, seat in enumerate(attempt.seats) if seat in gone)
+            named = ", ".join(sorted(gone))
+            return _Failed("node", f"node {named} is gone, with {_ranks(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
+        ranks = tuple(sorted(told))
+        return _Failed("death" if told else "error", f"the workers failed: {text}", ranks, (), doing, attempt.error)
+
+    def _go_on_after(self, failed: _Failed) -> None:
+        """Decides whether there is another attempt, and waits before it. Raises: what ends the run."""
+        if self._book.new_checkpoint():
+            self._failures, self._storage_failed_at = 0, None
+        storage = failed.what == "storage"
+        if storage:
+            self._storage_failed_at = self._storage_failed_at or time.monotonic()
+            over = time.monotonic() - self._storage_failed_at > self._spec.storage_patience
+        else:
+            over = self._failures >= self._spec.max_failures
+        self._failures += 1
+        self._book.write(
+            "failure",
+            what=failed.what,
+            message=failed.message,
+            ranks=list(failed.ranks),
+            nodes=list(failed.nodes),
+            doing={str(rank): text for rank, text in (failed.doing or {}).items()},
+            attempt=self._number,
+            action="the run ends" if over else "it starts again from its last checkpoint",
+        )
+        if over:
+            if storage and isinstance(failed.cause, TrainloadError):
+                raise failed.cause
+            raise TrainingError(
+                failed.message,
+                where=str(self._run_dir),
+                expected=f"at most {self._spec.max_failures} failures in a row without a new checkpoint",
+                got="one more",
+                cure=f"Continue from the last checkpoint with: {self._how_to_resume()}",
+            ) from failed.cause
+        had = self._spec.had_checkpoint or self._book.has_checkpoint
+        self._spec = self._spec.model_copy(update={"had_checkpoint": had})
+        if self._failures > 1:
+            self._pause(min(_LONGEST_PAUSE, 2.0 ** (self._failures - 1)))
+
+    def _pause(self, seconds: float) -> None:
+        """Waits before another attempt, unless the run is to stop."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if asked_by_file(self._run_dir) is Request.STOP:
+                raise RunInterrupted("the run was asked to stop", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
+            time.sleep(POLL_SECONDS)
+
+    def _how_to_resume(self) -> str:
+        return resume_command(self._run_dir)
+
+    # Listening
+
+    def _listen(self, monitor: Monitor) -> TrainloadError | None:
+        """Takes what the workers have said, and passes on what is asked of them. Returns: the error that one ended with."""
+        wanted = Request.NONE
+        with suppress(OSError):  # storage that fails for a while has no new requests
+            wanted = asked_by_file(self._run_dir)
+        self._stop_asked = self._stop_asked or wanted is Request.STOP
+        wanted = Request.STOP if self._stop_asked else wanted
+        try:
+            found = ray.get(self._mailbox.collect.remote(wanted, self._book.written), timeout=_LISTEN_SECONDS)
+        except RayError as error:
+            raise ClusterError(
+                "the cluster does not answer any more",
+                where=str(self._run_dir),
+                got=str(error).splitlines()[0],
+                cure=f"When it does, continue with: {self._how_to_resume()}",
+            ) from error
+        self._book.take(found.events)
+        self._stepped = self._stepped or self._book.stepped
+        self._beats = found.beats or self._beats
+        for beat in found.beats:
+            monitor.hear(beat.rank, beat.doing, beat.age)
+        with suppress(OSError):
+            for request in found.met:
+                take_back(self._run_dir, request)
+        failure: TrainloadError | None = found.failure
+        return failure
+
+    def _tell_state(self, phase: str) -> None:
+        """Leaves word of the run for `trainload status`. Storage that fails misses one, which comes every second."""
+        ranks = {beat.rank: (beat.node, beat.pid, round(beat.age, 1), str(beat.doing)) for beat in self._beats}
+        state = RunState(time=time.time(), phase=phase, host=socket.gethostname(), pid=os.getpid(), attempt=self._number, ranks=ranks)
+        with suppress(OSError):
+            write_state(self._run_dir, state)
+
+    # Nodes
+
+    def _find_seats(self) -> list[str]:
+        """Where the next attempt's workers go, by rank. Waits until there is room for them.
+
+        Raises: ClusterError where there is none for too long; RunInterrupted where the run is asked to stop meanwhile.
+        """
+        plan = self._spec.plan
+        began, said = time.monotonic(), 0.0
+        while True:
+            there = nodes_of(plan.cluster.device)
+            if self._lost:
+                self._lost &= unreachable([node.id for node in there if node.id in self._lost])
+            found = seats(plan, there, without=self._lost)
+            if found is not None:
+                return found
+            name = resource_of(plan.cluster.device)
+            free = ", ".join(f"{n.free} of {n.devices}" for n in there if n.id not in self._lost) or "none"
+            if time.monotonic() - began > self._spec.node_patience:
+                raise ClusterError(
+                    "there were too few nodes for too long",
+                    where=str(self._run_dir),
+                    expected=f"{plan.world_size} free {name}s within {self._spec.node_patience:g} s",
+                    got=free,
+                    cure=f"Continue on what there is with: {self._how_to_resume()} --workers N",
+                )
+            if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
+                said = time.monotonic()
+                self._book.write("waiting", message=f"for {plan.world_size} free {name}s; by node there are {free}")
+            self._tell_state("waiting")
+            self._pause(POLL_SECONDS * 5)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _last_line(text: str) -> str:
+    """The line of a traceback that says what it was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].partition(" Worker exit detail: ")[0][:400] if lines else "no reason given"

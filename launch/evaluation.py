@@ -1,0 +1,85 @@
+"""Evaluation of what a rank holds on held-out data: every row once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from trainload.capture.errors import DataError
+from trainload.launch.calls import Microbatch
+from trainload.launch.data.run_data import OpenPart, RunData
+from trainload.launch.data.sampler import sequential
+from trainload.launch.engine import Engine
+from trainload.packaging.read import Package
+from trainload.sharding.plan import Plan
+
+
+class Evaluation:
+    """A rank's part in evaluating a run. All ranks call it at the same time.
+
+    Args:
+        engine: what is evaluated.
+        package: what is trained.
+        plan: how.
+        rank: this rank.
+        data: the held-out data. where: what it is called in errors.
+        batches: at most so many global batches of each of its parts; None: all.
+        mean: whether the running mean of the parameters is evaluated, once there is one.
+    """
+
+    def __init__(
+        self, engine: Engine, package: Package, plan: Plan, rank: int, data: RunData, where: str, *, batches: int | None, mean: bool
+    ) -> None:
+        self._engine, self._package, self._plan, self._rank = engine, package, plan, rank
+        self._data, self._where, self._batches, self._mean = data, where, batches, mean
+
+    def __call__(self) -> tuple[float, dict[str, float]]:
+        """The main graph's loss; its metrics, and the other graphs' losses and metrics as "graph.name".
+
+        Raises: DataError where there are too few rows for one batch.
+        """
+        totals: dict[str, Tensor] = {}
+        with self._engine.averaged() if self._mean else nullcontext():
+            for part in self._data.parts:
+                for microbatch, share in self._microbatches(part):
+                    for graph, found in self._engine.evaluate(microbatch, part.variant).items():
+                        weighed = found.double().cpu() * share
+                        totals[graph] = totals[graph] + weighed if graph in totals else weighed
+        if not totals:
+            raise DataError("the held-out data has too few rows for one batch", where=self._where)
+        means = {graph: self._means(graph, values.tolist()) for graph, values in totals.items()}
+        own = means.pop(self._package.recipe.main)
+        metrics = {name: value for name, value in own.items() if name != "loss"}
+        metrics |= {f"{graph}.{name}": value for graph, values in means.items() for name, value in values.items()}
+        return own["loss"], metrics
+
+    def _means(self, graph: str, totals: Sequence[float]) -> dict[str, float]:
+        """The means of loss and metrics, out of what `Engine.evaluate` gives for a graph."""
+        names = ["loss", *self._engine.metric_names(graph)]
+        return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
+
+    def _microbatches(self, part: OpenPart) -> Iterator[tuple[Microbatch, float]]:
+        """Pairs of this rank's batch and the share of the sum over ranks that counts.
+
+        Every row of a part is evaluated; the last few, fewer than there are ranks, by all ranks alike.
+        """
+        data = part.dataset
+        each = self._plan.rows_per_call
+        lanes, lane = self._plan.data_ranks, self._plan.data_index(self._rank)
+        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.data_inputs(part.variant).values())
+        limit = data.size if self._batches is None else min(data.size, self._batches * each * lanes)
+        start = 0
+        while start < limit:
+            left = limit - start
+            count = min(each, left // lanes)
+            if static and count < each:
+                return
+            if count:
+                first = start + lane * count
+                yield Microbatch(data.batch(sequential(data.size, first, count)), first), 1.0
+                start += count * lanes
+            else:
+                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / lanes
+                start += left

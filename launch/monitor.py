@@ -1,0 +1,88 @@
+"""Whether a run hangs, and whose fault it is: out of what its ranks say of themselves, or no longer say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trainload.launch.activity import Doing, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A run that does not go on.
+
+    ranks: those that keep it; where all of them wait for each other alike, all. why: in words. seconds: since the first of them last went
+    on. doing: what every rank was last known to do.
+    """
+
+    ranks: tuple[int, ...]
+    why: str
+    seconds: float
+    doing: Mapping[int, Doing]
+
+
+@dataclass(slots=True)
+class _Seen:
+    doing: Doing
+    heard: float
+    moved: float
+
+
+class Monitor:
+    """Watches the ranks of one attempt.
+
+    Args:
+        world: number of ranks.
+        hang_timeout: seconds after which a rank hangs that neither goes on nor says anything.
+        start_timeout: the same before its first step, while it reads weights and data and compiles.
+        clock: seconds.
+    """
+
+    def __init__(self, world: int, hang_timeout: float, start_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._world = world
+        self._hang_timeout, self._start_timeout = hang_timeout, max(start_timeout, hang_timeout)
+        self._clock = clock
+        self._ranks: dict[int, _Seen] = {}
+
+    def hear(self, rank: int, doing: Doing, age: float = 0.0) -> None:
+        """A rank has said what it does, `age` seconds ago."""
+        heard = self._clock() - age
+        before = self._ranks.get(rank)
+        if before is None or _position(before.doing) != _position(doing):
+            self._ranks[rank] = _Seen(doing, heard, heard)
+        else:
+            before.doing, before.heard = doing, heard
+
+    @property
+    def doing(self) -> dict[int, Doing]:
+        """What every rank that was heard of last said."""
+        return {rank: seen.doing for rank, seen in sorted(self._ranks.items())}
+
+    def hang(self) -> Hang | None:
+        """What is wrong, None where nothing is. Where it is asked seldom, a hang is found late, but none is made up."""
+        now = self._clock()
+        silent = [rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)]
+        if silent:
+            return self._found(silent, "no word from {}: stopped, or its node is out of reach", now)
+        stuck = {rank: seen for rank, seen in self._ranks.items() if now - seen.moved > self._limit(seen)}
+        if not stuck:
+            return None
+        positions = {rank: _position(seen.doing) for rank, seen in stuck.items()}
+        behind = [rank for rank, position in positions.items() if position == min(positions.values())]
+        if len(behind) == self._world and self._world > 1:
+            return self._found(behind, "{} all wait in the same place: the network between them, or one of them within an operator", now)
+        return self._found(behind, "{} went on no further, and the others wait", now)
+
+    def _limit(self, seen: _Seen) -> float:
+        return self._start_timeout if seen.doing.phase is Phase.STARTING else self._hang_timeout
+
+    def _found(self, ranks: list[int], why: str, now: float) -> Hang:
+        named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+        return Hang(tuple(sorted(ranks)), why.format(named), max(now - self._ranks[rank].moved for rank in ranks), self.doing)
+
+
+def _position(doing: Doing) -> tuple[int, int, int]:
+    """How far a rank has come. Ranks that run the same program can be compared."""
+    return (-1 if doing.step is None else doing.step, doing.marks, doing.issued)
