@@ -11,6 +11,7 @@
     │   │   └── PolicyError             a policy does not let it be used
     │   ├── PassError                   a pass cannot be applied, or changes what is computed
     │   ├── DataError                   a data set does not fit the package's inputs
+    │   │   └── MissingDataError        its files are not there
     │   ├── PlanError                   no plan can be made, or a plan does not fit its package
     │   ├── ClusterError                the cluster cannot hold the plan
     │   ├── StorageError                a path is taken, missing, not writable or full
@@ -137,6 +138,10 @@ class PassError(RequestError):
 
 class DataError(RequestError):
     """A data set does not fit the package's inputs."""
+
+
+class MissingDataError(DataError):
+    """The files of a data set are not there."""
 
 
 class PlanError(RequestError):

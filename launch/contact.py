@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainload.capture.errors import StorageError
 from trainload.launch.activity import Activity
-from trainload.launch.journal import Journal
+from trainload.launch.journal import Event, Journal, last_word, read_events
+from trainload.launch.state import STATE_SECONDS, RankSeen, Summary, write_state
 
 
 class Request(IntEnum):
@@ -57,14 +64,25 @@ class Contact(Protocol):
 
 
 class FileContact:
-    """A worker that Ray does not run writes the journal and reads the files of requests itself. Nobody watches over it."""
+    """A worker that Ray does not run writes the journal and reads the files of requests itself. Nobody watches over it.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    Args:
+        run_dir: the run's folder.
+        rank: this worker's. Rank 0 also leaves word of the run for `trainload status`, from a thread.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._run_dir, self._rank = run_dir, rank
         self._journal = Journal(run_dir)
+        self._summary = Summary()
+        for event in read_events(run_dir) if rank == 0 else ():
+            self._summary.take(event)
+        self._activity: Activity | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._tell, name="state", daemon=True)
 
     def write(self, kind: str, **data: Any) -> None:
-        self._journal.write(kind, **data)
+        self._take(Event(kind, data, time.time()))
 
     def flush(self) -> None:
         """It is written already."""
@@ -76,7 +94,36 @@ class FileContact:
         take_back(self._run_dir, request)
 
     def report(self, activity: Activity) -> None:
-        """To nobody."""
+        """To `trainload status` alone."""
+        self._activity = activity
+        if self._rank == 0:
+            self._thread.start()
+
+    def part(self, error: BaseException) -> None:
+        """Says with what the run ends. Where storage fails, there is the error alone."""
+        if self._rank == 0:
+            with suppress(StorageError):
+                self._take(last_word(error))
 
     def close(self) -> None:
-        """Nothing is held."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._rank == 0:
+            self._leave_word(over=True)
+
+    def _take(self, event: Event) -> None:
+        self._summary.take(event)
+        self._journal.append([event])
+
+    def _tell(self) -> None:
+        self._leave_word(over=False)
+        while not self._closed.wait(STATE_SECONDS):
+            self._leave_word(over=False)
+
+    def _leave_word(self, *, over: bool) -> None:
+        ranks = {}
+        if self._activity is not None:
+            ranks = {self._rank: RankSeen.of(socket.gethostname(), os.getpid(), 0.0, self._activity.now())}
+        with suppress(OSError):  # storage that fails misses one of them
+            write_state(self._run_dir, 1, self._summary, ranks, over=over)

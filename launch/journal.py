@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import StorageError
+from trainload.capture.errors import RunInterrupted, StorageError
 
 JOURNAL = "events.jsonl"
 POLL_SECONDS = 0.1
@@ -25,7 +25,7 @@ class Event:
     """Something that happened. `time`: seconds since 1970.
 
     `kind`: start (of an attempt), stage, step, eval, checkpoint (one was published), warning, waiting (for nodes), failure (of an attempt:
-    what happened, and what is done about it), stopping, end (of the last step), failed or stopped (of the run).
+    what happened, and what is done about it), preemption (of a node, announced), end (of the last step), failed or stopped (of the run).
     """
 
     kind: str
@@ -118,3 +118,10 @@ def losses(events: list[Event]) -> list[float]:
     """The loss of every step, in order; steps that were repeated after a restart count once, as they were last."""
     by_step = {int(e.data["step"]): float(e.data["loss"]) for e in events if e.kind == "step"}
     return [by_step[s] for s in sorted(by_step)]
+
+
+def last_word(error: BaseException) -> Event:
+    """The event by which a run that did not do its last step ends."""
+    kind = "stopped" if isinstance(error, RunInterrupted | KeyboardInterrupt) else "failed"
+    message = str(error) or ("ended at once, without a checkpoint" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+    return Event(kind, {"error": type(error).__name__, "message": message}, time.time())

@@ -34,7 +34,18 @@ def run_in_process(spec: RunSpec, *, new: bool) -> None:
     if new:
         write_spec(spec)
     with _stop_on_interrupt(Path(spec.run_dir)):
-        run_worker(spec, Place(0, 1, 1), FileContact(Path(spec.run_dir)))
+        _work(spec, Place(0, 1, 1))
+
+
+def _work(spec: RunSpec, place: Place) -> None:
+    contact = FileContact(Path(spec.run_dir), place.rank)
+    try:
+        run_worker(spec, place, contact)
+    except BaseException as error:
+        contact.part(error)
+        raise
+    finally:
+        contact.close()
 
 
 def torchrun_place() -> Place:
@@ -74,7 +85,7 @@ def run_under_torchrun(spec: RunSpec, *, new: bool) -> None:
     dist.init_process_group("nccl" if gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
-            run_worker(spec, place, FileContact(Path(spec.run_dir)))
+            _work(spec, place)
     finally:
         dist.destroy_process_group()
 

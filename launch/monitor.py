@@ -66,14 +66,16 @@ class Monitor:
         silent = [rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)]
         if silent:
             return self._found(silent, "no word from {}: stopped, or its node is out of reach", now)
-        stuck = {rank: seen for rank, seen in self._ranks.items() if now - seen.moved > self._limit(seen)}
-        if not stuck:
+        # Ranks wait for one another at every step: as long as one of them moves, nothing hangs.
+        if not self._ranks or any(now - seen.moved <= self._limit(seen) for seen in self._ranks.values()):
             return None
-        positions = {rank: _position(seen.doing) for rank, seen in stuck.items()}
+        positions = {rank: _position(seen.doing) for rank, seen in self._ranks.items()}
         behind = [rank for rank, position in positions.items() if position == min(positions.values())]
         if len(behind) == self._world and self._world > 1:
-            return self._found(behind, "{} all wait in the same place: the network between them, or one of them within an operator", now)
-        return self._found(behind, "{} went on no further, and the others wait", now)
+            return self._found(
+                behind, "{} wait in the same place: for the network between them, or for one of them within an operator", now
+            )
+        return self._found(behind, "{} went on no further" + ("" if self._world == 1 else ", and the others wait"), now)
 
     def _limit(self, seen: _Seen) -> float:
         return self._start_timeout if seen.doing.phase is Phase.STARTING else self._hang_timeout

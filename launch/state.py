@@ -1,35 +1,162 @@
-"""What a run is doing now, as a file that its driver replaces every second: for those who ask from elsewhere."""
+"""What a run has come to and what it does now, as a file that its driver replaces every second: for those who ask from elsewhere."""
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trainload.capture.errors import StorageError
+from trainload.launch.activity import Doing
+from trainload.launch.journal import Event
 from trainload.launch.spec import replace_file
 from trainload.packaging.canonical import canonical_json
 
 STATE_FILE = "state.json"
+STATE_SECONDS = 1.0
+"""How often it is written."""
+_FRESH_SECONDS = 15.0
+
+Phase = Literal["waiting", "running", "ended", "stopped", "failed", "lost"]
+"""waiting: for nodes. stopped: somebody asked for it. lost: the driver says no more, and has not said why."""
+
+
+class Summary(BaseModel):
+    """What the events of a run come to.
+
+    Attributes:
+        step: steps done. steps: all that there are to do.
+        loss, gradient_norm, tokens_per_second, rows_per_second, seconds_left: of the last step.
+        data_wait: share of the time of the last steps that rank 0 waited for data.
+        evaluation: the last one's loss; evaluated_at: its step.
+        checkpoint: step of the last published one, None where there is none; checkpoint_time: when, in seconds since 1970.
+        world: ranks of the last attempt. strategy: its plan's.
+        starts: attempts that got to the loop. failures: attempts that failed. warnings: how many there were.
+        last_failure: what the driver said of the last one.
+        message: why the run stopped or failed, or what it waits for.
+        phase: waiting, running, ended, stopped or failed.
+        updated: time of the last event.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    gradient_norm: float | None = None
+    tokens_per_second: float | None = None
+    rows_per_second: float | None = None
+    seconds_left: float | None = None
+    data_wait: float | None = None
+    evaluation: float | None = None
+    evaluated_at: int | None = None
+    checkpoint: int | None = None
+    checkpoint_time: float | None = None
+    world: int = 0
+    strategy: str = ""
+    starts: int = 0
+    failures: int = 0
+    warnings: int = 0
+    last_failure: str = ""
+    message: str = ""
+    phase: Phase = "waiting"
+    updated: float = 0.0
+
+    def take(self, event: Event) -> None:
+        """One event more."""
+        data = event.data
+        self.updated = event.time
+        match event.kind:
+            case "start":
+                self.step, self.steps, self.world, self.strategy = data["step"], data["steps"], data["world"], data["strategy"]
+                self.starts += 1
+                self.phase, self.message, self.data_wait = "running", "", None
+            case "step":
+                self.step, self.loss, self.gradient_norm = data["step"] + 1, data["loss"], data["gradient_norm"]
+                self.tokens_per_second, self.rows_per_second = data.get("tokens_per_second"), data.get("rows_per_second")
+                self.seconds_left = data.get("seconds_left")
+                share = min(1.0, data.get("data_wait", 0.0) / max(data["seconds"], 1e-9))
+                self.data_wait = share if self.data_wait is None else 0.95 * self.data_wait + 0.05 * share
+            case "eval":
+                self.evaluation, self.evaluated_at = data["loss"], data["step"]
+            case "checkpoint":
+                self.checkpoint, self.checkpoint_time = data["step"], event.time
+            case "failure":
+                self.failures += 1
+                self.last_failure = data["message"]
+            case "warning":
+                self.warnings += 1
+            case "waiting":
+                self.phase, self.message = "waiting", data["message"]
+            case "end":
+                self.phase, self.step, self.seconds_left = "ended", data["step"], 0.0
+            case "failed" | "stopped":
+                self.phase, self.message = event.kind, data["message"]
+
+
+class RankSeen(BaseModel):
+    """A rank as the driver last heard of it. node: Ray's id, or a host. age: seconds since. doing: in words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    node: str
+    pid: int
+    age: float
+    phase: str
+    step: int | None
+    doing: str
+
+    @classmethod
+    def of(cls, node: str, pid: int, age: float, doing: Doing) -> RankSeen:
+        """From what a rank says."""
+        return cls(node=node, pid=pid, age=round(age, 1), phase=doing.phase, step=doing.step, doing=str(doing))
 
 
 class RunState(BaseModel):
-    """A run at one moment. `time`: seconds since 1970; `phase`: waiting (for nodes), running or over; `host`, `pid`: of the driver;
-    `ranks`: rank -> Ray's id of its node, pid, seconds since it was last heard of, and what it does.
-    """
+    """A run at one moment. time: seconds since 1970. host, pid: of its driver. attempt: its number since the driver began."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     time: float
-    phase: str
     host: str
     pid: int
     attempt: int
-    ranks: dict[int, tuple[str, int, float, str]]
+    over: bool
+    summary: Summary
+    ranks: dict[int, RankSeen]
+
+    @property
+    def alive(self) -> bool:
+        """Whether its driver is there, as far as can be told from here."""
+        if self.over:
+            return False
+        if self.host == socket.gethostname():
+            return Path(f"/proc/{self.pid}").exists()
+        return time.time() - self.time < _FRESH_SECONDS
+
+    @property
+    def phase(self) -> Phase:
+        """Of the run now."""
+        return self.summary.phase if self.over or self.alive else "lost"
 
 
-def write_state(run_dir: Path, state: RunState) -> None:
-    """Replaces the file. Raises: OSError."""
-    replace_file(run_dir / STATE_FILE, canonical_json(state.model_dump(mode="json")), durable=False)
+def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False) -> None:
+    """Replaces the file; this process is the driver. `over`: it ends now. Raises: OSError."""
+    state = RunState(
+        time=time.time(), host=socket.gethostname(), pid=os.getpid(), attempt=attempt, over=over, summary=summary, ranks=dict(ranks)
+    )
+    replace_file(run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False)
+
+
+def _finite(value: object) -> object:
+    """The value with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
 
 
 def read_state(run_dir: Path) -> RunState | None:
@@ -38,3 +165,15 @@ def read_state(run_dir: Path) -> RunState | None:
         return RunState.model_validate_json((run_dir / STATE_FILE).read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def demand_no_driver(run_dir: Path) -> None:
+    """Demands that nobody drives a run. Raises: StorageError, which says who does."""
+    state = read_state(run_dir)
+    if state is not None and state.alive and (state.host, state.pid) != (socket.gethostname(), os.getpid()):
+        raise StorageError(
+            "the run is going on",
+            where=str(run_dir),
+            got=f"its driver is process {state.pid} on {state.host}",
+            cure="Watch it with `trainload status`, or end it with `trainload stop`.",
+        )

@@ -89,18 +89,15 @@ def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
     Args:
         spec: the run.
         place: which of its workers this is.
-        contact: with whoever runs it. It is closed at the end.
+        contact: with whoever runs it.
 
     Raises:
         RunInterrupted: the run was asked to stop; a checkpoint was written.
         TrainingError: the loss is not finite.
         TrainloadError: whatever package, plan, data or checkpoints raise.
     """
-    try:
-        with deterministic():
-            _Worker(spec, place, contact).run()
-    finally:
-        contact.close()
+    with deterministic():
+        _Worker(spec, place, contact).run()
 
 
 def _open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:

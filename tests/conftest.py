@@ -39,6 +39,7 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own
             ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

@@ -84,6 +84,7 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
             there[worker.metadata.node_id].append(index)
         indices = [there[node].pop(0) for node in orders.seats]  # by rank
         members = {node: [rank for rank, seat in enumerate(orders.seats) if seat == node] for node in dict.fromkeys(orders.seats)}
+        orders.mailbox.seat.remote(orders.attempt, tuple(indices.index(index) for index in range(len(indices))))
         call = worker_group.execute_single_async
         pending = [call(index, _take_place, rank, len(members[orders.seats[rank]])) for rank, index in enumerate(indices)]
         for number, ranks in enumerate(members.values()):
@@ -148,8 +149,9 @@ def _loop(config: dict[str, Any]) -> None:
     orders: Orders = config["orders"]
     rank, local_world = map(int, os.environ[_PLACE].split("/"))
     place = Place(rank, len(orders.seats), local_world, orders.seats[rank])
+    contact = orders.contact(rank, f"rank {rank}")
     try:
-        run_worker(orders.spec, place, orders.contact(rank, f"rank {rank}"))
+        run_worker(orders.spec, place, contact)
     except RunInterrupted:
         return  # the driver says so; for Ray it is no failure
     except TrainloadError as error:
@@ -158,6 +160,8 @@ def _loop(config: dict[str, Any]) -> None:
     except Exception:
         time.sleep(_GRACE_SECONDS)
         raise
+    finally:
+        contact.close()
 
 
 class Attempt(threading.Thread):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import Event, Journal
+from trainload.launch.journal import Event, Journal, read_events
+from trainload.launch.state import Summary
 
 
 class Book:
@@ -20,7 +21,9 @@ class Book:
 
     Attributes:
         written: how many of the workers' events the journal has.
-        stepped, ended, has_checkpoint: whether there was a step, the run's last step, a published checkpoint.
+        stepped, ended: whether there was a step, the run's last step, since this was made.
+        has_checkpoint: whether the run has ever published one.
+        summary: what all events of the run come to.
     """
 
     def __init__(self, run_dir: Path, on_event: Callable[[Event], None]) -> None:
@@ -30,12 +33,20 @@ class Book:
         self._owed = 0
         self._new_checkpoint = False
         self._warned = False
+        self.summary = Summary()
+        for event in read_events(run_dir):
+            self.summary.take(event)
+        self.has_checkpoint = self.summary.checkpoint is not None
         self.written = 0
-        self.stepped = self.ended = self.has_checkpoint = False
+        self.stepped = self.ended = False
 
     def write(self, kind: str, **data: Any) -> None:
         """Something that the driver itself has to say."""
-        self._take([Event(kind, data, time.time())])
+        self.say(Event(kind, data, time.time()))
+
+    def say(self, event: Event) -> None:
+        """The same, of an event."""
+        self._take([event])
 
     def take(self, events: Sequence[Event]) -> None:
         """What workers have said. Without any: what is unwritten is tried again."""
@@ -60,6 +71,7 @@ class Book:
                     self._warned = True
                     self._on_event(Event("warning", {"message": f"{error} What happens is kept, and written when it can be."}, time.time()))
         for event in events:
+            self.summary.take(event)
             self.stepped = self.stepped or event.kind == "step"
             self.ended = self.ended or event.kind == "end"
             if event.kind == "checkpoint":

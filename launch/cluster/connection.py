@@ -25,6 +25,7 @@ def connect(address: str | None) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Workers keep the working directory of the driver, so that an import or a path means the same there.
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # Ray Train waits out the time that is left; the supervisor uses it
     try:
         if address is not None:
             _demand_listener(address)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -41,19 +41,14 @@ class Beat:
 @dataclass(frozen=True, slots=True)
 class Collected:
     """What has come since the driver last asked. failure: the first error of ours that a worker of this attempt ended with. met: requests
-    that were met.
+    that were met. order: the rank of each of Ray Train's workers, by their number there; empty before they are seated.
     """
 
     events: list[Event]
     beats: list[Beat]
     failure: TrainloadError | None
     met: list[Request]
-
-
-@dataclass(slots=True)
-class _Sender:
-    next: int = 0
-    unwritten: list[int] = field(default_factory=list)
+    order: tuple[int, ...]
 
 
 class Mailbox:
@@ -69,11 +64,17 @@ class Mailbox:
         self._beats: dict[int, tuple[float, Beat]] = {}
         self._failure: TrainloadError | None = None
         self._met: list[Request] = []
+        self._order: tuple[int, ...] = ()
 
     def begin(self, attempt: int) -> None:
         """A new attempt starts."""
         self._attempt, self._failure = attempt, None
-        self._senders, self._beats, self._met = {}, {}, []
+        self._senders, self._beats, self._met, self._order = {}, {}, [], ()
+
+    def seat(self, attempt: int, order: tuple[int, ...]) -> None:
+        """Ray Train's workers have their ranks."""
+        if attempt == self._attempt:
+            self._order = order
 
     def tell(self, attempt: int, sender: str, first: int, events: list[Event], beat: Beat | None) -> tuple[Request, int, int]:
         """What a worker says. `first`: the number of the first of its events, so that none counts twice where the answer got lost.
@@ -108,7 +109,7 @@ class Mailbox:
         met, self._met = self._met, []
         now = time.monotonic()
         beats = [Beat(beat.rank, beat.node, beat.pid, beat.doing, now - at) for at, beat in self._beats.values()]
-        return Collected(events, beats, self._failure, met)
+        return Collected(events, beats, self._failure, met, self._order)
 
 
 class RayContact:
@@ -140,10 +141,10 @@ class RayContact:
     def flush(self) -> None:
         """See `Contact`. The journal is on the driver's side, whose storage may fail: after half a minute this returns anyway."""
         until = time.monotonic() + _FLUSH_SECONDS
-        _, heard, written = self._send(_FLUSH_SECONDS)
+        _, heard, written = self._send(_FLUSH_SECONDS, beats=False)
         while written < heard and time.monotonic() < until:
             time.sleep(_SEND_SECONDS)
-            _, _, written = self._send(_ANSWER_SECONDS)
+            _, _, written = self._send(_ANSWER_SECONDS, beats=False)
 
     def asked(self) -> Request:
         return self._request
@@ -162,22 +163,22 @@ class RayContact:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
-        self._send(_CLOSE_SECONDS)
+        self._send(_CLOSE_SECONDS, beats=False)
 
     def _run(self) -> None:
         beaten = 0.0
         while not self._closed.wait(_SEND_SECONDS):
             if self._unsent or time.monotonic() - beaten >= BEAT_SECONDS:
                 beaten = time.monotonic()
-                self._request, _, _ = self._send(_ANSWER_SECONDS)
+                self._request, _, _ = self._send(_ANSWER_SECONDS, beats=True)
 
-    def _send(self, timeout: float) -> tuple[Request, int, int]:
-        """Sends what is unsent. Returns: what `Mailbox.tell` does; where there is no answer, nothing new."""
+    def _send(self, timeout: float, *, beats: bool) -> tuple[Request, int, int]:
+        """Sends what is unsent, and what this rank does. Returns: what `Mailbox.tell` does; where there is no answer, nothing new."""
         with self._sending:
             with self._lock:
                 events = list(self._unsent)
             beat = None
-            if self._activity is not None:
+            if beats and self._activity is not None:
                 beat = Beat(self._rank, self._node, self._pid, self._activity.now())
             try:
                 answer: tuple[Request, int, int] = ray.get(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 import ray._private.state
@@ -86,6 +87,31 @@ def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Coll
             taken += [node_id] * min(-room, plan.world_size - len(taken))
         return taken
     return None
+
+
+class Leave:
+    """Whether nodes that an attempt is on were told to drain.
+
+    Args:
+        places: the id of each rank's node.
+    """
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self._taken = Counter(places)
+        self._told: set[str] = set()
+
+    def news(self) -> dict[str, float | None]:
+        """Nodes that were told since this was last asked -> the seconds that they have left, None where nobody said."""
+        found: dict[str, float | None] = {}
+        for node, deadline in ray._private.state.state.get_draining_nodes().items():
+            if node in self._taken and node not in self._told:
+                self._told.add(node)
+                found[node] = max(0.0, deadline / 1000 - time.time()) if deadline else None
+        return found
+
+    def without_us(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes as they would be if this attempt were over."""
+        return [replace(node, free=node.free + self._taken[node.id]) for node in nodes]
 
 
 def demand_seats(plan: Plan, nodes: Sequence[Node]) -> None:

@@ -6,8 +6,6 @@ for a hang.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,26 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
-from trainload.capture.errors import CheckpointError, ClusterError, RunInterrupted, StorageError, TrainingError, TrainloadError
+from trainload.capture.errors import (
+    CheckpointError,
+    ClusterError,
+    MissingDataError,
+    RunInterrupted,
+    StorageError,
+    TrainingError,
+    TrainloadError,
+)
 from trainload.launch.cluster.attempt import Attempt
 from trainload.launch.cluster.book import Book
 from trainload.launch.cluster.mailbox import Beat, Mailbox
-from trainload.launch.cluster.nodes import nodes_of, resource_of, seats
+from trainload.launch.cluster.nodes import Leave, nodes_of, resource_of, seats
 from trainload.launch.cluster.tasks import end_workers, on_node, unreachable
 from trainload.launch.contact import Request, asked_by_file, take_back
-from trainload.launch.journal import POLL_SECONDS, Event, read_events
+from trainload.launch.journal import POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor
 from trainload.launch.spec import RunSpec, resume_command
-from trainload.launch.state import RunState, write_state
+from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
 
 _LISTEN_SECONDS = 10.0
 _END_SECONDS = 20.0
-_STATE_SECONDS = 1.0
 _SAY_SECONDS = 30.0
 _LONGEST_PAUSE = 60.0
-_PASSING = (StorageError, CheckpointError)
+_PASSING = (StorageError, CheckpointError, MissingDataError)
 """What a run that has already stepped tries again, for as long as it has patience with storage."""
 
 
@@ -60,16 +65,17 @@ class Supervisor:
 
     def __init__(self, spec: RunSpec, on_event: Callable[[Event], None]) -> None:
         self._run_dir = Path(spec.run_dir)
-        had = any(event.kind == "checkpoint" for event in read_events(self._run_dir))
-        self._spec = spec.model_copy(update={"had_checkpoint": had or spec.had_checkpoint})
         self._book = Book(self._run_dir, on_event)
+        self._spec = spec
         self._mailbox = on_node(ray.get_runtime_context().get_node_id())(Mailbox).remote()
         self._number = 0
         self._failures = 0
         self._storage_failed_at: float | None = None
         self._stepped = False
         self._stop_asked = False
+        self._moving = False
         self._beats: Sequence[Beat] = ()
+        self._order: tuple[int, ...] = ()
         self._lost: set[str] = set()
 
     def run(self) -> None:
@@ -87,19 +93,15 @@ class Supervisor:
         try:
             while not self._attempt():
                 pass
-        except TrainloadError as error:
-            kind = "stopped" if isinstance(error, RunInterrupted) else "failed"
-            self._book.write(kind, error=type(error).__name__, message=str(error))
-            raise
-        except KeyboardInterrupt:
-            self._book.write("stopped", error="RunInterrupted", message="ended at once, without a checkpoint")
+        except BaseException as error:
+            self._book.say(last_word(error))
             raise
         finally:
             with suppress(OSError):
                 take_back(self._run_dir)
             with suppress(RayError):
                 ray.kill(self._mailbox)
-            self._tell_state("over")
+            self._tell_state(over=True)
 
     # One attempt
 
@@ -108,23 +110,24 @@ class Supervisor:
         places = self._find_seats()
         self._number += 1
         ray.get(self._mailbox.begin.remote(self._number))
-        self._beats = ()
-        spec = self._spec
+        self._beats, self._order, self._moving = (), (), False
+        leave = Leave(places)
+        spec = self._spec.model_copy(update={"had_checkpoint": self._spec.had_checkpoint or self._book.has_checkpoint})
         monitor = Monitor(spec.plan.world_size, spec.hang_timeout, spec.start_timeout)
         attempt = Attempt(spec, self._mailbox, self._number, places)
         attempt.start()
         try:
-            failed = self._follow(attempt, monitor)
+            failed = self._follow(attempt, monitor, leave)
         finally:
             attempt.end()
         if failed is None:
             if self._stop_asked and not self._book.ended:
                 raise RunInterrupted("the run was interrupted", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
-            return True
+            return self._book.ended or not self._moving
         self._go_on_after(failed)
         return False
 
-    def _follow(self, attempt: Attempt, monitor: Monitor) -> _Failed | None:
+    def _follow(self, attempt: Attempt, monitor: Monitor, leave: Leave) -> _Failed | None:
         """Listens until the attempt has ended. Returns: why it failed, None where it did what was asked."""
         hang: Hang | None = None
         failure: TrainloadError | None = None
@@ -133,9 +136,10 @@ class Supervisor:
         while not attempt.ended.is_set() and time.monotonic() < until:
             try:
                 failure = self._listen(monitor) or failure
-                if time.monotonic() - told > _STATE_SECONDS:
+                if time.monotonic() - told > STATE_SECONDS:
                     told = time.monotonic()
-                    self._tell_state("running")
+                    self._tell_state()
+                    self._heed(leave)
                 if until == float("inf") and failure is not None:
                     until = time.monotonic() + _END_SECONDS
                 if hang is None and failure is None:
@@ -162,6 +166,25 @@ class Supervisor:
             return None
         return self._what_happened(attempt)
 
+    def _heed(self, leave: Leave) -> None:
+        """What is done about nodes that will be gone: the run goes elsewhere, where there is room, and saves what it has in any case."""
+        for node, seconds in leave.news().items():
+            elsewhere = self._stepped and seats(self._spec.plan, leave.without_us(nodes_of(self._spec.plan.cluster.device))) is not None
+            self._moving = self._moving or elsewhere
+            self._book.write(
+                "preemption",
+                node=node,
+                seconds_left=seconds,
+                message=f"node {node} will be gone"
+                + ("" if seconds is None else f" in {seconds:.0f} s")
+                + (
+                    ": the run goes to other nodes, with a checkpoint" if elsewhere else ": a checkpoint is written; there is no other node"
+                ),
+            )
+            if not elsewhere:
+                with suppress(OSError):
+                    (self._run_dir / Request.CHECKPOINT.file).touch()
+
     def _what_happened(self, attempt: Attempt) -> _Failed:
         """Why Ray Train gave the attempt up."""
         assert attempt.error is not None
@@ -174,8 +197,11 @@ class Supervisor:
             ranks = tuple(rank for rank, seat in enumerate(attempt.seats) if seat in gone)
             named = ", ".join(sorted(gone))
             return _Failed("node", f"node {named} is gone, with {_ranks(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
-        ranks = tuple(sorted(told))
-        return _Failed("death" if told else "error", f"the workers failed: {text}", ranks, (), doing, attempt.error)
+        ranks = tuple(sorted(self._order[number] if number < len(self._order) else number for number in told))
+        if not told:
+            return _Failed("error", f"the workers could not be started: {text}", (), (), doing, attempt.error)
+        died = any(isinstance(getattr(each, "health_check_failure", each), RayActorError) for each in told.values())
+        return _Failed("death", f"{_ranks(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
 
     def _go_on_after(self, failed: _Failed) -> None:
         """Decides whether there is another attempt, and waits before it. Raises: what ends the run."""
@@ -208,8 +234,6 @@ class Supervisor:
                 got="one more",
                 cure=f"Continue from the last checkpoint with: {self._how_to_resume()}",
             ) from failed.cause
-        had = self._spec.had_checkpoint or self._book.has_checkpoint
-        self._spec = self._spec.model_copy(update={"had_checkpoint": had})
         if self._failures > 1:
             self._pause(min(_LONGEST_PAUSE, 2.0 ** (self._failures - 1)))
 
@@ -232,7 +256,7 @@ class Supervisor:
         with suppress(OSError):  # storage that fails for a while has no new requests
             wanted = asked_by_file(self._run_dir)
         self._stop_asked = self._stop_asked or wanted is Request.STOP
-        wanted = Request.STOP if self._stop_asked else wanted
+        wanted = Request.STOP if self._stop_asked or self._moving else wanted
         try:
             found = ray.get(self._mailbox.collect.remote(wanted, self._book.written), timeout=_LISTEN_SECONDS)
         except RayError as error:
@@ -244,7 +268,7 @@ class Supervisor:
             ) from error
         self._book.take(found.events)
         self._stepped = self._stepped or self._book.stepped
-        self._beats = found.beats or self._beats
+        self._beats, self._order = found.beats or self._beats, found.order
         for beat in found.beats:
             monitor.hear(beat.rank, beat.doing, beat.age)
         with suppress(OSError):
@@ -253,12 +277,11 @@ class Supervisor:
         failure: TrainloadError | None = found.failure
         return failure
 
-    def _tell_state(self, phase: str) -> None:
-        """Leaves word of the run for `trainload status`. Storage that fails misses one, which comes every second."""
-        ranks = {beat.rank: (beat.node, beat.pid, round(beat.age, 1), str(beat.doing)) for beat in self._beats}
-        state = RunState(time=time.time(), phase=phase, host=socket.gethostname(), pid=os.getpid(), attempt=self._number, ranks=ranks)
+    def _tell_state(self, *, over: bool = False) -> None:
+        """Leaves word of the run for `trainload status`. Storage that fails misses one of them."""
+        ranks = {beat.rank: RankSeen.of(beat.node, beat.pid, beat.age, beat.doing) for beat in self._beats}
         with suppress(OSError):
-            write_state(self._run_dir, state)
+            write_state(self._run_dir, self._number, self._book.summary, ranks, over=over)
 
     # Nodes
 
@@ -289,7 +312,7 @@ class Supervisor:
             if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
                 said = time.monotonic()
                 self._book.write("waiting", message=f"for {plan.world_size} free {name}s; by node there are {free}")
-            self._tell_state("waiting")
+            self._tell_state()
             self._pause(POLL_SECONDS * 5)
 
 

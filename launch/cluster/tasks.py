@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from trainload.launch.cluster.nodes import NODE_LABEL
 
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 3.0
 
 
 def on_node(node: str) -> Any:

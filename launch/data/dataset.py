@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from trainload.capture.errors import DataError
+from trainload.capture.errors import DataError, MissingDataError
 from trainload.capture.program import InputSpec
 from trainload.launch.data import columns_npz, columns_parquet
 from trainload.launch.data.columns import DTYPES, Array, FileSchema, Sizes, check_file, check_inputs
@@ -131,8 +131,8 @@ def _files_of(part: str | Path) -> list[Path]:
     return found
 
 
-def _no_files(source: Source) -> DataError:
-    return DataError(
+def _no_files(source: Source) -> MissingDataError:
+    return MissingDataError(
         "there is no such data",
         where=_spelled(source),
         expected="a .parquet or .npz file, a folder that holds some, or a pattern that matches some",

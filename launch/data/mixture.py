@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainload.capture.errors import DataError
+from trainload.capture.errors import DataError, MissingDataError
 from trainload.launch.data.dataset import Source
 
 ENDING = ".json"
@@ -66,7 +66,7 @@ def parts_of(source: Source) -> tuple[Part, ...]:
         return (Part(source, {}, None, ""),)
     path = Path(source)
     if not path.is_file():
-        raise DataError("there is no such mixture", where=str(path), expected="a JSON file that lists parts", got="no file")
+        raise MissingDataError("there is no such mixture", where=str(path), expected="a JSON file that lists parts", got="no file")
     try:
         mixture = _Mixture.model_validate_json(path.read_bytes())
     except ValidationError as error:

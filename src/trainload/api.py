@@ -171,7 +171,11 @@ class RunOptions(TypedDict, total=False):
     output: where to write a package with the trained weights.
     weights: which are evaluated and written, where the job keeps a running mean: "mean" or "last"; "mean".
     compile: False runs the graphs uncompiled.
-    max_failures: how often workers are restarted from the last checkpoint before the run is given up; 3.
+    max_failures: how often in a row workers are restarted, without a new checkpoint between, before the run is given up; 3.
+    hang_timeout: seconds without a sign of progress of a rank after which it is ended; 300. On Ray.
+    start_timeout: the same before the first step; 3600.
+    storage_patience: seconds for which storage may fail before the run is given up; 600.
+    node_patience: seconds for which a run waits for nodes that were lost or are taken; 1800.
     backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
     address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
     libraries: as for `open`; every worker imports them.
@@ -190,6 +194,10 @@ class RunOptions(TypedDict, total=False):
     weights: Weights
     compile: bool
     max_failures: int
+    hang_timeout: float
+    start_timeout: float
+    storage_patience: float
+    node_patience: float
     backend: Backend
     address: str | None
     libraries: Libraries
@@ -386,6 +394,10 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         weights=options.get("weights", "mean"),
         compile=options.get("compile", True),
         max_failures=options.get("max_failures", 3),
+        hang_timeout=options.get("hang_timeout", 300.0),
+        start_timeout=options.get("start_timeout", 3600.0),
+        storage_patience=options.get("storage_patience", 600.0),
+        node_patience=options.get("node_patience", 1800.0),
         libraries={**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
         trust_extensions=options.get("trust_extensions", False),
         digest=package.digest,
