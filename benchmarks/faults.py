@@ -95,6 +95,15 @@ class Run:
     cleared: float = 0.0
     over: bool = False
 
+    def hear(self, event: Event) -> None:
+        """What the driver says."""
+        self.events.append(event)
+        if event.kind in ("failure", "warning", "waiting", "preemption", "start"):
+            since = f"{event.time - self.at:6.1f} s" if self.at else "   before"
+            note(f"  {since}  {event.kind}: {event.data.get('message', event.data.get('step'))}")
+            for rank, text in event.data.get("doing", {}).items():
+                note(f"            rank {rank}: {text}")
+
     def wait(self, ready: Callable[[], Any]) -> Any:
         """Waits until something is so. Returns: what says so."""
         until = time.monotonic() + PATIENCE
@@ -249,7 +258,7 @@ def launch(package: Any, run: Run, options: dict[str, Any]) -> None:
     import trainload
 
     plan = trainload.plan(package, trainload.Cluster(nodes=2), "zero3")
-    trainload.launch(package, plan, run.data, run_dir=run.folder, on_event=run.events.append, **options)
+    trainload.launch(package, plan, run.data, run_dir=run.folder, on_event=run.hear, **options)
 
 
 def befall(fault: Fault, package: Any, scratch: Path, reference: Sequence[float]) -> dict[str, Any]:
@@ -302,11 +311,6 @@ def row(fault: Fault, run: Run, reference: Sequence[float]) -> dict[str, Any]:
     saved = max((int(event.data["step"]) for event in run.events if event.kind == "checkpoint" and event.time <= said.time), default=0)
     found = {int(event.data["step"]): float(event.data["loss"]) for event in steps}
     differences = [abs(found[step] - loss) / abs(loss) for step, loss in enumerate(reference)]
-    for event in run.events:
-        if event.kind in ("failure", "warning", "waiting", "preemption", "start"):
-            note(f"  {event.time - run.at:6.1f} s  {event.kind}: {event.data.get('message', event.data.get('step'))}")
-            for rank, text in event.data.get("doing", {}).items():
-                note(f"            rank {rank}: {text}")
     return {
         "fault": fault.name,
         "seconds_to_notice": said.time - run.at,

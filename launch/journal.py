@@ -16,8 +16,15 @@ from typing import Any
 from trainload.capture.errors import RunInterrupted, StorageError
 
 JOURNAL = "events.jsonl"
+LOGS = "logs"
+"""The folder of a run's folder with what each rank has printed."""
 POLL_SECONDS = 0.1
 """How often a journal is looked at by those who follow it."""
+
+
+def log_name(rank: int) -> str:
+    """The name of a rank's file in `LOGS`."""
+    return f"rank-{rank:05}.log"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainload.capture.errors import RunInterrupted, TrainloadError
 from trainload.launch.cluster.mailbox import Mailbox, RayContact
 from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
+from trainload.launch.cluster.output import heard
 from trainload.launch.journal import POLL_SECONDS
 from trainload.launch.spec import RunSpec
 from trainload.launch.worker import Place, prepare_node, run_worker
@@ -151,7 +152,8 @@ def _loop(config: dict[str, Any]) -> None:
     place = Place(rank, len(orders.seats), local_world, orders.seats[rank])
     contact = orders.contact(rank, f"rank {rank}")
     try:
-        run_worker(orders.spec, place, contact)
+        with heard(contact.printed):
+            run_worker(orders.spec, place, contact)
     except RunInterrupted:
         return  # the driver says so; for Ray it is no failure
     except TrainloadError as error:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import Event, Journal, read_events
+from trainload.launch.journal import LOGS, Event, Journal, log_name, read_events
 from trainload.launch.state import Summary
 
 
@@ -28,6 +29,7 @@ class Book:
 
     def __init__(self, run_dir: Path, on_event: Callable[[Event], None]) -> None:
         self._journal = Journal(run_dir)
+        self._logs = run_dir / LOGS
         self._on_event = on_event
         self._unwritten: list[Event] = []
         self._owed = 0
@@ -54,6 +56,14 @@ class Book:
         self._take(events)
         if not self._unwritten:
             self.written, self._owed = self.written + self._owed, 0
+
+    def keep(self, printed: Mapping[int, str]) -> None:
+        """What ranks have printed. Where storage fails, it is lost."""
+        for rank, text in printed.items():
+            with suppress(OSError):
+                self._logs.mkdir(exist_ok=True)
+                with (self._logs / log_name(rank)).open("a", encoding="utf-8") as file:
+                    file.write(text)
 
     def new_checkpoint(self) -> bool:
         """Whether one was published since this was last asked."""

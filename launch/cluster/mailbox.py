@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ _SEND_SECONDS = 0.1
 _ANSWER_SECONDS = 20.0
 _FLUSH_SECONDS = 30.0
 _CLOSE_SECONDS = 5.0
+_PRINTED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Beat:
 class Collected:
     """What has come since the driver last asked. failure: the first error of ours that a worker of this attempt ended with. met: requests
     that were met. order: the rank of each of Ray Train's workers, by their number there; empty before they are seated.
+    printed: rank -> what it has printed.
     """
 
     events: list[Event]
@@ -49,6 +52,7 @@ class Collected:
     failure: TrainloadError | None
     met: list[Request]
     order: tuple[int, ...]
+    printed: dict[int, str]
 
 
 class Mailbox:
@@ -65,6 +69,7 @@ class Mailbox:
         self._failure: TrainloadError | None = None
         self._met: list[Request] = []
         self._order: tuple[int, ...] = ()
+        self._printed: dict[int, str] = {}
 
     def begin(self, attempt: int) -> None:
         """A new attempt starts."""
@@ -89,6 +94,12 @@ class Mailbox:
                 self._beats[beat.rank] = (time.monotonic(), beat)
         return self._request, self._taken + len(self._events), self._written
 
+    def hear(self, attempt: int, rank: int, printed: str) -> None:
+        """What a worker has printed; of much of it that nobody collects, the beginning."""
+        if attempt == self._attempt:
+            before = self._printed.get(rank, "")
+            self._printed[rank] = before + printed[: max(0, _PRINTED - len(before))]
+
     def fail(self, attempt: int, error: TrainloadError) -> None:
         """A worker ends with an error for people."""
         if attempt == self._attempt and self._failure is None:
@@ -107,9 +118,10 @@ class Mailbox:
         events, self._events = self._events, []
         self._taken += len(events)
         met, self._met = self._met, []
+        printed, self._printed = self._printed, {}
         now = time.monotonic()
         beats = [Beat(beat.rank, beat.node, beat.pid, beat.doing, now - at) for at, beat in self._beats.values()]
-        return Collected(events, beats, self._failure, met, self._order)
+        return Collected(events, beats, self._failure, met, self._order, printed)
 
 
 class RayContact:
@@ -153,6 +165,11 @@ class RayContact:
         if self._request is request:
             self._request = Request.NONE
             self._mailbox.meet.remote(self._attempt, request)
+
+    def printed(self, text: str) -> None:
+        """What this worker has printed; of more than a mebibyte at once, the beginning."""
+        with suppress(RayError):  # the driver is away
+            ray.get(self._mailbox.hear.remote(self._attempt, self._rank, text), timeout=_ANSWER_SECONDS)
 
     def report(self, activity: Activity) -> None:
         self._activity = activity

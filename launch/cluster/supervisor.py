@@ -199,6 +199,9 @@ class Supervisor:
             return _Failed("node", f"node {named} is gone, with {_ranks(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
         ranks = tuple(sorted(self._order[number] if number < len(self._order) else number for number in told))
         if not told:
+            cause = getattr(attempt.error, "controller_failure", attempt.error)
+            if isinstance(cause, OSError) and self._stepped:
+                return _Failed("storage", f"the workers could not be started: {text}", (), (), doing, attempt.error)
             return _Failed("error", f"the workers could not be started: {text}", (), (), doing, attempt.error)
         died = any(isinstance(getattr(each, "health_check_failure", each), RayActorError) for each in told.values())
         return _Failed("death", f"{_ranks(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
@@ -225,7 +228,7 @@ class Supervisor:
             action="the run ends" if over else "it starts again from its last checkpoint",
         )
         if over:
-            if storage and isinstance(failed.cause, TrainloadError):
+            if isinstance(failed.cause, TrainloadError):
                 raise failed.cause
             raise TrainingError(
                 failed.message,
@@ -267,6 +270,7 @@ class Supervisor:
                 cure=f"When it does, continue with: {self._how_to_resume()}",
             ) from error
         self._book.take(found.events)
+        self._book.keep(found.printed)
         self._stepped = self._stepped or self._book.stepped
         self._beats, self._order = found.beats or self._beats, found.order
         for beat in found.beats:

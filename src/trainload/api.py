@@ -26,6 +26,7 @@ from trainload.launch.journal import Event, followed
 from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_for_run, open_with
 from trainload.launch.result import RunResult, check_output, finish
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
+from trainload.launch.state import demand_no_driver
 from trainload.packaging.assets import asset_sources
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package, demand_weights
@@ -265,6 +266,7 @@ def resume(
     """
     folder = Path(run_dir).absolute()
     spec = read_spec(folder)
+    demand_no_driver(folder)
     policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
     spec = spec.model_copy(update={"policies": policies})
     package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)

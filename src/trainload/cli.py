@@ -22,7 +22,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import compare, exports, graphs, packages, planning, runs, stores, trust
+from trainload.commands import compare, exports, graphs, packages, planning, runs, stores, trust, watching
 from trainload.commands.overview import Overview
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import libraries as named_libraries
@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 def commands(
     context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None
 ) -> None:  # read by commands.shared
-    """Freeze a PyTorch training job; choose the parallelism at launch.
-
-    Exit status: 0 done, 1 the work failed, 2 the request was wrong.
-    """
+    """Freeze a PyTorch training job; choose the parallelism at launch."""
     if policy is not None and context.invoked_subcommand not in ("launch", "resume", "verify"):
         raise click.UsageError("--policy goes with launch, resume and verify.")
 
@@ -174,6 +171,10 @@ for _command in (
     planning.profile,
     runs.launch,
     runs.resume,
+    watching.status,
+    watching.logs,
+    watching.stop,
+    watching.runs,
 ):
     commands.add_command(_command)
 commands.add_command(exports.export)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from trainload.capture.shape_report import ShapeReport
+    from trainload.launch.state import RunState
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two plain lines about steps."""
@@ -113,6 +114,72 @@ def event_line(event: Event) -> str:
         title += f" at step {data['step']}"
     rest = (f"{name.replace('_', ' ')} {_short(name, value)}" for name, value in data.items() if name not in _QUIET and value is not None)
     return "  ".join([f"{title}:", *rest]) if len(data.keys() - _QUIET) else title
+
+
+def log_line(text: str) -> str:
+    """A line of a run's journal, for people: its time in UTC, and what happened."""
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return text
+    happened = _Happened(entry["kind"], entry["data"])
+    line = step_line(happened.data) if happened.kind == "step" else event_line(happened)
+    return f"{clock(entry['time'])}  {line}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Happened:
+    kind: str
+    data: Mapping[str, Any]
+
+
+def clock(seconds: float) -> str:
+    """A time in UTC, from seconds since 1970."""
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
+
+
+def status_table(name: str, state: RunState) -> Table:
+    """How a run is."""
+    told, now = state.summary, time.time()
+    rows: list[tuple[str, Any]] = [("run", name), ("phase", state.phase)]
+    rows.append(("step", f"{told.step} of {told.steps}" + (f", {duration(told.seconds_left)} left" if told.seconds_left else "")))
+    if told.loss is not None:
+        rows.append(("loss", told.loss))
+    if told.gradient_norm is not None:
+        rows.append(("gradient norm", told.gradient_norm))
+    if told.evaluation is not None:
+        rows.append(("evaluation", f"{told.evaluation:.4f} at step {told.evaluated_at}"))
+    rate = told.tokens_per_second or told.rows_per_second
+    if rate is not None:
+        rows.append(("rate", f"{rate:,.0f} {'tokens' if told.tokens_per_second else 'rows'}/s"))
+    if told.data_wait is not None:
+        rows.append(("waiting for data", f"{told.data_wait:.1%} of the time"))
+    saved = "none" if told.checkpoint is None else f"step {told.checkpoint}, {duration(now - (told.checkpoint_time or now))} ago"
+    rows += [("checkpoint", saved), ("ranks", f"{told.world}, {told.strategy}" if told.world else "none yet")]
+    rows.append(("failures", f"{told.failures}, the last: {told.last_failure}" if told.failures else "none"))
+    if told.message:
+        rows.append(("because", told.message))
+    rows.append(("driver", f"process {state.pid} on {state.host}, heard of {duration(now - state.time)} ago"))
+    return table(rows)
+
+
+def ranks_table(state: RunState) -> Table:
+    """What each rank does."""
+    made = Table(box=None, pad_edge=False)
+    for title in ("rank", "node", "pid", "heard of", "does"):
+        made.add_column(title, justify="right" if title in ("rank", "pid") else "left", overflow="fold")
+    for rank, seen in sorted(state.ranks.items()):
+        does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step}"
+        made.add_row(str(rank), seen.node[:12], str(seen.pid), f"{seen.age:.0f}s ago", does)
+    return made
+
+
+def run_cells(state: RunState) -> tuple[str, ...]:
+    """A run among others: phase, step, loss, checkpoint, failures, when it was heard of."""
+    told = state.summary
+    loss = "" if told.loss is None else f"{told.loss:.4f}"
+    saved = "" if told.checkpoint is None else str(told.checkpoint)
+    return (state.phase, f"{told.step}/{told.steps}", loss, saved, str(told.failures), f"{duration(time.time() - state.time)} ago")
 
 
 def numbers(data: Mapping[str, Any]) -> str:
