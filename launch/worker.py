@@ -133,7 +133,14 @@ class _Worker:
         self._engine = Engine(self._package, self._plan, place.rank, self._device, built, on_call=self._activity.calling)
         self._start = 0
         self._load(path)
-        writer = CheckpointWriter(self._run_dir, self._plan, place.rank, self._attempt, keep_last=spec.keep)
+        writer = CheckpointWriter(
+            self._run_dir,
+            self._plan,
+            place.rank,
+            self._attempt,
+            keep_last=spec.keep,
+            before_publishing=contact.flush,  # so the journal has all steps that are not done again
+        )
         self._saver = Saver(writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience)
         self._evaluation = None
         if self._eval_data is not None:
@@ -313,7 +320,6 @@ class _Worker:
         position = DataPosition(fingerprint=self._data.fingerprint, seed=recipe.seed, position=drawn)
         scaling = self._engine.held.dump_scaling()
         if self._place.rank == 0:
-            self._contact.flush()  # so the journal has all steps that are not done again
             self._contact.met(Request.CHECKPOINT)
         self._saver.save(step, self._engine.held.dump(), position, {} if scaling is None else {SCALING: scaling})
 

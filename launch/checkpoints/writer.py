@@ -14,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ _POLL_SECONDS = 0.02
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 
 
+def _nothing() -> None:
+    """For runs that have nothing to do before a checkpoint is published."""
+
+
 @dataclass(frozen=True, slots=True)
 class Published:
     """A checkpoint that rank 0 has published: its step, the seconds from its copy to its publication, and the bytes of all its shards."""
@@ -68,16 +72,27 @@ class CheckpointWriter:
         attempt: a name for this attempt of the run, the same on all its ranks and new each time; letters, digits, `.`, `_`, `-`.
         keep_last: how many checkpoints are kept; older ones are deleted once a new one is published. At least 1.
         timeout: seconds that a rank waits for the others.
+        before_publishing: called by rank 0's thread when a checkpoint is whole and not yet seen.
 
     Raises: StorageError where the folder cannot be written.
     """
 
-    def __init__(self, run_dir: Path, plan: Plan, rank: int, attempt: str, *, keep_last: int = 2, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        plan: Plan,
+        rank: int,
+        attempt: str,
+        *,
+        keep_last: int = 2,
+        timeout: float = 600.0,
+        before_publishing: Callable[[], None] = _nothing,
+    ) -> None:
         assert 0 <= rank < plan.world_size
         assert keep_last >= 1
         assert _ATTEMPT.fullmatch(attempt), attempt
         self._run_dir, self._plan, self._rank, self._attempt = run_dir, plan, rank, attempt
-        self._keep_last, self._timeout = keep_last, timeout
+        self._keep_last, self._timeout, self._before_publishing = keep_last, timeout, before_publishing
         self._folder = run_dir / CHECKPOINTS
         self._host: dict[str, torch.Tensor] = {}
         self._saves = 0
@@ -217,6 +232,7 @@ class CheckpointWriter:
             index = index.model_copy(update=update)
             _write_durably(draft / INDEX, encode_index(index))
             sync_folder(draft)
+            self._before_publishing()
             self._publish(draft, self._folder / folder_name(index.step))
         except (OSError, TrainloadError) as error:
             with contextlib.suppress(OSError):  # without a notice the others run into their timeout

@@ -35,6 +35,8 @@ _END_SECONDS = 15.0
 _GRACE_SECONDS = 3.0
 """How long a worker waits with an error that may come of another worker's death, so that the death is noticed first."""
 _PLACE = "TRAINLOAD_PLACE"
+RAY_FOLDER = "ray"
+"""The folder of a run's folder that Ray Train keeps its notes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ def _trainer(orders: Orders) -> TorchTrainer:
             ),
             run_config=ray.train.RunConfig(
                 name=f"{time.time_ns():x}",
-                storage_path=str(Path(spec.run_dir) / "ray"),
+                storage_path=str(Path(spec.run_dir) / RAY_FOLDER),
                 failure_config=ray.train.FailureConfig(
                     max_failures=0,
                     controller_failure_limit=0,  # type: ignore[call-arg]  # the stubs name the class of Train v1

@@ -24,7 +24,7 @@ from trainload.capture.errors import (
     TrainingError,
     TrainloadError,
 )
-from trainload.launch.cluster.attempt import Attempt
+from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt
 from trainload.launch.cluster.book import Book
 from trainload.launch.cluster.mailbox import Beat, Mailbox
 from trainload.launch.cluster.nodes import Leave, nodes_of, resource_of, seats
@@ -32,7 +32,7 @@ from trainload.launch.cluster.tasks import end_workers, on_node, unreachable
 from trainload.launch.contact import Request, asked_by_file, take_back
 from trainload.launch.journal import POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor
-from trainload.launch.spec import RunSpec, resume_command
+from trainload.launch.spec import RunSpec, replace_file, resume_command
 from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
 
 _LISTEN_SECONDS = 10.0
@@ -107,6 +107,7 @@ class Supervisor:
 
     def _attempt(self) -> bool:
         """Whether the run has ended."""
+        self._await_storage()
         places = self._find_seats()
         self._number += 1
         ray.get(self._mailbox.begin.remote(self._number))
@@ -199,9 +200,6 @@ class Supervisor:
             return _Failed("node", f"node {named} is gone, with {_ranks(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
         ranks = tuple(sorted(self._order[number] if number < len(self._order) else number for number in told))
         if not told:
-            cause = getattr(attempt.error, "controller_failure", attempt.error)
-            if isinstance(cause, OSError) and self._stepped:
-                return _Failed("storage", f"the workers could not be started: {text}", (), (), doing, attempt.error)
             return _Failed("error", f"the workers could not be started: {text}", (), (), doing, attempt.error)
         died = any(isinstance(getattr(each, "health_check_failure", each), RayActorError) for each in told.values())
         return _Failed("death", f"{_ranks(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
@@ -287,7 +285,27 @@ class Supervisor:
         with suppress(OSError):
             write_state(self._run_dir, self._number, self._book.summary, ranks, over=over)
 
-    # Nodes
+    # What an attempt needs
+
+    def _await_storage(self) -> None:
+        """Waits until the run's folder can be written. Raises: StorageError where it cannot be for too long; RunInterrupted as `_find_seats`."""
+        began, said = time.monotonic(), 0.0
+        while True:
+            try:
+                (self._run_dir / RAY_FOLDER).mkdir(exist_ok=True)
+                replace_file(self._run_dir / RAY_FOLDER / "here", b"", durable=False)
+                return
+            except OSError as error:
+                if not self._stepped or time.monotonic() - began > self._spec.storage_patience:
+                    raise StorageError(
+                        f"the run's folder cannot be written: {error.strerror}",
+                        where=str(self._run_dir),
+                        cure=f"When it can, continue with: {self._how_to_resume()}",
+                    ) from error
+                if time.monotonic() - said > _SAY_SECONDS:
+                    said = time.monotonic()
+                    self._book.write("waiting", message=f"for storage: {self._run_dir} cannot be written: {error.strerror}")
+            self._pause(POLL_SECONDS * 10)
 
     def _find_seats(self) -> list[str]:
         """Where the next attempt's workers go, by rank. Waits until there is room for them.
