@@ -37,12 +37,21 @@ class Monitor:
         world: number of ranks.
         hang_timeout: seconds after which a rank hangs that neither goes on nor says anything.
         start_timeout: the same before its first step, while it reads weights and data and compiles.
+        saving_timeout: the same while it waits for storage.
         clock: seconds.
     """
 
-    def __init__(self, world: int, hang_timeout: float, start_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        world: int,
+        hang_timeout: float,
+        start_timeout: float,
+        saving_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._world = world
-        self._hang_timeout, self._start_timeout = hang_timeout, max(start_timeout, hang_timeout)
+        self._hang_timeout = hang_timeout
+        self._others = {Phase.STARTING: start_timeout, Phase.SAVING: saving_timeout, Phase.ENDING: saving_timeout}
         self._clock = clock
         self._ranks: dict[int, _Seen] = {}
 
@@ -78,7 +87,7 @@ class Monitor:
         return self._found(behind, "{} went on no further" + ("" if self._world == 1 else ", and the others wait"), now)
 
     def _limit(self, seen: _Seen) -> float:
-        return self._start_timeout if seen.doing.phase is Phase.STARTING else self._hang_timeout
+        return max(self._hang_timeout, self._others.get(seen.doing.phase, 0.0))
 
     def _found(self, ranks: list[int], why: str, now: float) -> Hang:
         named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

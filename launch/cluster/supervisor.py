@@ -114,7 +114,8 @@ class Supervisor:
         self._beats, self._order, self._moving = (), (), False
         leave = Leave(places)
         spec = self._spec.model_copy(update={"had_checkpoint": self._spec.had_checkpoint or self._book.has_checkpoint})
-        monitor = Monitor(spec.plan.world_size, spec.hang_timeout, spec.start_timeout)
+        saving = spec.storage_patience + spec.hang_timeout
+        monitor = Monitor(spec.plan.world_size, spec.hang_timeout, spec.start_timeout, saving)
         attempt = Attempt(spec, self._mailbox, self._number, places)
         attempt.start()
         try:
@@ -288,7 +289,7 @@ class Supervisor:
     # What an attempt needs
 
     def _await_storage(self) -> None:
-        """Waits until the run's folder can be written. Raises: StorageError where it cannot be for too long; RunInterrupted as `_find_seats`."""
+        """Waits until the run's folder can be written. Raises: StorageError where it cannot for long; RunInterrupted as `_find_seats`."""
         began, said = time.monotonic(), 0.0
         while True:
             try:

@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def monitor(clock: Clock) -> Monitor:
-    return Monitor(2, hang_timeout=10.0, start_timeout=60.0, clock=clock)
+    return Monitor(2, hang_timeout=10.0, start_timeout=60.0, saving_timeout=30.0, clock=clock)
 
 
 def after(monitor: Monitor, clock: Clock, seconds: float, *said: tuple[int, Doing]) -> Hang | None:
@@ -87,6 +87,12 @@ def test_before_the_first_step_there_is_more_time(monitor: Monitor, clock: Clock
     starting = Doing()
     assert after(monitor, clock, 58.0, (0, starting), (1, starting)) is None
     assert after(monitor, clock, 4.0, (0, starting), (1, starting)) is not None
+
+
+def test_a_rank_that_waits_for_storage_has_more_time_and_so_have_those_that_wait_for_it(monitor: Monitor, clock: Clock) -> None:
+    saving = dataclasses.replace(STEP, phase=Phase.SAVING)
+    assert after(monitor, clock, 28.0, (0, saving), (1, STEP)) is None
+    assert after(monitor, clock, 4.0, (0, saving), (1, STEP)) is not None
 
 
 def test_a_report_that_is_old_counts_from_when_it_was_made(monitor: Monitor, clock: Clock) -> None:

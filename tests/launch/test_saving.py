@@ -1,0 +1,89 @@
+"""What becomes of a run whose storage fails when a checkpoint is due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.checkpoint_cases import DATA, make_plan, make_state
+
+from trainload.capture.errors import CheckpointError, StorageError
+from trainload.launch.checkpoints import writer as checkpoint_writer
+from trainload.launch.checkpoints.index import published
+from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.launch.contact import FileContact
+from trainload.launch.journal import read_events
+from trainload.launch.saving import Saver
+
+ONE = make_plan("single", 1)
+
+
+def saver(folder: Path, patience: float = 30.0) -> Saver:
+    return Saver(CheckpointWriter(folder, ONE, 0, "t1"), FileContact(folder, 0), None, leading=True, patience=patience)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Path]:
+    """Makes the first few shards fail. Returns: what was tried."""
+    tried: list[Path] = []
+    write = checkpoint_writer.write_shard
+
+    def flaky(path: Path, tensors: Any) -> Any:
+        tried.append(path)
+        if len(tried) <= times:
+            raise OSError(5, "Input/output error")
+        return write(path, tensors)
+
+    monkeypatch.setattr(checkpoint_writer, "write_shard", flaky)
+    monkeypatch.setattr("trainload.launch.saving._FIRST_PAUSE", 0.01)
+    return tried
+
+
+def said(folder: Path) -> list[str]:
+    return [event.kind for event in read_events(folder)]
+
+
+def wait(saver: Saver) -> None:
+    while saver._writer.writing:
+        pass
+
+
+def test_a_checkpoint_is_told_of_when_it_is_published(tmp_path: Path) -> None:
+    one = saver(tmp_path)
+    one.save(4, make_state(ONE, 0), DATA, {})
+    wait(one)
+    assert not one.wanted
+    event = read_events(tmp_path)[-1]
+    assert event.kind == "checkpoint"
+    assert event.data["step"] == 4
+    assert event.data["bytes"] == sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.safetensors"))
+
+
+def test_a_checkpoint_that_fails_is_wanted_again_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, 1)
+    one = saver(tmp_path)
+    one.save(4, make_state(ONE, 0), DATA, {})
+    wait(one)
+    while not one.wanted:
+        pass
+    one.save(5, make_state(ONE, 0), DATA, {})
+    wait(one)
+    assert not one.wanted
+    assert list(published(tmp_path)) == [5]
+    assert said(tmp_path) == ["stage", "warning", "stage", "checkpoint"]
+
+
+def test_the_last_checkpoint_is_tried_until_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = failing(monkeypatch, 3)
+    one = saver(tmp_path)
+    one.finish(lambda: one.save(9, make_state(ONE, 0), DATA, {}))
+    assert len(tried) == 4
+    assert list(published(tmp_path)) == [9]
+
+
+def test_storage_that_fails_for_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, 10**6)
+    one = saver(tmp_path, patience=0.2)
+    with pytest.raises((CheckpointError, StorageError), match="Input/output error"):
+        one.finish(lambda: one.save(9, make_state(ONE, 0), DATA, {}))
+    assert published(tmp_path) == {}
