@@ -98,7 +98,7 @@ class Run:
     def hear(self, event: Event) -> None:
         """What the driver says."""
         self.events.append(event)
-        if event.kind in ("failure", "warning", "waiting", "preemption", "start"):
+        if event.kind in ("failure", "warning", "waiting", "preemption", "resize", "start"):
             since = f"{event.time - self.at:6.1f} s" if self.at else "   before"
             note(f"  {since}  {event.kind}: {event.data.get('message', event.data.get('step'))}")
             for rank, text in event.data.get("doing", {}).items():
@@ -137,7 +137,7 @@ class Run:
 @dataclass(frozen=True)
 class Fault:
     """Something that befalls a run. act: does it. nodes: that there are. said: the kind of event by which the driver says so. disk: MiB of
-    the run's own disk.
+    the run's own disk. sizes: numbers of nodes that the run may be on.
     """
 
     name: str
@@ -145,6 +145,7 @@ class Fault:
     nodes: int = 2
     said: str = "failure"
     disk: int | None = None
+    sizes: tuple[int, ...] = ()
 
 
 def kill(run: Run) -> None:
@@ -172,6 +173,21 @@ def lose_node_for_a_while(run: Run) -> None:
     run.wait(lambda: run.last("waiting", run.at))
     time.sleep(5.0)
     run.cleared = time.time()
+    run.nodes.add()
+
+
+def shrink_and_grow(run: Run) -> None:
+    """A node is gone, and another one comes when the run goes on without it."""
+    lose_node(run)
+    run.wait(lambda: (start := run.last("start", run.at)) is not None and start.data["world"] == 1)
+    reached = run.last("step", run.at)
+    run.wait(lambda: run.last("step", run.at) is not reached)
+    run.cleared = time.time()
+    run.nodes.add()
+
+
+def gain(run: Run) -> None:
+    run.at = time.time()
     run.nodes.add()
 
 
@@ -225,6 +241,8 @@ FAULTS = (
     Fault("worker stuck outside a collective", stick),
     Fault("node lost, a spare there", lose_node, nodes=3),
     Fault("node lost, another one later", lose_node_for_a_while),
+    Fault("node lost, elastic from 1 to 2", shrink_and_grow, sizes=(1, 2)),
+    Fault("node gained, elastic from 1 to 2", gain, nodes=1, said="resize", sizes=(1, 2)),
     Fault("preemption notice, a spare there", preempt, nodes=3, said="preemption"),
     Fault("storage takes nothing for 60 s", fail_storage, said="warning", disk=64),
     Fault("disk full for 30 s", fill_disk, said="warning", disk=8),
@@ -253,11 +271,14 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-def launch(package: Any, run: Run, options: dict[str, Any]) -> None:
+def launch(package: Any, run: Run, options: dict[str, Any], sizes: Sequence[int] = ()) -> None:
     """A run to its end."""
     import trainload
+    from trainload.sharding.replan import plans_of_sizes
 
     plan = trainload.plan(package, trainload.Cluster(nodes=2), "zero3")
+    if sizes:
+        options = {**options, "plans": plans_of_sizes(package, plan, sizes)}
     trainload.launch(package, plan, run.data, run_dir=run.folder, on_event=run.hear, **options)
 
 
@@ -274,7 +295,7 @@ def befall(fault: Fault, package: Any, scratch: Path, reference: Sequence[float]
 
             def train() -> None:
                 try:
-                    launch(package, run, OPTIONS)
+                    launch(package, run, OPTIONS, fault.sizes)
                 except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
                     errors.append(error)
                     run.over = True

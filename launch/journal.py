@@ -32,7 +32,8 @@ class Event:
     """Something that happened. `time`: seconds since 1970.
 
     `kind`: start (of an attempt), stage, step, eval, checkpoint (one was published), warning, waiting (for nodes), failure (of an attempt:
-    what happened, and what is done about it), preemption (of a node, announced), end (of the last step), failed or stopped (of the run).
+    what happened, and what is done about it), preemption (of a node, announced), resize (of the world), end (of the last
+    step), failed or stopped (of the run).
     """
 
     kind: str

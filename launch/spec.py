@@ -27,6 +27,8 @@ class RunSpec(BaseModel):
     version: int = 1
     package: str
     plan: Plan
+    plans: tuple[Plan, ...] = ()
+    """Of an elastic run: `plan` and those for other numbers of ranks, the smallest first."""
     data: str
     run_dir: str
     steps: int = Field(ge=1)
@@ -56,6 +58,11 @@ class RunSpec(BaseModel):
     """The package's; None in runs from before it was kept."""
     policies: tuple[Policy, ...] = ()
     """What the driver found. Every worker holds the package to them, and to its own machine's."""
+
+
+def least_plan(spec: RunSpec) -> Plan:
+    """The plan that needs the fewest ranks."""
+    return spec.plans[0] if spec.plans else spec.plan
 
 
 def default_cache_dir() -> Path:

@@ -100,7 +100,7 @@ def run(folder: Path, steps: int | None) -> dict[str, Any]:
             cluster = ("--devices-per-node", str(WORKERS), "--strategy", STRATEGY)
             trainload("plan", package, *cluster, "-o", plan, cwd=elsewhere)
         with stages.stage("launch"):
-            data: list[str | Path] = ["--data", made.train, "--eval-data", made.held_out, "--eval-batches", str(EVAL_BATCHES)]
+            data: list[str | Path] = ["--data", made.train, "--eval-data", made.held_out, "--set", f"eval_batches={EVAL_BATCHES}"]
             length = ["--steps", str(steps)] if steps is not None else []
             paths: list[str | Path] = ["--run-dir", folder / "run", "--output", trained]
             result = trainload("launch", package, "--plan", plan, *data, *length, *paths, cwd=elsewhere)

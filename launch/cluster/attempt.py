@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from trainload.capture.errors import RunInterrupted, TrainloadError
+from trainload.launch.ahead import compile_ahead
 from trainload.launch.cluster.mailbox import Mailbox, RayContact
 from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
 from trainload.launch.cluster.output import heard
@@ -154,6 +155,8 @@ def _loop(config: dict[str, Any]) -> None:
     place = Place(rank, len(orders.seats), local_world, orders.seats[rank])
     contact = orders.contact(rank, f"rank {rank}")
     try:
+        if orders.seats.index(place.node) == rank:
+            compile_ahead(orders.spec, local_world, contact)
         with heard(contact.printed):
             run_worker(orders.spec, place, contact)
     except RunInterrupted:

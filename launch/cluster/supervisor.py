@@ -24,21 +24,25 @@ from trainload.capture.errors import (
     TrainingError,
     TrainloadError,
 )
+from trainload.launch.activity import Phase
 from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt
 from trainload.launch.cluster.book import Book
 from trainload.launch.cluster.mailbox import Beat, Mailbox
-from trainload.launch.cluster.nodes import Leave, nodes_of, resource_of, seats
+from trainload.launch.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
 from trainload.launch.cluster.tasks import end_workers, on_node, unreachable
 from trainload.launch.contact import Request, asked_by_file, take_back
 from trainload.launch.journal import POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor
-from trainload.launch.spec import RunSpec, replace_file, resume_command
+from trainload.launch.spec import RunSpec, least_plan, replace_file, resume_command
 from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
+from trainload.sharding.plan import Plan
 
 _LISTEN_SECONDS = 10.0
 _END_SECONDS = 20.0
 _SAY_SECONDS = 30.0
 _LONGEST_PAUSE = 60.0
+_GROW_SECONDS = 10.0
+"""How long there must have been room for more ranks before a run takes it."""
 _PASSING = (StorageError, CheckpointError, MissingDataError)
 """What a run that has already stepped tries again, for as long as it has patience with storage."""
 
@@ -76,6 +80,7 @@ class Supervisor:
         self._moving = False
         self._beats: Sequence[Beat] = ()
         self._order: tuple[int, ...] = ()
+        self._larger_since: float | None = None
         self._lost: set[str] = set()
 
     def run(self) -> None:
@@ -108,7 +113,10 @@ class Supervisor:
     def _attempt(self) -> bool:
         """Whether the run has ended."""
         self._await_storage()
-        places = self._find_seats()
+        plan, places = self._find_seats()
+        if plan.world_size != self._spec.plan.world_size:
+            self._book.write("resize", message=f"{self._spec.plan.world_size} -> {plan.world_size} ranks", world=plan.world_size)
+        self._spec = self._spec.model_copy(update={"plan": plan})
         self._number += 1
         ray.get(self._mailbox.begin.remote(self._number))
         self._beats, self._order, self._moving = (), (), False
@@ -171,7 +179,7 @@ class Supervisor:
     def _heed(self, leave: Leave) -> None:
         """What is done about nodes that will be gone: the run goes elsewhere, where there is room, and saves what it has in any case."""
         for node, seconds in leave.news().items():
-            elsewhere = self._stepped and seats(self._spec.plan, leave.without_us(nodes_of(self._spec.plan.cluster.device))) is not None
+            elsewhere = self._stepped and self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device))) is not None
             self._moving = self._moving or elsewhere
             self._book.write(
                 "preemption",
@@ -186,6 +194,19 @@ class Supervisor:
             if not elsewhere:
                 with suppress(OSError):
                     (self._run_dir / Request.CHECKPOINT.file).touch()
+        if self._spec.plans and not self._moving:
+            self._grow(leave)
+
+    def _grow(self, leave: Leave) -> None:
+        """Goes to more nodes, if there have been some for a while. The workers save what they have before they go."""
+        found = self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device)))
+        larger = found is not None and found[0].world_size > self._spec.plan.world_size
+        if not larger or not self._beats or any(beat.doing.phase is Phase.STARTING for beat in self._beats):
+            self._larger_since = None
+        elif self._larger_since is None:
+            self._larger_since = time.monotonic()
+        elif time.monotonic() - self._larger_since > _GROW_SECONDS:
+            self._larger_since, self._moving = None, True
 
     def _what_happened(self, attempt: Attempt) -> _Failed:
         """Why Ray Train gave the attempt up."""
@@ -308,33 +329,41 @@ class Supervisor:
                     self._book.write("waiting", message=f"for storage: {self._run_dir} cannot be written: {error.strerror}")
             self._pause(POLL_SECONDS * 10)
 
-    def _find_seats(self) -> list[str]:
-        """Where the next attempt's workers go, by rank. Waits until there is room for them.
+    def _fitting(self, nodes: Sequence[Node]) -> tuple[Plan, list[str]] | None:
+        """The largest of the run's plans that there is room for, and where its ranks go."""
+        for plan in reversed(self._spec.plans or (self._spec.plan,)):
+            found = seats(plan, nodes, without=self._lost)
+            if found is not None:
+                return plan, found
+        return None
+
+    def _find_seats(self) -> tuple[Plan, list[str]]:
+        """The plan of the next attempt, and where its workers go, by rank. Waits until there is room for them.
 
         Raises: ClusterError where there is none for too long; RunInterrupted where the run is asked to stop meanwhile.
         """
-        plan = self._spec.plan
+        least = least_plan(self._spec)
         began, said = time.monotonic(), 0.0
         while True:
-            there = nodes_of(plan.cluster.device)
+            there = nodes_of(least.cluster.device)
             if self._lost:
                 self._lost &= unreachable([node.id for node in there if node.id in self._lost])
-            found = seats(plan, there, without=self._lost)
+            found = self._fitting(there)
             if found is not None:
                 return found
-            name = resource_of(plan.cluster.device)
+            name = resource_of(least.cluster.device)
             free = ", ".join(f"{n.free} of {n.devices}" for n in there if n.id not in self._lost) or "none"
             if time.monotonic() - began > self._spec.node_patience:
                 raise ClusterError(
                     "there were too few nodes for too long",
                     where=str(self._run_dir),
-                    expected=f"{plan.world_size} free {name}s within {self._spec.node_patience:g} s",
+                    expected=f"{least.world_size} free {name}s within {self._spec.node_patience:g} s",
                     got=free,
                     cure=f"Continue on what there is with: {self._how_to_resume()} --workers N",
                 )
             if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
                 said = time.monotonic()
-                self._book.write("waiting", message=f"for {plan.world_size} free {name}s; by node there are {free}")
+                self._book.write("waiting", message=f"for {least.world_size} free {name}s; by node there are {free}")
             self._tell_state()
             self._pause(POLL_SECONDS * 5)
 

@@ -25,7 +25,7 @@ from trainload.launch.data.run_data import check_run_data
 from trainload.launch.journal import Event, followed
 from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_for_run, open_with
 from trainload.launch.result import RunResult, check_output, finish
-from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, read_spec, write_spec
+from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, least_plan, read_spec, write_spec
 from trainload.launch.state import demand_no_driver
 from trainload.packaging.assets import asset_sources
 from trainload.packaging.op_libraries import Libraries
@@ -38,6 +38,7 @@ from trainload.sharding.check_plan import check_plan
 from trainload.sharding.estimate import kept_per_element, state_counts
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster, Plan
+from trainload.sharding.replan import replan
 from trainload.sharding.simulate import simulate
 from trainload.sharding.strategies import Strategy
 
@@ -176,6 +177,8 @@ class RunOptions(TypedDict, total=False):
     hang_timeout: seconds without a sign of progress of a rank after which it is ended; 300. On Ray.
     start_timeout: the same before the first step; 3600.
     storage_patience: seconds for which storage may fail before the run is given up; 600.
+    plans: others for the package, of other numbers of ranks and the same global batch (`plans_of_sizes`): the run takes the largest that
+        there are nodes for, at its start and whenever nodes are lost or come. On Ray.
     node_patience: seconds for which a run waits for nodes that were lost or are taken; 1800.
     backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
     address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
@@ -199,6 +202,7 @@ class RunOptions(TypedDict, total=False):
     start_timeout: float
     storage_patience: float
     node_patience: float
+    plans: Sequence[Plan]
     backend: Backend
     address: str | None
     libraries: Libraries
@@ -271,33 +275,10 @@ def resume(
     spec = spec.model_copy(update={"policies": policies})
     package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
     if plan is not None:
-        spec = spec.model_copy(update={"plan": _another_plan(plan, spec.plan, workers, strategy)})
+        spec = spec.model_copy(update={"plan": _another_plan(plan, spec.plan, workers, strategy), "plans": ()})
     elif workers is not None or strategy is not None:
-        world = workers or spec.plan.world_size
-        cluster = Cluster(nodes=1, devices_per_node=world, device=spec.plan.cluster.device)
-        kept = strategy or (None if world == 1 or spec.plan.strategy == "single" else spec.plan.strategy)
-        ranks = spec.plan.shard_ranks if kept == "hybrid" and world % (spec.plan.shard_ranks or 1) == 0 else None
-        tensor = spec.plan.tensor_ranks if world % spec.plan.tensor_ranks == 0 else 1
-        divide = spec.plan.divide if tensor > 1 else "tensor"
-        rules = dict(spec.plan.tensor_shards) if tensor > 1 and divide in ("tensor", "sequence") else None
-        pipeline = spec.plan.pipeline if world // tensor % spec.plan.pipeline_ranks == 0 else None
-        new_plan = make_plan(
-            package,
-            cluster,
-            kept,
-            global_batch=spec.plan.global_batch,
-            prefetch=spec.plan.prefetch,
-            shard_ranks=ranks,
-            tensor_ranks=tensor,
-            tensor_rules=rules,
-            divide=divide,
-            batch_norm=spec.plan.batch_norm,
-            recompute=spec.plan.recompute,
-            pipeline_ranks=1 if pipeline is None else pipeline.ranks,
-            schedule=None if pipeline is None else pipeline.schedule,
-            stages_per_rank=None if pipeline is None else len(pipeline.stage_ranks) // pipeline.ranks,
-        )
-        spec = spec.model_copy(update={"plan": new_plan})
+        cluster = Cluster(nodes=1, devices_per_node=workers or spec.plan.world_size, device=spec.plan.cluster.device)
+        spec = spec.model_copy(update={"plan": replan(package, spec.plan, cluster, strategy), "plans": ()})
     _check_request(package, spec)
     check_output(spec, new=False)
     return _run(package, spec, backend or "ray", address, on_event or _ignore, new=False)
@@ -351,7 +332,7 @@ def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
 
         started = connect(options.get("address"))
         try:
-            demand_seats(plan, nodes_of(plan.cluster.device))
+            demand_seats(least_plan(spec), nodes_of(plan.cluster.device))
         finally:
             if started:
                 ray.shutdown()
@@ -400,6 +381,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         start_timeout=options.get("start_timeout", 3600.0),
         storage_patience=options.get("storage_patience", 600.0),
         node_patience=options.get("node_patience", 1800.0),
+        plans=_in_order(plan, options.get("plans", ())),
         libraries={**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
         trust_extensions=options.get("trust_extensions", False),
         digest=package.digest,
@@ -407,11 +389,22 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
     )
 
 
+def _in_order(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
+    """All plans of an elastic run, the smallest first; none for others. Raises: PlanError where they are not of one run."""
+    if not others:
+        return ()
+    found = {each.world_size: each for each in (*others, plan)}
+    for each in found.values():
+        _another_plan(each, plan, None, None)
+    return tuple(found[world] for world in sorted(found))
+
+
 def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
     demand_weights(package)
     package.check_contents()
-    check_plan(spec.plan, package)
+    for each in spec.plans or (spec.plan,):
+        check_plan(each, package)
     count = spec.plan.rows_per_call
     rows = check_run_data(spec.data, package, count)
     eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
@@ -480,7 +473,7 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
 
     started = connect(address)
     try:
-        demand_seats(spec.plan, nodes_of(spec.plan.cluster.device))
+        demand_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
         if new:
             write_spec(spec)
         Supervisor(spec, on_event).run()

@@ -17,8 +17,9 @@ from trainload import view
 from trainload.capture.errors import RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
-from trainload.commands.planning import make_plan, read_plan
-from trainload.commands.shared import err, json_option, package_argument, positive, show_record
+from trainload.commands.planning import KINDS, make_plan, read_plan
+from trainload.commands.settings import settings
+from trainload.commands.shared import CountOf, Span, err, json_option, package_argument, positive, show_record
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
     from trainload.sharding.strategies import Strategy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def device_option(command: Command) -> Command:
-    """Add --device."""
-    return click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Kind of device.")(command)
 
 
 def backend_option(command: Command) -> Command:
@@ -48,69 +44,74 @@ def strategy_option(command: Command) -> Command:
 @package_argument
 @click.option("--data", required=True, metavar="PATH", help="Parquet, npz or a mixture.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
-@click.option("--workers", type=positive, metavar="N", help="Without a plan: workers. Default: 1.")
+@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
 @strategy_option
-@device_option
+@click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or from A to B as they come and go.")
 @click.option("--steps", type=positive, metavar="N", help="Updates. Default: the job's.")
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="What the run keeps. Default: in runs/.")
 @click.option("--eval-data", metavar="PATH", help="Held-out data.")
 @click.option("--eval-every", type=positive, metavar="N", help="Updates between two evaluations.")
-@click.option("--eval-batches", type=positive, metavar="N", help="Batches of one evaluation.")
 @click.option("--checkpoint-every", type=positive, metavar="N", help="Updates between two checkpoints.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Where to write the trained package.")
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
-@click.option("--max-failures", type=click.IntRange(min=0), metavar="N", default=3, help="Restarts of a run. Default: 3.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting: see docs/runs.md.")
 @click.option("--dry-run", is_flag=True, help="Check everything, start nothing.")
 @json_option
 def launch(
     package: Path,
     data: str,
     plan_file: Path | None,
-    workers: int | None,
+    workers: tuple[int, str] | None,
     strategy: Strategy | None,
-    device: str,
+    nodes: tuple[int, int] | None,
     steps: int | None,
     run_dir: Path | None,
     eval_data: str | None,
     eval_every: int | None,
-    eval_batches: int | None,
     checkpoint_every: int | None,
     output: Path | None,
     backend: Backend,
     address: str | None,
     no_compile: bool,
-    max_failures: int,
+    given: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Train a package, on Ray unless told otherwise."""
+    if nodes is not None and nodes[1] > 1 and backend != "ray":
+        raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
     if plan_file is not None and (workers is not None or strategy is not None):
         raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
     opened = shared.open_to_run(package)
     if workers is None and backend == "torchrun":
-        workers = int(os.environ.get("WORLD_SIZE", "1"))
-    made = read_plan(plan_file) if plan_file is not None else make_plan(opened, 1, workers or 1, device, strategy)
+        workers = (int(os.environ.get("WORLD_SIZE", "1")), "cpu")
+    least, most = nodes or (1, 1)
+    per_node, device = workers or (1, "cpu")
+    made = read_plan(plan_file) if plan_file is not None else make_plan(opened, most, per_node, device, strategy)
     run_dir = run_dir or Path("runs") / f"{package.stem}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
         "steps": steps,
         "eval_data": eval_data,
         "eval_every": eval_every,
-        "eval_batches": eval_batches,
         "checkpoint_every": checkpoint_every,
         "output": output.absolute() if output is not None else None,
         "backend": backend,
         "address": address,
         "compile": not no_compile,
-        "max_failures": max_failures,
         "libraries": shared.libraries(),
         "trust_extensions": shared.trusts_extensions(),
         "policy": shared.policy(),
+        **settings(given),
     }
+    if least < most:
+        from trainload.sharding.replan import plans_of_sizes
+
+        options["plans"] = plans_of_sizes(opened, made, range(least, most + 1))
     from trainload import api
 
     if dry_run:

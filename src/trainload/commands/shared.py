@@ -60,6 +60,21 @@ class CountOf(click.ParamType[tuple[int, str]]):
         return int(count), name if slash else self._names[0]
 
 
+class Span(click.ParamType[tuple[int, int]]):
+    """N, or A:B: (least, most)."""
+
+    name = "span"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Reads what the user wrote."""
+        if isinstance(value, tuple):
+            return value
+        least, colon, most = str(value).partition(":")
+        if not least.isdecimal() or (colon and not most.isdecimal()) or not 0 < int(least) <= int(most or least) <= 2**20:
+            self.fail(f"{value!r} is no number from 1 on, or two with a colon, the smaller one first", param, ctx)
+        return int(least), int(most or least)
+
+
 def open_package(path: Path) -> Package:
     """Open the package that a command was given."""
     if not path.exists():
