@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 import warnings
 
 import ray
@@ -26,9 +27,10 @@ def connect(address: str | None) -> bool:
     # Workers keep the working directory of the driver, so that an import or a path means the same there.
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # Ray Train waits out the time that is left; the supervisor uses it
+    began = time.monotonic()
     try:
         if address is not None:
-            _demand_listener(address)
+            demand_listener(address)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(
@@ -38,14 +40,23 @@ def connect(address: str | None) -> bool:
         raise ClusterError(
             "no Ray cluster answers",
             where=f"address {address or 'local'}",
-            got=str(error).splitlines()[0],
+            got=f"{str(error).splitlines()[0]}, after {time.monotonic() - began:.0f} s",
             cure="Start one with `ray start --head`, or leave out --address for a local one.",
         ) from error
     return True
 
 
-def _demand_listener(address: str) -> None:
+def demand_listener(address: str) -> None:
     """Demands that somebody listens at host:port, since Ray would try for minutes. Raises: OSError, ValueError."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
         socket.create_connection((host.strip("[]"), int(port)), _LISTEN_SECONDS).close()
+
+
+def answers(address: str) -> bool:
+    """Whether somebody listens at an address."""
+    try:
+        demand_listener(address)
+    except (OSError, ValueError):
+        return False
+    return True

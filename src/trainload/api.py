@@ -241,6 +241,19 @@ def launch(
     return _run(package, spec, backend, options.get("address"), on_event or _ignore, new=True)
 
 
+def prepare(package: Package, plan: Plan, data: str | Path, **options: Unpack[RunOptions]) -> Path:
+    """Writes a run's folder, after all that `launch` checks before it starts anything but the cluster. `resume` then trains it.
+
+    Args: as of `launch`. Returns: the folder. Raises: as `launch`, but for what the cluster and the training raise.
+    """
+    spec = _spec(package, plan, data, options)
+    demand_run(package, spec.policies)
+    _check_request(package, spec)
+    _check_place(package, spec)
+    write_spec(spec)
+    return Path(spec.run_dir)
+
+
 def resume(
     run_dir: str | Path,
     *,

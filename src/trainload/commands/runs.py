@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trainload import view
-from trainload.capture.errors import RunInterrupted, StorageError
+from trainload.capture.errors import ClusterError, RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
+from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
 from trainload.commands.settings import settings
-from trainload.commands.shared import CountOf, Span, err, json_option, package_argument, positive, show_record
+from trainload.commands.shared import DONE, WRONG, CountOf, Span, err, json_option, package_argument, positive, show_record
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def strategy_option(command: Command) -> Command:
 @click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
 @click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting: see docs/runs.md.")
+@click.option("--detach", is_flag=True, help="Leave it to the cluster, as a job.")
 @click.option("--dry-run", is_flag=True, help="Check everything, start nothing.")
 @json_option
 def launch(
@@ -76,14 +79,17 @@ def launch(
     address: str | None,
     no_compile: bool,
     given: tuple[str, ...],
+    detach: bool,
     dry_run: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Train a package, on Ray unless told otherwise."""
     if nodes is not None and nodes[1] > 1 and backend != "ray":
         raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
     if plan_file is not None and (workers is not None or strategy is not None):
         raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
+    if detach and not (address or "").startswith(("http://", "https://")):
+        raise click.UsageError("--detach goes with the --address of a cluster's dashboard: http://HOST:8265.")
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
     opened = shared.open_to_run(package)
@@ -118,10 +124,50 @@ def launch(
         with redirect_stdout(sys.stderr):
             report = api.dry_run(opened, made, data, **options)
         show_record(report, as_json)
-        return
+        return DONE
+    if backend == "ray" and address is not None:
+        api.prepare(opened, made, data, **options)
+        return _detach(run_dir.absolute(), address, as_json) if detach else _keep(run_dir.absolute(), address, as_json)
     result = _watch(lambda report: api.launch(opened, made, data, **options, on_event=report), run_dir)
     if _leads(backend):
         show_record(result, as_json)
+    return DONE
+
+
+def _keep(run_dir: Path, address: str, as_json: bool) -> int:
+    """Drives a run on a cluster from a process of its own. Where nothing was begun, nothing is left."""
+    from trainload.launch.cluster.connection import answers
+    from trainload.launch.journal import JOURNAL
+    from trainload.launch.spec import RUN_FILE, read_spec
+
+    status = keep(_driver(run_dir, address, as_json), run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
+    if status == WRONG and not (run_dir / JOURNAL).exists():
+        (run_dir / RUN_FILE).unlink()
+        shutil.rmtree(run_dir)
+    return status
+
+
+def _detach(run_dir: Path, address: str, as_json: bool) -> int:
+    """Has the cluster drive a run."""
+    from trainload.launch.cluster.jobs import submit
+
+    try:
+        job = submit(address, run_dir, _driver(run_dir, "auto", as_json=False))
+    except ClusterError:
+        shutil.rmtree(run_dir)  # nothing was begun
+        raise
+    if as_json:
+        shared.print_json({"run": run_dir, "job": job, "address": address})
+        return DONE
+    shared.out().print(view.table([("run", str(run_dir)), ("job", job), ("watch", f"trainload status {run_dir}")]))
+    return DONE
+
+
+def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
+    """The arguments by which a run is driven."""
+    policy = shared.policy()
+    options = [] if policy is None else ["--policy", str(policy.absolute())]
+    return [*options, "resume", str(run_dir), "--address", address, *(["--json"] if as_json else [])]
 
 
 @click.command(short_help="Continue a run.")
@@ -140,11 +186,18 @@ def resume(
     backend: Backend,
     address: str | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Continue a run from its last checkpoint, on as many workers as there are now."""
     if not run_dir.is_dir():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
     demand_supported_torch()
+    if is_kept():
+        obey_keeper()
+    elif backend == "ray" and address is not None and not (workers or strategy or plan_file):
+        from trainload.launch.state import demand_no_driver
+
+        demand_no_driver(run_dir)
+        return _keep(run_dir.absolute(), address, as_json)
     plan = read_plan(plan_file) if plan_file is not None else None
     from trainload import api
 
@@ -156,6 +209,7 @@ def resume(
     result = _watch(work, run_dir)
     if _leads(backend):
         show_record(result, as_json)
+    return DONE
 
 
 def _leads(backend: Backend) -> bool:

@@ -1,0 +1,71 @@
+"""Runs that go on without the process that launched them: their driver is a job of the Ray cluster."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainload.capture.errors import ClusterError, TrainingError
+from trainload.launch.cluster.connection import demand_listener
+from trainload.launch.state import read_state
+
+_BEGIN_SECONDS = 120.0
+_LOOK_SECONDS = 0.5
+
+
+def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
+    """Has a cluster drive a run.
+
+    Args:
+        address: of the cluster's dashboard, http://HOST:8265.
+        run_dir: the run's folder, which the cluster's head must see under the same path.
+        arguments: of `trainload`, there.
+
+    Returns:
+        The job's id, "trainload-" and the name of the run's folder.
+
+    Raises:
+        ClusterError: nobody answers at the address, or the cluster has a job of this name.
+        TrainingError: the driver ended before it had begun; its last words.
+    """
+    client = _client(address)
+    name = f"trainload-{run_dir.name}"
+    try:
+        client.submit_job(entrypoint=shlex.join(["python", "-m", "trainload", *arguments]), submission_id=name)
+    except RuntimeError as error:
+        taken = "already exists" in str(error)
+        raise ClusterError(
+            "the cluster has a job of this name already" if taken else "the cluster does not take the job",
+            where=f"{address}, job {name}",
+            got="" if taken else str(error).splitlines()[0],
+            cure="Choose another --run-dir: the job has the name of its last part." if taken else "",
+        ) from error
+    until = time.monotonic() + _BEGIN_SECONDS
+    while time.monotonic() < until:
+        state = read_state(run_dir)
+        if state is not None:
+            return name
+        if client.get_job_status(name).is_terminal():
+            said = [line for line in client.get_job_logs(name).splitlines() if line.strip()]
+            raise TrainingError("the driver ended before it had begun", where=f"{address}, job {name}", got=said[-1] if said else "no word")
+        time.sleep(_LOOK_SECONDS)
+    return name  # it waits for its turn
+
+
+def _client(address: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    began = time.monotonic()
+    try:
+        demand_listener(address.partition("://")[2] or address)
+        return JobSubmissionClient(address)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            "no Ray cluster takes jobs there",
+            where=f"address {address}",
+            got=f"{str(error).splitlines()[0]}, after {time.monotonic() - began:.0f} s",
+            cure="Give the address of its dashboard, http://HOST:8265; `ray start --head` says it.",
+        ) from error

@@ -1,0 +1,89 @@
+"""Keeps the driver of a run going: it is a process of its own, which is started again where it, or its way to the cluster, is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainload.commands.shared import FAILED, err
+
+KEPT = "TRAINLOAD_KEPT"
+"""Set in the environment of a driver that is kept."""
+_DEATH_OF_PARENT = 1
+_PAUSE_SECONDS = 2.0
+_MOST_LOSSES = 3
+
+
+def is_kept() -> bool:
+    """Whether this process is a driver that another one keeps."""
+    return KEPT in os.environ
+
+
+def obey_keeper() -> None:
+    """In a driver that is kept: SIGTERM asks the run to stop, as Ctrl-C does; and so does the death of the keeper."""
+
+    def ask(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, ask)
+    ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)
+
+
+def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], patience: float) -> int:
+    """Runs `trainload ARGUMENTS`, which drives a run, to its end.
+
+    A driver that ends without having said how is lost: it was killed, or Ray ended it because the cluster's head is gone. Then this waits
+    until the cluster answers, and starts another one; until three in a row were lost without a new checkpoint.
+
+    Args:
+        arguments: of the driver.
+        run_dir: the run's folder.
+        answers: whether the cluster does.
+        patience: seconds that it may take to.
+
+    Returns:
+        The driver's exit status.
+    """
+    from trainload.launch.state import read_state
+
+    losses, saved = 0, None
+    while True:
+        status = _drive(arguments)
+        state = read_state(run_dir)
+        begun = state is not None and not state.over
+        if state is None or not begun or status == 0:
+            return status
+        losses = 1 if state.summary.checkpoint != saved else losses + 1
+        saved = state.summary.checkpoint
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        if losses > _MOST_LOSSES:
+            err().print(f"the run's driver was lost again ({how}): given up", markup=False, highlight=False, soft_wrap=True)
+            return FAILED
+        err().print(f"the run's driver was lost ({how}): another one takes its place", markup=False, highlight=False, soft_wrap=True)
+        until = time.monotonic() + patience
+        while not answers():
+            if time.monotonic() > until:
+                err().print(f"the cluster has not answered for {patience:g} s: given up", highlight=False, soft_wrap=True)
+                return FAILED
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _drive(arguments: Sequence[str]) -> int:
+    """Runs one driver, and passes signals on to it."""
+    driver = subprocess.Popen([sys.executable, "-m", "trainload", *arguments], env={**os.environ, KEPT: "1"}, start_new_session=True)
+
+    def forward(number: int, frame: object) -> None:
+        driver.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return driver.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
