@@ -19,6 +19,7 @@
     │   └── VersionError                the installed torch is not supported
     └── WorkError (RuntimeError)        the work failed; the command line exits with 1
         ├── TrainingError               a run ended before its last step
+        │   └── LostClusterError        its cluster does not answer any more
         ├── CheckpointError             no checkpoint could be written or read
         └── RunInterrupted              somebody asked the run to stop
 
@@ -170,6 +171,10 @@ class WorkError(TrainloadError, RuntimeError):
 
 class TrainingError(WorkError):
     """A run ended before its last step."""
+
+
+class LostClusterError(TrainingError):
+    """A run's cluster does not answer any more; the run can be resumed when one does."""
 
 
 class CheckpointError(WorkError):

@@ -37,7 +37,7 @@ class Summary(BaseModel):
         world: ranks of the last attempt. strategy: its plan's.
         starts: attempts that got to the loop. failures: attempts that failed. warnings: how many there were.
         last_failure: what the driver said of the last one.
-        message: why the run stopped or failed, or what it waits for.
+        message: why the run stopped or failed, or what it waits for. error: the name of the error by which it did.
         phase: waiting, running, ended, stopped or failed.
         updated: time of the last event.
     """
@@ -63,6 +63,7 @@ class Summary(BaseModel):
     warnings: int = 0
     last_failure: str = ""
     message: str = ""
+    error: str = ""
     phase: Phase = "waiting"
     updated: float = 0.0
 
@@ -74,7 +75,7 @@ class Summary(BaseModel):
             case "start":
                 self.step, self.steps, self.world, self.strategy = data["step"], data["steps"], data["world"], data["strategy"]
                 self.starts += 1
-                self.phase, self.message, self.data_wait = "running", "", None
+                self.phase, self.message, self.error, self.data_wait = "running", "", "", None
             case "step":
                 self.step, self.loss, self.gradient_norm = data["step"] + 1, data["loss"], data["gradient_norm"]
                 self.tokens_per_second, self.rows_per_second = data.get("tokens_per_second"), data.get("rows_per_second")
@@ -95,7 +96,7 @@ class Summary(BaseModel):
             case "end":
                 self.phase, self.step, self.seconds_left = "ended", data["step"], 0.0
             case "failed" | "stopped":
-                self.phase, self.message = event.kind, data["message"]
+                self.phase, self.message, self.error = event.kind, data["message"], data["error"]
 
 
 class RankSeen(BaseModel):

@@ -7,16 +7,20 @@ import os
 import socket
 import time
 import warnings
+from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from trainload.capture.errors import ClusterError
 
 _LISTEN_SECONDS = 5.0
+_LOOPBACK = "127.0.0.1"
 
 
 def connect(address: str | None) -> bool:
-    """Connects to a cluster, or starts a local one. Returns: whether this process started it.
+    """Connects to a cluster, or starts a local one: on this machine's loopback alone, and for those who have its token, which Ray makes and
+    keeps in ~/.ray/auth_token. Returns: whether this process started it.
 
     Raises: ClusterError if the address does not answer.
     """
@@ -30,12 +34,12 @@ def connect(address: str | None) -> bool:
     began = time.monotonic()
     try:
         if address is not None:
+            show_token()
             demand_listener(address)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ray.init(
-                address=address or "local", include_dashboard=None if address else False, log_to_driver=False, logging_level=logging.ERROR
-            )
+            own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
             "no Ray cluster answers",
@@ -44,6 +48,14 @@ def connect(address: str | None) -> bool:
             cure="Start one with `ray start --head`, or leave out --address for a local one.",
         ) from error
     return True
+
+
+def show_token() -> None:
+    """Has this process show the user's token to clusters that it asks, if there is one (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
+    ~/.ray/auth_token), unless RAY_AUTH_MODE says otherwise. Ray itself does so for clusters that it has found by itself alone.
+    """
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it says so each time
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def demand_listener(address: str) -> None:

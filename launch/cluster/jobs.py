@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import ClusterError, TrainingError
-from trainload.launch.cluster.connection import demand_listener
+from trainload.launch.cluster.connection import demand_listener, show_token
 from trainload.launch.state import read_state
 
 _BEGIN_SECONDS = 120.0
@@ -60,6 +60,7 @@ def _client(address: str) -> Any:
 
     began = time.monotonic()
     try:
+        show_token()
         demand_listener(address.partition("://")[2] or address)
         return JobSubmissionClient(address)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from trainload.capture.errors import (
     CheckpointError,
     ClusterError,
+    LostClusterError,
     MissingDataError,
     RunInterrupted,
     StorageError,
@@ -41,6 +42,8 @@ _LISTEN_SECONDS = 10.0
 _END_SECONDS = 20.0
 _SAY_SECONDS = 30.0
 _LONGEST_PAUSE = 60.0
+_LOST_SECONDS = 30.0
+"""How long a cluster may not answer before it is taken for lost."""
 _GROW_SECONDS = 10.0
 """How long there must have been room for more ranks before a run takes it."""
 _PASSING = (StorageError, CheckpointError, MissingDataError)
@@ -81,6 +84,7 @@ class Supervisor:
         self._beats: Sequence[Beat] = ()
         self._order: tuple[int, ...] = ()
         self._larger_since: float | None = None
+        self._unheard_since: float | None = None
         self._lost: set[str] = set()
 
     def run(self) -> None:
@@ -96,17 +100,35 @@ class Supervisor:
         """
         take_back(self._run_dir)  # of an attempt that was ended before it could stop
         try:
-            while not self._attempt():
-                pass
+            self._run()
         except BaseException as error:
             self._book.say(last_word(error))
             raise
         finally:
             with suppress(OSError):
                 take_back(self._run_dir)
-            with suppress(RayError):
-                ray.kill(self._mailbox)
             self._tell_state(over=True)
+
+    def _run(self) -> None:
+        try:
+            while not self._attempt():
+                pass
+        except LostClusterError:
+            raise
+        except RayError as error:  # it was asked something else than what workers have said
+            raise self._lost_cluster(error) from error
+        except BaseException:
+            ray.kill(self._mailbox)
+            raise
+        ray.kill(self._mailbox)
+
+    def _lost_cluster(self, error: RayError) -> LostClusterError:
+        return LostClusterError(
+            "the cluster does not answer any more",
+            where=str(self._run_dir),
+            got=str(error).splitlines()[0],
+            cure=f"When it does, continue with: {self._how_to_resume()}",
+        )
 
     # One attempt
 
@@ -128,8 +150,12 @@ class Supervisor:
         attempt.start()
         try:
             failed = self._follow(attempt, monitor, leave)
-        finally:
+        except LostClusterError:
+            raise  # there is nobody to end it
+        except BaseException:
             attempt.end()
+            raise
+        attempt.end()
         if failed is None:
             if self._stop_asked and not self._book.ended:
                 raise RunInterrupted("the run was interrupted", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
@@ -283,12 +309,11 @@ class Supervisor:
         try:
             found = ray.get(self._mailbox.collect.remote(wanted, self._book.written), timeout=_LISTEN_SECONDS)
         except RayError as error:
-            raise ClusterError(
-                "the cluster does not answer any more",
-                where=str(self._run_dir),
-                got=str(error).splitlines()[0],
-                cure=f"When it does, continue with: {self._how_to_resume()}",
-            ) from error
+            self._unheard_since = self._unheard_since or time.monotonic()
+            if not isinstance(error, ActorDiedError) and time.monotonic() - self._unheard_since < _LOST_SECONDS:
+                return None
+            raise self._lost_cluster(error) from error
+        self._unheard_since = None
         self._book.take(found.events)
         self._book.keep(found.printed)
         self._stepped = self._stepped or self._book.stepped

@@ -43,12 +43,12 @@ def test_failures_are_counted_and_the_last_one_is_kept() -> None:
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 def test_the_last_word_says_why(kind: str) -> None:
-    found = summed(START, Event(kind, {"message": "because"}, 3.0))
+    found = summed(START, Event(kind, {"message": "because", "error": "TrainingError"}, 3.0))
     assert (found.phase, found.message) == (kind, "because")
 
 
 def test_a_run_that_goes_on_has_no_last_word() -> None:
-    found = summed(START, Event("stopped", {"message": "because"}, 3.0), START)
+    found = summed(START, Event("stopped", {"message": "because", "error": "TrainingError"}, 3.0), START)
     assert (found.phase, found.message) == ("running", "")
 
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainload.commands.shared import FAILED, err
+from trainload.capture.errors import LostClusterError
+from trainload.commands.shared import DONE, FAILED, WRONG, err
 
 KEPT = "TRAINLOAD_KEPT"
 """Set in the environment of a driver that is kept."""
@@ -38,8 +39,8 @@ def obey_keeper() -> None:
 def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], patience: float) -> int:
     """Runs `trainload ARGUMENTS`, which drives a run, to its end.
 
-    A driver that ends without having said how is lost: it was killed, or Ray ended it because the cluster's head is gone. Then this waits
-    until the cluster answers, and starts another one; until three in a row were lost without a new checkpoint.
+    A driver is lost that ends without having said how, since it was killed, or because the cluster's head is gone. Then this waits until
+    the cluster answers, and starts another one; until three in a row were lost without a new checkpoint.
 
     Args:
         arguments: of the driver.
@@ -56,8 +57,13 @@ def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], p
     while True:
         status = _drive(arguments)
         state = read_state(run_dir)
-        begun = state is not None and not state.over
-        if state is None or not begun or status == 0:
+        lost = state is not None and (not state.over or state.summary.error == LostClusterError.__name__)
+        if state is None and status not in (DONE, FAILED, WRONG):
+            err().print(
+                f"trainload: the driver of {run_dir} died before it had begun, with status {status}", soft_wrap=True, highlight=False
+            )
+            return FAILED
+        if state is None or not lost or status == DONE:
             return status
         losses = 1 if state.summary.checkpoint != saved else losses + 1
         saved = state.summary.checkpoint
