@@ -7,21 +7,21 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from trainload import view
-from trainload.capture.errors import ClusterError, RunInterrupted, StorageError
+from trainload.capture.errors import RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
 from trainload.commands.settings import settings
-from trainload.commands.shared import DONE, WRONG, CountOf, Span, err, json_option, package_argument, positive, show_record
+from trainload.commands.shared import DONE, CountOf, Span, err, json_option, package_argument, positive, show_record
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ def launch(
         show_record(report, as_json)
         return DONE
     if backend == "ray" and address is not None:
-        api.prepare(opened, made, data, **options)
-        return _detach(run_dir.absolute(), address, as_json) if detach else _keep(run_dir.absolute(), address, as_json)
+        with _nothing_left(run_dir.absolute()):
+            api.prepare(opened, made, data, **options)
+            return (_detach if detach else _keep)(run_dir.absolute(), address, as_json)
     result = _watch(lambda report: api.launch(opened, made, data, **options, on_event=report), run_dir)
     if _leads(backend):
         show_record(result, as_json)
@@ -135,32 +136,40 @@ def launch(
 
 
 def _keep(run_dir: Path, address: str, as_json: bool) -> int:
-    """Drives a run on a cluster from a process of its own. Where nothing was begun, nothing is left."""
+    """Drives a run on a cluster from a process of its own."""
     from trainload.launch.cluster.connection import answers
-    from trainload.launch.journal import JOURNAL
-    from trainload.launch.spec import RUN_FILE, read_spec
+    from trainload.launch.spec import read_spec
 
-    status = keep(_driver(run_dir, address, as_json), run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
-    if status == WRONG and not (run_dir / JOURNAL).exists():
-        (run_dir / RUN_FILE).unlink()
-        shutil.rmtree(run_dir)
-    return status
+    return keep(_driver(run_dir, address, as_json), run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
 
 
 def _detach(run_dir: Path, address: str, as_json: bool) -> int:
     """Has the cluster drive a run."""
     from trainload.launch.cluster.jobs import submit
 
-    try:
-        job = submit(address, run_dir, _driver(run_dir, "auto", as_json=False))
-    except ClusterError:
-        shutil.rmtree(run_dir)  # nothing was begun
-        raise
+    job = submit(address, run_dir, _driver(run_dir, "auto", as_json=False))
     if as_json:
         shared.print_json({"run": run_dir, "job": job, "address": address})
         return DONE
     shared.out().print(view.table([("run", str(run_dir)), ("job", job), ("watch", f"trainload status {run_dir}")]))
     return DONE
+
+
+@contextmanager
+def _nothing_left(run_dir: Path) -> Iterator[None]:
+    """After it the run's folder, and those above that were made for it, are gone if no run has begun there."""
+    from trainload.launch.journal import JOURNAL
+    from trainload.launch.state import STATE_FILE
+
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        if made and run_dir.exists() and not (run_dir / JOURNAL).exists() and not (run_dir / STATE_FILE).exists():
+            shutil.rmtree(run_dir)
+            for path in made[1:]:
+                with suppress(OSError):  # somebody else uses it meanwhile
+                    path.rmdir()
 
 
 def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:

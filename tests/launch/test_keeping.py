@@ -1,0 +1,113 @@
+"""What becomes of a run whose driver is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainload.commands import keeping
+from trainload.launch.journal import Event
+from trainload.launch.state import Summary, write_state
+
+Drive = Callable[[int], int]
+
+
+def summary(checkpoint: int | None, error: str = "") -> Summary:
+    found = Summary()
+    if checkpoint is not None:
+        found.take(Event("checkpoint", {"step": checkpoint}, 1.0))
+    if error:
+        found.take(Event("failed", {"message": "so it is", "error": error}, 2.0))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_PAUSE_SECONDS", 0.01)
+
+
+def kept(monkeypatch: pytest.MonkeyPatch, run_dir: Path, drive: Drive, answers: Callable[[], bool] = lambda: True) -> tuple[int, int]:
+    """The exit status, and how many drivers there were. drive: what a driver of this number does."""
+    drivers: list[int] = []
+
+    def driven(arguments: object) -> int:
+        drivers.append(len(drivers))
+        return drive(drivers[-1])
+
+    monkeypatch.setattr(keeping, "_drive", driven)
+    return keeping.keep([], run_dir, answers, 0.1), len(drivers)
+
+
+def test_a_run_that_ends_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(5), {}, over=True)
+        return 0
+
+    assert kept(monkeypatch, tmp_path, drive) == (0, 1)
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_a_run_that_fails_and_says_so_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(5, "TrainingError"), {}, over=True)
+        return status
+
+    assert kept(monkeypatch, tmp_path, drive) == (status, 1)
+
+
+def test_a_request_that_is_wrong_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert kept(monkeypatch, tmp_path, lambda number: 2) == (2, 1)
+
+
+def test_a_driver_that_is_killed_gets_a_successor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(number), {}, over=number == 6)
+        return 0 if number == 6 else -9
+
+    assert kept(monkeypatch, tmp_path, drive) == (0, 7)
+    assert capsys.readouterr().err.splitlines()[0] == "the run's driver was lost (by signal 9): another one takes its place"
+
+
+def test_a_driver_whose_cluster_is_gone_gets_a_successor_when_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def answers() -> bool:
+        asked.append(len(asked) >= 2)
+        return asked[-1]
+
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(1, "" if number else "LostClusterError"), {}, over=True)
+        return 0 if number else 1
+
+    assert kept(monkeypatch, tmp_path, drive, answers) == (0, 2)
+    assert asked == [False, False, True]
+
+
+def test_a_cluster_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(1), {})
+        return -9
+
+    assert kept(monkeypatch, tmp_path, drive, lambda: False) == (1, 1)
+
+
+def test_drivers_that_are_lost_again_and_again_without_a_new_checkpoint_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(5), {})
+        return 247
+
+    assert kept(monkeypatch, tmp_path, drive) == (1, 4)
+    assert "was lost again (with status 247): given up" in capsys.readouterr().err
+
+
+def test_a_driver_that_dies_before_it_has_begun_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kept(monkeypatch, tmp_path, lambda number: 247) == (1, 1)
+    assert "died before it had begun, with status 247" in capsys.readouterr().err
