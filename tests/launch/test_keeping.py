@@ -12,6 +12,7 @@ from trainload.launch.journal import Event
 from trainload.launch.state import Summary, write_state
 
 Drive = Callable[[int], int]
+Capture = pytest.CaptureFixture[str]
 
 
 def summary(checkpoint: int | None, error: str = "") -> Summary:
