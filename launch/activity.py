@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from trainload.sharding.collectives import Collective
+if TYPE_CHECKING:
+    from trainload.sharding.collectives import Collective
 
 _FRAMES = 3
 

@@ -15,11 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from trainload.launch.build import can_compile, compile_build, device_of
 from trainload.launch.contact import Contact
-from trainload.launch.libraries import open_for_run
+from trainload.launch.opening import trained_package
 from trainload.launch.spec import RunSpec, default_cache_dir
 from trainload.launch.worker import set_threads
 
@@ -58,7 +57,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     spec = RunSpec.model_validate(request["spec"])
     set_threads(request["local_world"])
-    package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
+    package = trained_package(spec)
     for plan in spec.plans:
         for index in range(plan.pipeline_ranks):
             compile_build(package, plan, device_of(plan), default_cache_dir(), lambda *_: None, index)

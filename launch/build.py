@@ -26,6 +26,7 @@ from trainload.capture.errors import StorageError
 from trainload.launch.cache import LOCK_SECONDS, private_folder
 from trainload.launch.determinism import deterministic
 from trainload.packaging.canonical import canonical_json, sha256_file
+from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective, as_json, of_json
 from trainload.sharding.local_step import Local, local_step
@@ -127,12 +128,19 @@ def build_key(package: Package, plan: Plan, device: torch.device, pipeline_index
     )
     parts = {
         "build": BUILD_VERSION,
-        "program": package.manifest.program_digest,
+        "program": _without_rates(package.manifest).program_digest,
         "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size, "index": pipeline_index},
         "torch": torch.__version__,
         "device": [device.type, hardware, torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
+
+
+def _without_rates(manifest: Manifest) -> Manifest:
+    """A manifest without what no graph depends on: learning rates, which are inputs of updates, the seed and the number of steps."""
+    groups = tuple(group.model_copy(update={"learning_rates": (0.0,), "schedule": None}) for group in manifest.recipe.groups)
+    recipe = manifest.recipe.model_copy(update={"groups": groups, "schedules": (), "seed": 0, "steps": 1})
+    return manifest.model_copy(update={"recipe": recipe})
 
 
 def compile_build(

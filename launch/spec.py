@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import PackageError, StorageError
+from trainload.launch.overrides import Overrides
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
@@ -41,6 +42,8 @@ class RunSpec(BaseModel):
     output: str | None = None
     weights: Weights = "mean"
     """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""
+    overrides: Overrides = Overrides()
+    """What of the package's training is changed."""
     max_failures: int = Field(default=3, ge=0)
     """In a row, without a new checkpoint between them."""
     hang_timeout: float = Field(default=300.0, gt=0)

@@ -33,7 +33,8 @@ from trainload.launch.data.run_data import RunData, open_run_data, run_dispatche
 from trainload.launch.determinism import deterministic
 from trainload.launch.engine import Draw, Engine, StepResult
 from trainload.launch.evaluation import Evaluation
-from trainload.launch.libraries import library_warnings, open_for_run
+from trainload.launch.libraries import library_warnings
+from trainload.launch.opening import trained_package
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.packaging.read import Package
@@ -67,7 +68,7 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
     Raises: what compiling and reading data raise; nothing of it depends on other nodes.
     """
     set_threads(len(ranks))
-    package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
+    package = trained_package(spec)
     check_plan(spec.plan, package)
     for warning in library_warnings(package, spec.libraries):
         contact.write("warning", message=f"{socket.gethostname()}: {warning}")
@@ -120,7 +121,7 @@ class _Worker:
         set_threads(place.local_world)
         if place.world > 1:
             bind_groups(self._plan.groups())
-        self._package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
+        self._package = trained_package(spec)
         check_plan(self._plan, self._package)
         self._data, self._eval_data = _open_data(spec, self._package)
         self._dispatcher = run_dispatcher(self._package)
@@ -222,6 +223,7 @@ class _Worker:
                 compiled=self._engine.compiled,
                 workers=workers,
                 nodes=nodes,
+                **({"overrides": changed} if (changed := spec.overrides.model_dump(mode="json", exclude_defaults=True)) else {}),
             )
         if self._start == 0:
             self._evaluate(0)

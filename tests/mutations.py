@@ -41,16 +41,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         1,
         "a run without Ray needs Ray",
         "launch/worker.py",
-        "from trainload.autograd_trace.aot import bind_groups\n",
-        "import ray  # noqa: F401\n\nfrom trainload.autograd_trace.aot import bind_groups\n",
+        "from trainload.autograd_trace.aot import begun_collectives, bind_groups\n",
+        "import ray  # noqa: F401\n\nfrom trainload.autograd_trace.aot import begun_collectives, bind_groups\n",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(
         1,
         "a run asks the network for a newer trainload",
         "launch/local_run.py",
-        "        run_worker(spec, Place(0, 1, 1))\n",
-        "        __import__('socket').create_connection(('pypi.org', 443), timeout=5).close()\n        run_worker(spec, Place(0, 1, 1))\n",
+        "        _work(spec, Place(0, 1, 1))\n",
+        "        __import__('socket').create_connection(('pypi.org', 443), timeout=5).close()\n        _work(spec, Place(0, 1, 1))\n",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(
@@ -478,6 +478,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "launch/checkpoints/writer.py",
         "            _write_durably(draft / INDEX, encode_index(index))\n"
         "            sync_folder(draft)\n"
+        "            self._before_publishing()\n"
         "            self._publish(draft, self._folder / folder_name(index.step))\n",
         "            self._publish(draft, self._folder / folder_name(index.step))\n"
         "            _write_durably(self._folder / folder_name(index.step) / INDEX, encode_index(index))\n",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from trainload.capture.shape_report import ShapeReport as ShapeReport
     from trainload.exporting import Exported as Exported
     from trainload.exporting import export as export
+    from trainload.launch.overrides import Overrides as Overrides
     from trainload.packaging.read import Package as Package
     from trainload.passes import Pass as Pass
     from trainload.recording import record as record
@@ -92,6 +93,7 @@ __all__ = [
     "JobError",
     "Loss",
     "LossScaling",
+    "Overrides",
     "Package",
     "PackageError",
     "Pass",
@@ -145,6 +147,7 @@ _HOMES = {
     "LossScaling": "trainload.capture.job",
     "Package": "trainload.packaging.read",
     "Pass": "trainload.passes",
+    "Overrides": "trainload.launch.overrides",
     "Plan": "trainload.sharding.plan",
     "Store": "trainload.stores",
     "Turn": "trainload.capture.job",

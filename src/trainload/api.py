@@ -23,7 +23,9 @@ from trainload.capture.shapes import declared_shapes, spelled
 from trainload.launch.build import build_key, device_of
 from trainload.launch.data.run_data import check_run_data
 from trainload.launch.journal import Event, followed
-from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_for_run, open_with
+from trainload.launch.libraries import absolute, demand_run, import_libraries, library_warnings, open_with
+from trainload.launch.opening import frozen_package
+from trainload.launch.overrides import Overrides
 from trainload.launch.result import RunResult, check_output, finish
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, least_plan, read_spec, write_spec
 from trainload.launch.state import demand_no_driver
@@ -171,6 +173,8 @@ class RunOptions(TypedDict, total=False):
     checkpoint_every: steps between checkpoints; there is always one at the end.
     keep: how many checkpoints are kept; 2.
     output: where to write a package with the trained weights.
+    overrides: what of the package's training is changed: learning rates, schedule, clipping, frozen parameters, seed. Where
+        parameters are frozen, `plan` is made for `overrides.apply(package)`.
     weights: which are evaluated and written, where the job keeps a running mean: "mean" or "last"; "mean".
     compile: False runs the graphs uncompiled.
     max_failures: how often in a row workers are restarted, without a new checkpoint between, before the run is given up; 3.
@@ -195,6 +199,7 @@ class RunOptions(TypedDict, total=False):
     checkpoint_every: int | None
     keep: int
     output: str | Path | None
+    overrides: Overrides
     weights: Weights
     compile: bool
     max_failures: int
@@ -286,12 +291,14 @@ def resume(
     demand_no_driver(folder)
     policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
     spec = spec.model_copy(update={"policies": policies})
-    package = open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
+    package = frozen_package(spec)
     if plan is not None:
         spec = spec.model_copy(update={"plan": _another_plan(plan, spec.plan, workers, strategy), "plans": ()})
     elif workers is not None or strategy is not None:
         cluster = Cluster(nodes=1, devices_per_node=workers or spec.plan.world_size, device=spec.plan.cluster.device)
-        spec = spec.model_copy(update={"plan": replan(package, spec.plan, cluster, strategy), "plans": ()})
+        spec = spec.model_copy(
+            update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, strategy), "plans": ()}
+        )
     _check_request(package, spec)
     check_output(spec, new=False)
     return _run(package, spec, backend or "ray", address, on_event or _ignore, new=False)
@@ -336,7 +343,8 @@ def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
     demand_run(package, spec.policies)
     rows, eval_rows = _check_request(package, spec)
     _check_place(package, spec)
-    simulate(package, plan)
+    changed = spec.overrides.apply(package, spec.steps)
+    simulate(changed, plan)
     if options.get("backend", "ray") == "ray":
         import ray
 
@@ -349,7 +357,7 @@ def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
         finally:
             if started:
                 ray.shutdown()
-    key = build_key(package, plan, device_of(plan)) if plan.cluster.device == "cpu" else ""
+    key = build_key(changed, plan, device_of(plan)) if plan.cluster.device == "cpu" else ""
     return DryRunReport(
         package=package.path,
         digest=package.digest,
@@ -387,6 +395,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         checkpoint_every=options.get("checkpoint_every"),
         keep=options.get("keep", 2),
         output=whole(options.get("output")),
+        overrides=options.get("overrides", Overrides()),
         weights=options.get("weights", "mean"),
         compile=options.get("compile", True),
         max_failures=options.get("max_failures", 3),
@@ -416,6 +425,7 @@ def _check_request(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Everything that can be known before anything starts. Returns: rows of the data and of the held-out data."""
     demand_weights(package)
     package.check_contents()
+    package = spec.overrides.apply(package, spec.steps)
     for each in spec.plans or (spec.plan,):
         check_plan(each, package)
     count = spec.plan.rows_per_call
@@ -439,6 +449,7 @@ def _check_place(package: Package, spec: RunSpec) -> None:
     """Demands a place for a new run, with room for the checkpoints that it keeps and for the one that is written beside them."""
     check_new_run(Path(spec.run_dir))
     check_output(spec, new=True)
+    package = spec.overrides.apply(package, spec.steps)
     states, mean = state_counts(package), package.recipe.keeps_mean
     one = sum(b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean)) for b in spec.plan.buckets)
     count = 1 if spec.checkpoint_every is None else min(spec.keep, spec.steps // spec.checkpoint_every) + 1

@@ -20,7 +20,7 @@ from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
-from trainload.commands.settings import settings
+from trainload.commands.settings import Settings
 from trainload.commands.shared import DONE, CountOf, Span, err, json_option, package_argument, positive, show_record
 from trainload.sharding.strategies import STRATEGIES
 
@@ -92,12 +92,19 @@ def launch(
         raise click.UsageError("--detach goes with the --address of a cluster's dashboard: http://HOST:8265.")
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
+    chosen = Settings(given)
+    if plan_file is not None and chosen.batch:
+        raise click.UsageError(f"--plan says {' and '.join(chosen.batch)}: leave it out of --set.")
+    from trainload.launch.overrides import Overrides
+
     opened = shared.open_to_run(package)
+    overrides = Overrides(**chosen.overrides)
+    changed = overrides.apply(opened, steps)
     if workers is None and backend == "torchrun":
         workers = (int(os.environ.get("WORLD_SIZE", "1")), "cpu")
     least, most = nodes or (1, 1)
     per_node, device = workers or (1, "cpu")
-    made = read_plan(plan_file) if plan_file is not None else make_plan(opened, most, per_node, device, strategy)
+    made = read_plan(plan_file) if plan_file is not None else make_plan(changed, most, per_node, device, strategy, **chosen.batch)
     run_dir = run_dir or Path("runs") / f"{package.stem}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
@@ -112,12 +119,13 @@ def launch(
         "libraries": shared.libraries(),
         "trust_extensions": shared.trusts_extensions(),
         "policy": shared.policy(),
-        **settings(given),
+        "overrides": overrides,
+        **chosen.run,
     }
     if least < most:
         from trainload.sharding.replan import plans_of_sizes
 
-        options["plans"] = plans_of_sizes(opened, made, range(least, most + 1))
+        options["plans"] = plans_of_sizes(changed, made, range(least, most + 1))
     from trainload import api
 
     if dry_run:

@@ -1,0 +1,172 @@
+"""What of a package's training may be changed when it is launched, without a new freeze: its recipe, and which parameters it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from trainload.capture.errors import JobError
+
+if TYPE_CHECKING:
+    from trainload.autograd_trace.graphs import GroupRecipe, Recipe
+    from trainload.packaging.read import Package
+
+_SHAPES = ("constant", "linear", "cosine")
+_UPDATE = "it is a constant of the captured update: freeze the job again with another"
+_GRAPH = "it is part of the captured graph: freeze the job again with another, or rewrite the graph with `trainload transform`"
+FIXED: Mapping[str, str] = {
+    **dict.fromkeys(("optimizer", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"), _UPDATE),
+    **dict.fromkeys(("dropout", "precision", "dtype", "autocast", "label_smoothing"), _GRAPH),
+    "ema_decay": _UPDATE,
+}
+"""What people want to change and cannot, and why."""
+
+
+def _schedule(text: str) -> str:
+    shape, colon, warmup = text.partition(":")
+    if shape not in _SHAPES or (colon and not warmup.isdecimal()):
+        raise ValueError(f"give one of {', '.join(_SHAPES)}, or one of them with :WARMUP, a number of updates")
+    return text
+
+
+class Overrides(BaseModel):
+    """Changes of a recipe. None: as it was frozen.
+
+    Attributes:
+        lr: the greatest learning rate of the first group; those of the others keep their ratio to it.
+        group_lr: group -> its greatest learning rate.
+        schedule: the learning rate's course over the run's steps, as a share of its greatest: "constant", "linear" or "cosine" (to zero),
+            with ":N" after N updates of rising from zero.
+        clip_norm, clip_value: what the gradient is clipped by; 0: not.
+        frozen: patterns, as in a shell, of names of parameters that are not trained.
+        seed: of the order of rows, and of random numbers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    group_lr: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    schedule: Annotated[str, AfterValidator(_schedule)] | None = None
+    clip_norm: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    clip_value: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    frozen: tuple[str, ...] = ()
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+
+    def apply(self, package: Package, steps: int | None = None) -> Package:
+        """The package with these changes: what is planned and trained. Its files and its identity stay as they are.
+
+        Args:
+            package: what was frozen.
+            steps: of the run, over which a schedule is spread; None: the recipe's.
+
+        Raises:
+            JobError: the package has no such group or parameter, or leaves nothing to train.
+        """
+        if self == Overrides():
+            return package
+        recipe, held = self._frozen(package)
+        recipe = self._rates(recipe, steps or recipe.steps)
+        if self.clip_norm is not None or self.clip_value is not None:
+            recipe = self._clipped(recipe)
+        if self.seed is not None:
+            recipe = recipe.model_copy(update={"seed": self.seed})
+        parameters = tuple(
+            entry.model_copy(update={"trainable": False}) if (entry.alias_of or entry.name) in held else entry
+            for entry in package.manifest.parameters
+        )
+        return replace(package, manifest=package.manifest.model_copy(update={"recipe": recipe, "parameters": parameters}))
+
+    def _frozen(self, package: Package) -> tuple[Recipe, frozenset[str]]:
+        """The recipe without parameters that are not trained, and their names."""
+        recipe = package.recipe
+        names = [name for group in recipe.groups for name in group.parameters]
+        for pattern in self.frozen:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise JobError(
+                    f"no trained parameter has a name like {pattern!r}",
+                    where="frozen",
+                    expected=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+                    cure="Patterns are those of a shell: `layers.0.*`. `trainload inspect` lists the names.",
+                )
+        held = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.frozen))
+        if not held:
+            return recipe, held
+        if held == set(names):
+            raise JobError("all parameters are frozen, and nothing is left to train", where="frozen", got=", ".join(self.frozen))
+        groups = tuple(
+            group.model_copy(update={"parameters": kept})
+            for group in recipe.groups
+            if (kept := tuple(name for name in group.parameters if name not in held))
+        )
+        left = {group.name for group in groups}
+        graphs = {
+            name: graph.model_copy(update={"groups": tuple(group for group in graph.groups if group in left)})
+            for name, graph in recipe.graphs.items()
+        }
+        return recipe.model_copy(update={"groups": groups, "graphs": graphs}), held
+
+    def _rates(self, recipe: Recipe, steps: int) -> Recipe:
+        if self.lr is None and not self.group_lr and self.schedule is None:
+            return recipe
+        strange = sorted(set(self.group_lr) - {group.name for group in recipe.groups})
+        if strange:
+            raise JobError(
+                f"there is no group {strange[0]!r}", where="lr", expected=", ".join(group.name for group in recipe.groups), got=strange[0]
+            )
+        peaks = {group.name: max(_table(recipe, group)) for group in recipe.groups}
+        first = peaks[recipe.groups[0].name]
+        if self.lr is not None and first == 0:
+            raise JobError("the first group's learning rate is zero throughout, and cannot be scaled", where="lr", cure="Give lr.GROUP.")
+        scale = 1.0 if self.lr is None else self.lr / first
+        wanted = {name: self.group_lr.get(name, peak * scale) for name, peak in peaks.items()}
+        if self.schedule is not None and recipe.loop:
+            raise JobError(
+                "a job of several graphs keeps its schedules",
+                where="schedule",
+                got=self.schedule,
+                cure="Its updates are counted graph by graph: freeze it again with other ones.",
+            )
+        if self.schedule is not None:
+            course = tuple(_course(self.schedule, step, steps) for step in range(steps))
+            groups = tuple(g.model_copy(update={"learning_rates": (wanted[g.name],), "schedule": 0}) for g in recipe.groups)
+            return recipe.model_copy(update={"groups": groups, "schedules": (course,)})
+        groups = tuple(
+            g.model_copy(update={"learning_rates": tuple(rate * _ratio(wanted[g.name], peaks[g.name]) for rate in g.learning_rates)})
+            for g in recipe.groups
+        )
+        return recipe.model_copy(update={"groups": groups})
+
+    def _clipped(self, recipe: Recipe) -> Recipe:
+        if self.clip_norm and self.clip_value:
+            raise JobError("the gradient is clipped by its norm or by value, not both", where="clip_norm, clip_value")
+        update: dict[str, Any] = {"clip_norm": self.clip_norm or None, "clip_value": self.clip_value or None}
+        graphs = {name: graph.model_copy(update=update) for name, graph in recipe.graphs.items()}
+        return recipe.model_copy(update={**update, "graphs": graphs})
+
+
+def _table(recipe: Recipe, group: GroupRecipe) -> list[float]:
+    """A group's learning rates."""
+    if group.schedule is None:
+        return list(group.learning_rates)
+    return [group.learning_rates[0] * factor for factor in recipe.schedules[group.schedule]]
+
+
+def _ratio(wanted: float, peak: float) -> float:
+    if peak == 0 and wanted != 0:
+        raise JobError("a group's learning rate is zero throughout, and cannot be scaled", where="lr", cure="Give a schedule as well.")
+    return 1.0 if peak == 0 else wanted / peak
+
+
+def _course(schedule: str, step: int, steps: int) -> float:
+    """A schedule's share of the greatest learning rate at a step."""
+    shape, _, given = schedule.partition(":")
+    warmup = int(given or 0)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, steps - warmup)
+    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[shape]

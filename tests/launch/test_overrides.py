@@ -1,0 +1,158 @@
+"""What of a package's training is changed at its launch: the run is that of a job that was frozen so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.laws.gpt import gpt_job
+
+import trainload
+from trainload import cli
+from trainload.capture.errors import JobError
+from trainload.launch.build import build_key
+from trainload.launch.journal import losses, read_events
+from trainload.launch.spec import read_spec
+from trainload.packaging.read import Package
+
+STEPS = 6
+Capture = pytest.CaptureFixture[str]
+
+
+def trained(package: Package, data: Path, run_dir: Path, strategy: Any = "single", **overrides: Any) -> list[float]:
+    """The losses of a run, with what is changed of its package."""
+    changed = trainload.Overrides(**overrides)
+    plan = trainload.plan(changed.apply(package, STEPS), trainload.Cluster(), strategy)
+    options: dict[str, Any] = {"steps": STEPS, "compile": False, "backend": "local", "overrides": changed}
+    trainload.launch(package, plan, data, run_dir=run_dir, output=run_dir.with_suffix(".tl"), **options)
+    return losses(read_events(run_dir))
+
+
+def frozen(folder: Path, change: Callable[[trainload.Job], trainload.Job]) -> Package:
+    """The job, changed before it is frozen."""
+    return trainload.freeze(change(gpt_job()), folder / "changed.tl")
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    package = trainload.open(path)
+    return {spec.name: package.weights.tensor(spec.name) for spec in package.parameters if spec.alias_of is None}
+
+
+def test_a_learning_rate_is_that_of_a_job_frozen_with_it(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    def change(job: trainload.Job) -> trainload.Job:
+        made = job.optimizer
+
+        def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+            found = made(model)
+            for group in found.param_groups:
+                group["lr"] *= 0.5
+            return found
+
+        return dataclasses.replace(job, optimizer=optimizer)
+
+    expected = trained(frozen(tmp_path, change), gpt_data, tmp_path / "expected")
+    recipe = gpt.recipe
+    peak = max(recipe.rates(step)[0] for step in range(recipe.steps))
+    assert trained(gpt, gpt_data, tmp_path / "set", lr=0.5 * peak) == pytest.approx(expected, rel=1e-6)
+    assert trained(gpt, gpt_data, tmp_path / "plain") != pytest.approx(expected, rel=1e-6)
+
+
+def test_a_schedule_is_tabulated_over_the_runs_steps(gpt: Package) -> None:
+    changed = trainload.Overrides(lr=1e-2, schedule="linear:2").apply(gpt, 10).recipe
+    rates = [changed.rates(step)[0] for step in range(10)]
+    assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, *(1e-2 * (1 - done / 8) for done in range(8))])
+    cosine = trainload.Overrides(lr=1e-2, schedule="cosine").apply(gpt, 4).recipe
+    assert [cosine.rates(step)[0] for step in range(4)] == pytest.approx([1e-2, 0.5e-2 * (1 + 0.5**0.5), 0.5e-2, 0.5e-2 * (1 - 0.5**0.5)])
+
+
+def test_frozen_parameters_stay_and_the_others_train_as_if_frozen_so(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    pattern = gpt.recipe.groups[0].parameters[0].split(".")[0] + ".*"
+
+    def change(job: trainload.Job) -> trainload.Job:
+        for name, parameter in job.model.named_parameters():
+            if name.startswith(pattern[:-1]):
+                parameter.requires_grad_(False)
+        return job
+
+    expected = trained(frozen(tmp_path, change), gpt_data, tmp_path / "expected")
+    assert trained(gpt, gpt_data, tmp_path / "set", frozen=(pattern,)) == pytest.approx(expected, rel=1e-6)
+    before, after = weights(gpt.path), weights(tmp_path / "set.tl")
+    stayed = {name for name in before if torch.equal(before[name], after[name])}
+    untrained = {spec.name for spec in gpt.parameters if not spec.trainable}
+    assert stayed == untrained | {name for name in before if name.startswith(pattern[:-1])}
+
+
+def test_the_trained_package_is_the_frozen_jobs_again(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    trained(gpt, gpt_data, tmp_path / "run", lr=1e-4, frozen=("*bias*",))
+    after = trainload.open(tmp_path / "run.tl")
+    assert after.recipe == gpt.recipe
+    assert after.manifest.parameters == gpt.manifest.parameters
+    assert after.manifest.parent == gpt.digest
+
+
+def test_clipping_is_changed(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    def change(job: trainload.Job) -> trainload.Job:
+        return dataclasses.replace(job, clip_norm=0.01)
+
+    expected = trained(frozen(tmp_path, change), gpt_data, tmp_path / "expected")
+    assert trained(gpt, gpt_data, tmp_path / "set", clip_norm=0.01) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_no_graph_depends_on_is_compiled_once(gpt: Package) -> None:
+    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+    keys = {build_key(change.apply(gpt, 7), plan, torch.device("cpu")) for change in (trainload.Overrides(), trainload.Overrides(lr=1e-5))}
+    assert len(keys) == 1
+    assert build_key(trainload.Overrides(clip_norm=0.25).apply(gpt), plan, torch.device("cpu")) not in keys
+
+
+def test_a_run_keeps_what_was_changed_and_says_so(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    trained(gpt, gpt_data, tmp_path / "run", lr=1e-4, seed=5)
+    assert read_spec(tmp_path / "run").overrides == trainload.Overrides(lr=1e-4, seed=5)
+    start = next(event for event in read_events(tmp_path / "run") if event.kind == "start")
+    assert start.data["overrides"] == {"lr": 1e-4, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"frozen": ("nothing.*",)}, r"no trained parameter has a name like 'nothing\.\*'"),
+        ({"frozen": ("*",)}, "all parameters are frozen"),
+        ({"group_lr": {"other": 0.1}}, "there is no group 'other'"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "by its norm or by value, not both"),
+    ],
+)
+def test_changes_that_do_not_fit_are_refused(gpt: Package, overrides: dict[str, Any], line: str) -> None:
+    with pytest.raises(JobError, match=line):
+        trainload.Overrides(**overrides).apply(gpt)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("lr=fast", "--set lr=fast: Input should be a valid number"),
+        ("lr=-1", "--set lr=-1: Input should be greater than 0"),
+        ("schedule=steps", "--set schedule=steps: give one of constant, linear, cosine, or one of them with :WARMUP"),
+        ("weight_decay=0", "weight_decay cannot be set at a launch: it is a constant of the captured update"),
+        ("dropout=0", "dropout cannot be set at a launch: it is part of the captured graph"),
+        ("speed=2", "there is no speed; there are accumulate, clip_norm,"),
+        ("keep=0", "--set keep=0: Input should be greater than or equal to 1"),
+        ("lr", "--set lr: give KEY=VALUE."),
+    ],
+)
+def test_a_setting_that_is_wrong_is_told_with_what_there_is(gpt: Package, gpt_data: Path, given: str, line: str, capsys: Capture) -> None:
+    assert cli.run(["launch", str(gpt.path), "--data", str(gpt_data), "--set", given]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_the_command_line_changes_what_is_trained(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture) -> None:
+    settings = ["lr=1e-4", "schedule=cosine:2", "frozen=*bias*", "global_batch=4", "accumulate=2", "keep=1"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    arguments = ["launch", str(gpt.path), "--data", str(gpt_data), "--run-dir", str(tmp_path / "run"), "--steps", "4", "--backend", "local"]
+    assert cli.run([*arguments, "--no-compile", *options]) == 0, capsys.readouterr().err
+    spec = read_spec(tmp_path / "run")
+    assert (spec.overrides.lr, spec.overrides.schedule, spec.overrides.frozen) == (1e-4, "cosine:2", ("*bias*",))
+    assert (spec.plan.global_batch, spec.plan.accumulate, spec.keep) == (4, 2, 1)
