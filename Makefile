@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench freeze grid kills gpu memory parity published reshard simulate remat coverage-suite clean
+.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench faults freeze grid kills gpu memory parity published reshard simulate remat coverage-suite clean
 
 env: $(STAMP)
 
@@ -26,7 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Tests on a Ray cluster have the machine to themselves: they end workers by their names. The others run two at a time.
-CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_extensions.py tests/launch/test_interrupt.py \
+CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_extensions.py tests/launch/test_faults.py \
+	tests/launch/test_interrupt.py \
 	tests/launch/test_json.py \
 	tests/launch/test_kills.py tests/launch/test_several_graphs.py tests/launch/test_variants.py
 
@@ -76,6 +77,9 @@ bench: env
 
 freeze: env
 	$(BIN)/python benchmarks/freeze.py
+
+faults: env
+	$(BIN)/python -W ignore benchmarks/faults.py
 
 kills: env
 	$(BIN)/python benchmarks/kills.py

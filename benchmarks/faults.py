@@ -343,6 +343,7 @@ def row(fault: Fault, run: Run, reference: Sequence[float]) -> dict[str, Any]:
         "greatest_difference": max(differences),
         "equal": max(differences) <= BAR and sorted(found) == list(range(len(reference))),
         "last_before": before[-1],
+        "worlds": [int(event.data["world"]) for event in run.events if event.kind == "start"],
         "said": said.data.get("message"),
     }
 
@@ -391,14 +392,14 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of the names of faults; none: all")
-    parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")
+    parser.add_argument("--output", type=Path, help="of all faults, by default, benchmarks/results/faults.json")
     arguments = parser.parse_args()
     sys.path.insert(0, str(HERE))
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(Path(scratch), arguments.names)
     show(result)
-    if not arguments.names:
-        save({"machine": machine(), **result}, arguments.output)
+    if arguments.output is not None or not arguments.names:
+        save({"machine": machine(), **result}, arguments.output or RESULTS / "faults.json")
 
 
 if __name__ == "__main__":

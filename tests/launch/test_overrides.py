@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.laws.gpt import gpt_job
+from tests.laws.gpt import optimizer as gpt_optimizer
 
 import trainload
 from trainload import cli
@@ -44,10 +45,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def test_a_learning_rate_is_that_of_a_job_frozen_with_it(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     def change(job: trainload.Job) -> trainload.Job:
-        made = job.optimizer
-
         def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-            found = made(model)
+            found = gpt_optimizer(model)
             for group in found.param_groups:
                 group["lr"] *= 0.5
             return found

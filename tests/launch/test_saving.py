@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.launch.checkpoint_cases import DATA, make_plan, make_state
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.launch.checkpoints import writer as checkpoint_writer
 from trainload.launch.checkpoints.index import published
+from trainload.launch.checkpoints.shard import write_shard
 from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.launch.contact import FileContact
 from trainload.launch.journal import read_events
@@ -26,7 +28,7 @@ def saver(folder: Path, patience: float = 30.0) -> Saver:
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Path]:
     """Makes the first few shards fail. Returns: what was tried."""
     tried: list[Path] = []
-    write = checkpoint_writer.write_shard
+    write = write_shard
 
     def flaky(path: Path, tensors: Any) -> Any:
         tried.append(path)
@@ -43,16 +45,22 @@ def said(folder: Path) -> list[str]:
     return [event.kind for event in read_events(folder)]
 
 
-def wait(saver: Saver) -> None:
+def wait(saver: Saver) -> bool:
+    """Waits until the save is over. Whether another one is wanted at once."""
     while saver._writer.writing:
-        pass
+        time.sleep(0.01)
+    return saver.wanted
+
+
+def await_wanted(saver: Saver) -> None:
+    while not saver.wanted:
+        time.sleep(0.01)
 
 
 def test_a_checkpoint_is_told_of_when_it_is_published(tmp_path: Path) -> None:
     one = saver(tmp_path)
     one.save(4, make_state(ONE, 0), DATA, {})
-    wait(one)
-    assert not one.wanted
+    assert not wait(one)
     event = read_events(tmp_path)[-1]
     assert event.kind == "checkpoint"
     assert event.data["step"] == 4
@@ -64,11 +72,9 @@ def test_a_checkpoint_that_fails_is_wanted_again_and_the_run_goes_on(tmp_path: P
     one = saver(tmp_path)
     one.save(4, make_state(ONE, 0), DATA, {})
     wait(one)
-    while not one.wanted:
-        pass
+    await_wanted(one)
     one.save(5, make_state(ONE, 0), DATA, {})
-    wait(one)
-    assert not one.wanted
+    assert not wait(one)
     assert list(published(tmp_path)) == [5]
     assert said(tmp_path) == ["stage", "warning", "stage", "checkpoint"]
 
