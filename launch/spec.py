@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import PackageError, StorageError
+from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.signatures.policy import Policy
@@ -38,6 +39,9 @@ class RunSpec(BaseModel):
     eval_batches: int | None = Field(default=None, ge=1)
     checkpoint_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=2, ge=1)
+    keep_best: int = Field(default=0, ge=0)
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints that are kept: the newest, those with the lowest losses of evaluation, those at multiples of a step."""
     compile: bool = True
     output: str | None = None
     weights: Weights = "mean"
@@ -61,6 +65,11 @@ class RunSpec(BaseModel):
     """The package's; None in runs from before it was kept."""
     policies: tuple[Policy, ...] = ()
     """What the driver found. Every worker holds the package to them, and to its own machine's."""
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints are kept."""
+        return Retention(self.keep, self.keep_best, self.keep_every)
 
 
 def least_plan(spec: RunSpec) -> Plan:

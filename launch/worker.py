@@ -26,7 +26,7 @@ from trainload.launch.calls import Microbatch
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launch.contact import Contact, Request
 from trainload.launch.data.prefetch import BatchStream, Call, RankRows
 from trainload.launch.data.run_data import RunData, open_run_data, run_dispatcher
@@ -139,11 +139,12 @@ class _Worker:
             self._plan,
             place.rank,
             self._attempt,
-            keep_last=spec.keep,
+            keep=spec.retention,
             before_publishing=contact.flush,  # so the journal has all steps that are not done again
         )
         self._saver = Saver(writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience)
         self._evaluation = None
+        self._evaluated: tuple[int, float] | None = None
         if self._eval_data is not None:
             self._evaluation = Evaluation(
                 self._engine,
@@ -323,7 +324,10 @@ class _Worker:
         scaling = self._engine.held.dump_scaling()
         if self._place.rank == 0:
             self._contact.met(Request.CHECKPOINT)
-        self._saver.save(step, self._engine.held.dump(), position, {} if scaling is None else {SCALING: scaling})
+        user: dict[str, object] = {} if scaling is None else {SCALING: scaling}
+        if self._evaluated is not None and self._evaluated[0] == step and math.isfinite(self._evaluated[1]):
+            user[EVALUATION] = self._evaluated[1]
+        self._saver.save(step, self._engine.held.dump(), position, user)
 
     def _evaluate(self, step: int) -> None:
         if self._evaluation is None:
@@ -331,6 +335,7 @@ class _Worker:
         self._activity.at(Phase.EVALUATING, step)
         began = time.perf_counter()
         loss, metrics = self._evaluation()
+        self._evaluated = (step, loss)
         if self._place.rank == 0:
             self._contact.write("eval", step=step, loss=loss, metrics=metrics, seconds=time.perf_counter() - began)
 

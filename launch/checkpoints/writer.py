@@ -39,6 +39,7 @@ from trainload.launch.checkpoints.index import (
     scalar_key,
     shard_name,
 )
+from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.checkpoints.shard import write_shard
 from trainload.launch.checkpoints.state import ShardedState, owned_slices
 from trainload.packaging.canonical import canonical_json, parse_canonical
@@ -47,6 +48,11 @@ from trainload.sharding.plan import Bucket, Plan
 
 _POLL_SECONDS = 0.02
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
+
+
+EVALUATION = "evaluation"
+"""What a checkpoint has of its step's evaluation, in what it keeps for the run's user: the loss."""
+_KEEP = Retention()
 
 
 def _nothing() -> None:
@@ -70,7 +76,7 @@ class CheckpointWriter:
         plan: the run's plan.
         rank: this rank.
         attempt: a name for this attempt of the run, the same on all its ranks and new each time; letters, digits, `.`, `_`, `-`.
-        keep_last: how many checkpoints are kept; older ones are deleted once a new one is published. At least 1.
+        keep: which checkpoints are kept; others are deleted once a new one is published.
         timeout: seconds that a rank waits for the others.
         before_publishing: called by rank 0's thread when a checkpoint is whole and not yet seen.
 
@@ -84,15 +90,15 @@ class CheckpointWriter:
         rank: int,
         attempt: str,
         *,
-        keep_last: int = 2,
+        keep: Retention = _KEEP,
         timeout: float = 600.0,
         before_publishing: Callable[[], None] = _nothing,
     ) -> None:
         assert 0 <= rank < plan.world_size
-        assert keep_last >= 1
+        assert keep.last >= 1
         assert _ATTEMPT.fullmatch(attempt), attempt
         self._run_dir, self._plan, self._rank, self._attempt = run_dir, plan, rank, attempt
-        self._keep_last, self._timeout, self._before_publishing = keep_last, timeout, before_publishing
+        self._keep, self._timeout, self._before_publishing = keep, timeout, before_publishing
         self._folder = run_dir / CHECKPOINTS
         self._host: dict[str, torch.Tensor] = {}
         self._saves = 0
@@ -243,7 +249,7 @@ class CheckpointWriter:
         for notice in self._folder.glob(f"{DRAFT}failed-*"):  # of earlier saves: all ranks have gone on from those
             notice.unlink()
         with contextlib.suppress(OSError):  # what is left is deleted after the next one
-            self._prune(index.step)
+            self._prune(index)
         return sum(file.size for file in index.files)
 
     def _follow(self, draft: Path, index: CheckpointIndex) -> None:
@@ -312,13 +318,25 @@ class CheckpointWriter:
         """Where rank 0 says that it gave up on this save."""
         return self._folder / f"{DRAFT}failed-{self._saves:08}-{self._attempt}"
 
-    def _prune(self, step: int) -> None:
-        """Deletes what is older than the checkpoint just published, but for the newest. Whole ones only are ever visible."""
-        older = [path for at, path in published(self._run_dir).items() if at < step]
-        for path in older[: max(0, len(older) - self._keep_last + 1)]:
-            doomed = self._folder / f"{DRAFT}deleted-{path.name}-{self._attempt}"
-            path.rename(doomed)
+    def _prune(self, index: CheckpointIndex) -> None:
+        """Deletes what is not to be kept of those up to the one just published, which stays. Whole ones only are ever visible."""
+        paths = {at: path for at, path in published(self._run_dir).items() if at <= index.step}
+        losses = {at: index.user.get(EVALUATION) if at == index.step else self._loss_of(path) for at, path in paths.items()}
+        for at in self._keep.doomed(losses):
+            doomed = self._folder / f"{DRAFT}deleted-{paths[at].name}-{self._attempt}"
+            paths[at].rename(doomed)
             shutil.rmtree(doomed)
+
+    def _loss_of(self, checkpoint: Path) -> float | None:
+        """Of a checkpoint's evaluation; None where there was none, where it cannot be read, or where nobody asks for the best."""
+        if not self._keep.best:
+            return None
+        try:
+            path = checkpoint / INDEX
+            loss: float | None = decode_index(path.read_bytes(), str(path)).user.get(EVALUATION)
+        except (OSError, CheckpointError):
+            return None
+        return loss
 
     def _remove_stale_drafts(self) -> None:
         own = re.compile(re.escape(DRAFT) + r"step-[0-9]+-" + re.escape(self._attempt))

@@ -171,7 +171,9 @@ class RunOptions(TypedDict, total=False):
     eval_every: and every so many steps.
     eval_batches: at most so many global batches of each of its parts; None: all.
     checkpoint_every: steps between checkpoints; there is always one at the end.
-    keep: how many checkpoints are kept; 2.
+    keep: how many of the newest checkpoints are kept; 2.
+    keep_best: so many more, whose evaluations had the lowest losses; 0.
+    keep_every: and those whose step is a multiple of it.
     output: where to write a package with the trained weights.
     overrides: what of the package's training is changed: learning rates, schedule, clipping, frozen parameters, seed. Where
         parameters are frozen, `plan` is made for `overrides.apply(package)`.
@@ -198,6 +200,8 @@ class RunOptions(TypedDict, total=False):
     eval_batches: int | None
     checkpoint_every: int | None
     keep: int
+    keep_best: int
+    keep_every: int | None
     output: str | Path | None
     overrides: Overrides
     weights: Weights
@@ -394,6 +398,8 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         eval_batches=options.get("eval_batches"),
         checkpoint_every=options.get("checkpoint_every"),
         keep=options.get("keep", 2),
+        keep_best=options.get("keep_best", 0),
+        keep_every=options.get("keep_every"),
         output=whole(options.get("output")),
         overrides=options.get("overrides", Overrides()),
         weights=options.get("weights", "mean"),
@@ -452,7 +458,8 @@ def _check_place(package: Package, spec: RunSpec) -> None:
     package = spec.overrides.apply(package, spec.steps)
     states, mean = state_counts(package), package.recipe.keeps_mean
     one = sum(b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean)) for b in spec.plan.buckets)
-    count = 1 if spec.checkpoint_every is None else min(spec.keep, spec.steps // spec.checkpoint_every) + 1
+    spacing = spec.checkpoint_every
+    count = 1 if spacing is None else spec.retention.most(spec.steps // spacing, spacing) + 1
     free = shutil.disk_usage(existing_folder(Path(spec.run_dir))).free
     if free < count * one:
         raise StorageError(

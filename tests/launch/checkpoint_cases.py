@@ -11,6 +11,7 @@ import torch
 from tests.shares import cut
 
 from trainload.launch.checkpoints.index import DataPosition
+from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.sharding.plan import Bucket, Cluster, Estimate, Pipeline, Plan, Shard, Slot
@@ -116,7 +117,7 @@ def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
 def writers(run: Path, plan: Plan, attempt: str = "t1", keep_last: int = 2, timeout: float = 20.0) -> list[CheckpointWriter]:
     """A writer for each rank, in one process."""
     world = range(plan.world_size)
-    return [CheckpointWriter(run, plan, rank, attempt, keep_last=keep_last, timeout=timeout) for rank in world]
+    return [CheckpointWriter(run, plan, rank, attempt, keep=Retention(keep_last), timeout=timeout) for rank in world]
 
 
 def save_all(run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2) -> Path:

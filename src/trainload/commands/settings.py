@@ -11,6 +11,8 @@ SETTINGS = (
     "eval_batches",
     "hang_timeout",
     "keep",
+    "keep_best",
+    "keep_every",
     "max_failures",
     "node_patience",
     "start_timeout",
