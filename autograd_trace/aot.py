@@ -450,6 +450,20 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
                 _C10D._register_process_group(name, group)
 
 
+@contextlib.contextmanager
+def alone_of(rank: int, world: int) -> Iterator[None]:
+    """Within it this process is a rank of a default process group whose other ranks do not exist: collectives return at once, with values
+    that mean nothing. For trying out what a rank calls.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
     """Counts the collectives that this rank has begun in the groups of these names, as of those that it is in. The counting may be done by
     any thread, also while another one waits for a collective.

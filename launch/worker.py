@@ -73,7 +73,7 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
     for warning in library_warnings(package, spec.libraries):
         contact.write("warning", message=f"{socket.gethostname()}: {warning}")
     began = time.perf_counter()
-    _open_data(spec, package)
+    open_data(spec, package)
     if not quiet:
         contact.write("stage", name="data", seconds=time.perf_counter() - began)
     if spec.compile and can_compile():
@@ -82,6 +82,22 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
             compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index)
         if not quiet:
             contact.write("stage", name="compile", seconds=time.perf_counter() - began)
+
+
+def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
+    """A run's data and held-out data, from the node's cache, or converted into it."""
+    cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
+    train = open_run_data(spec.data, package, rows, cache)
+    return train, open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
+
+
+def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> Built:
+    """What a rank calls: compiled, where the run wants it and the machine can; from the node's cache."""
+    device = device_of(spec.plan)
+    if spec.compile and can_compile():
+        folder = compile_build(package, spec.plan, device, default_cache_dir(), lambda *_: None, pipeline_index)
+        return load_build(folder, package, spec.plan, default_cache_dir())
+    return uncompiled_build(package, spec.plan, device, pipeline_index)
 
 
 def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
@@ -101,12 +117,6 @@ def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
         _Worker(spec, place, contact).run()
 
 
-def _open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
-    cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
-    train = open_run_data(spec.data, package, rows, cache)
-    return train, open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
-
-
 class _Worker:
     def __init__(self, spec: RunSpec, place: Place, contact: Contact) -> None:
         self._spec = spec
@@ -123,7 +133,7 @@ class _Worker:
             bind_groups(self._plan.groups())
         self._package = trained_package(spec)
         check_plan(self._plan, self._package)
-        self._data, self._eval_data = _open_data(spec, self._package)
+        self._data, self._eval_data = open_data(spec, self._package)
         self._dispatcher = run_dispatcher(self._package)
         self._device = device_of(self._plan)
         built = self._build()
@@ -185,13 +195,9 @@ class _Worker:
         return uuid.uuid4().hex, None if usable.path is None else str(usable.path)
 
     def _build(self) -> Built:
-        spec, index = self._spec, self._plan.pipeline_index(self._place.rank)
-        if spec.compile and can_compile():
-            folder = compile_build(self._package, self._plan, self._device, default_cache_dir(), lambda *_: None, index)
-            return load_build(folder, self._package, self._plan, default_cache_dir())
-        if spec.compile and self._place.rank == 0:
+        if self._spec.compile and not can_compile() and self._place.rank == 0:
             self._contact.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
-        return uncompiled_build(self._package, self._plan, self._device, index)
+        return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
 
     def _load(self, path: str | None) -> None:
         if path is None:

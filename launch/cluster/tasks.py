@@ -12,7 +12,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from trainload.launch.cluster.nodes import NODE_LABEL
+from trainload.capture.errors import TrainloadError
+from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
+from trainload.launch.spec import RunSpec
+from trainload.launch.trial import Trial, try_out
 
 _ANSWER_SECONDS = 3.0
 
@@ -20,6 +23,17 @@ _ANSWER_SECONDS = 3.0
 def on_node(node: str) -> Any:
     """Makes tasks and actors that run on a node, and need none of its devices."""
     return ray.remote(num_cpus=0, label_selector={NODE_LABEL: node})
+
+
+def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
+    """Tries a run's step out on a node, with one of its devices (`trial.try_out`). Raises: what that raises."""
+    on_gpu = resource_of(spec.plan.cluster.device) == "GPU"
+    options: dict[str, Any] = {"num_gpus": 1} if on_gpu else {"num_cpus": 1}
+    task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(_try_out).options(**options)
+    found: Trial | TrainloadError = ray.get(task.remote(spec, local_world), timeout=spec.start_timeout)
+    if isinstance(found, TrainloadError):
+        raise found
+    return found
 
 
 def unreachable(nodes: Collection[str]) -> set[str]:
@@ -41,6 +55,13 @@ def end_workers(workers: Iterable[tuple[str, int]]) -> None:
     tasks = [on_node(node)(_kill).options(max_retries=0).remote(pid) for node, pid in workers]
     if tasks:
         ray.wait(tasks, num_returns=len(tasks), timeout=_ANSWER_SECONDS)
+
+
+def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
+    try:
+        return try_out(spec, local_world)
+    except TrainloadError as error:  # as it is, and not in Ray's words
+        return error
 
 
 def _present() -> bool:

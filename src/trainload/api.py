@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from trainload.launch.overrides import Overrides
 from trainload.launch.result import RunResult, check_output, finish
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, least_plan, read_spec, write_spec
 from trainload.launch.state import demand_no_driver
+from trainload.launch.trial import Trial, try_out
 from trainload.packaging.assets import asset_sources
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package, demand_weights
@@ -324,7 +326,12 @@ def _another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strat
 
 @dataclass(frozen=True, slots=True)
 class DryRunReport:
-    """What a launch would do. All of it was checked; nothing was started."""
+    """What a launch would do. All of it was checked; nothing was started but one step of the first rank, whose results are forgotten.
+
+    seconds: of what was done: checks, the graphs of all ranks, and, on one node, the parts of a `Trial`; what is in the node's cache by now
+    takes less the next time. run_seconds: what the run would take at the pace of that step, if no rank waited for another; None under a
+    pipeline, whose ranks cannot be tried out alone.
+    """
 
     package: Path
     digest: str
@@ -337,31 +344,30 @@ class DryRunReport:
     optimizer_bytes_per_worker: int
     compiled_already: bool
     free_disk_bytes: int
+    seconds: dict[str, float]
+    run_seconds: float | None
 
 
 def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[RunOptions]) -> DryRunReport:
-    """Checks a launch without starting it: package, plan, the graphs of all ranks, data, cluster, paths. Arguments and errors are those of
-    `launch`.
+    """Does everything of a launch but train: package, policies, plan, the graphs of all ranks, data, cluster, paths, room on the disk, and
+    one compiled step on one node. Arguments and errors are those of `launch`.
     """
+    seconds: dict[str, float] = {}
+    began = time.perf_counter()
     spec = _spec(package, plan, data, options)
     demand_run(package, spec.policies)
     rows, eval_rows = _check_request(package, spec)
     _check_place(package, spec)
+    seconds["checks"] = time.perf_counter() - began
+    began = time.perf_counter()
     changed = spec.overrides.apply(package, spec.steps)
     simulate(changed, plan)
-    if options.get("backend", "ray") == "ray":
-        import ray
-
-        from trainload.launch.cluster.connection import connect
-        from trainload.launch.cluster.nodes import demand_seats, nodes_of
-
-        started = connect(options.get("address"))
-        try:
-            demand_seats(least_plan(spec), nodes_of(plan.cluster.device))
-        finally:
-            if started:
-                ray.shutdown()
+    seconds["simulate"] = time.perf_counter() - began
     key = build_key(changed, plan, device_of(plan)) if plan.cluster.device == "cpu" else ""
+    already = bool(key) and (default_cache_dir() / "compiled" / key).is_dir()
+    trial = _tried_out(spec, options.get("backend", "ray"), options.get("address"))
+    if trial is not None:
+        seconds |= {name: value for name, value in asdict(trial).items() if name != "compiled"}
     return DryRunReport(
         package=package.path,
         digest=package.digest,
@@ -372,9 +378,36 @@ def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
         eval_rows=eval_rows,
         parameter_bytes_per_worker=plan.estimate.parameter_bytes,
         optimizer_bytes_per_worker=plan.estimate.optimizer_bytes,
-        compiled_already=bool(key) and (default_cache_dir() / "compiled" / key).is_dir(),
+        compiled_already=already,
         free_disk_bytes=shutil.disk_usage(existing_folder(Path(spec.run_dir))).free,
+        seconds={name: round(value, 3) for name, value in seconds.items()},
+        run_seconds=None if trial is None else trial.first_step + (spec.steps - 1) * trial.step,
     )
+
+
+def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | None:
+    """One step of a run's first rank; on Ray, where the run would begin. None where a rank cannot be tried out alone.
+
+    Raises: ClusterError as `launch`, or where the devices are taken now.
+    """
+    alone = spec.plan.pipeline is None
+    if backend != "ray":
+        return try_out(spec, spec.plan.world_size) if alone else None
+    import ray
+
+    from trainload.launch.cluster.connection import connect
+    from trainload.launch.cluster.nodes import demand_seats, nodes_of, seats
+    from trainload.launch.cluster.tasks import tried_out
+
+    started = connect(address)
+    try:
+        nodes = nodes_of(spec.plan.cluster.device)
+        demand_seats(least_plan(spec), nodes)
+        places = seats(spec.plan, nodes, free=False) or seats(least_plan(spec), nodes, free=False) or []
+        return tried_out(spec, places[0], places.count(places[0])) if alone else None
+    finally:
+        if started:
+            ray.shutdown()
 
 
 def _ignore(event: Event) -> None:

@@ -60,7 +60,7 @@ def strategy_option(command: Command) -> Command:
 @click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
 @click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting: see docs/runs.md.")
 @click.option("--detach", is_flag=True, help="Leave it to the cluster, as a job.")
-@click.option("--dry-run", is_flag=True, help="Check everything, start nothing.")
+@click.option("--dry-run", is_flag=True, help="Check everything, try one step.")
 @json_option
 def launch(
     package: Path,

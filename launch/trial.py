@@ -1,0 +1,106 @@
+"""A step of a run, tried out by its first rank alone: what a dry run does on one node.
+
+Everything is as in the run (the node's cache, compiled graphs, weights, rows), but for the other ranks, who do not exist: what they would
+have sent is left as it is. So the times are those of a rank that waits for nobody, and the loss means nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from trainload.autograd_trace.aot import alone_of, bind_groups
+from trainload.autograd_trace.rounds import draws_of
+from trainload.capture.errors import PlanError
+from trainload.launch.calls import Microbatch
+from trainload.launch.data.prefetch import BatchStream, RankRows
+from trainload.launch.data.run_data import run_dispatcher
+from trainload.launch.determinism import deterministic
+from trainload.launch.engine import Draw, Engine
+from trainload.launch.opening import trained_package
+from trainload.launch.spec import RunSpec
+from trainload.launch.worker import built_for, open_data, set_threads
+from trainload.sharding.check_plan import check_plan
+
+_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Seconds of each part, as rank 0 has them.
+
+    Attributes:
+        package: opening it, every file that is read checked.
+        data: converting it into the node's cache, or finding it there.
+        compile: compiling the graphs, or loading them from the node's cache.
+        weights: reading this rank's.
+        first_step: with the first update, which makes the optimizer's state.
+        step: a later one.
+        compiled: whether the graphs are compiled.
+    """
+
+    package: float
+    data: float
+    compile: float
+    weights: float
+    first_step: float
+    step: float
+    compiled: bool
+
+
+def try_out(spec: RunSpec, local_world: int) -> Trial:
+    """Tries a run out in this process, which must have no process group.
+
+    Args:
+        spec: the run. Nothing is written into its folder.
+        local_world: ranks that will share this node's cores.
+
+    Raises:
+        PlanError: a pipeline's rank waits for what others send, and cannot be tried out alone.
+        TrainloadError: what package, plan and data raise.
+    """
+    plan = spec.plan
+    if plan.pipeline is not None:
+        raise PlanError("a rank of a pipeline cannot be tried out without the others", where="plan.pipeline")
+    set_threads(local_world)
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - began
+
+    with deterministic(), alone_of(0, plan.world_size) if plan.world_size > 1 else nullcontext():
+        with timed("package"):
+            package = trained_package(spec)
+            check_plan(plan, package)
+        with timed("data"):
+            data, _ = open_data(spec, package)
+        with timed("compile"):
+            built = built_for(spec, package, 0)
+        if plan.world_size > 1:
+            bind_groups(plan.groups())
+        with timed("weights"):
+            engine = Engine(package, plan, 0, torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0), built)
+            engine.held.load_package()
+        dispatcher = run_dispatcher(package)
+        rows = RankRows(package.recipe, data.order(package.recipe.seed), plan, 0)
+        steps = []
+        with BatchStream(data, rows, 0, _STEPS, ahead=2 * plan.accumulate) as stream:
+            for step in range(_STEPS):
+                began = time.perf_counter()
+                draws = []
+                for _ in range(draws_of(package.recipe, step)):
+                    calls = list(itertools.islice(stream, plan.accumulate))
+                    constants = data.parts[calls[0].part].constants
+                    variant = dispatcher.pick({**calls[0].batch, **constants})
+                    draws.append(Draw([Microbatch(call.batch, call.first_row) for call in calls], variant))
+                engine.step(step, draws)
+                steps.append(time.perf_counter() - began)
+    return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compiled=built.compiled)
