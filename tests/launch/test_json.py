@@ -50,8 +50,11 @@ def test_plan(gpt: Package, capfd: Capture) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_dry_run_starts_nothing_and_leaves_nothing(gpt: Package, gpt_data: Path, tmp_path: Path, capfd: Capture) -> None:
-    found = said(capfd, "launch", gpt.path, "--data", gpt_data, "--run-dir", tmp_path / "run", "--workers", "2", "--dry-run")
+    found = said(
+        capfd, "launch", gpt.path, "--data", gpt_data, "--run-dir", tmp_path / "run", "--workers", "2", "--dry-run", "--no-compile"
+    )
     assert (found["workers"], found["rows"], found["digest"]) == (2, 91, gpt.digest)
+    assert found["run_seconds"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
