@@ -13,17 +13,14 @@ import torch.distributed as dist
 
 from trainload.capture.errors import ClusterError
 from trainload.launch.contact import FileContact, Request, take_back
-from trainload.launch.spec import RunSpec, write_spec
+from trainload.launch.spec import RunSpec
 from trainload.launch.worker import Place, run_worker
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-def run_in_process(spec: RunSpec, *, new: bool) -> None:
-    """Trains with one worker, in this process. `new`: it writes run.json.
-
-    Raises: ClusterError if the plan wants more workers; otherwise what `run_worker` raises.
-    """
+def demand_one_worker(spec: RunSpec) -> None:
+    """Demands a plan for one worker. Raises: ClusterError if it wants more."""
     if spec.plan.world_size != 1:
         raise ClusterError(
             "the local backend has one worker",
@@ -31,8 +28,10 @@ def run_in_process(spec: RunSpec, *, new: bool) -> None:
             got=str(spec.plan.world_size),
             cure="Use --backend ray, or start it under torchrun with --backend torchrun.",
         )
-    if new:
-        write_spec(spec)
+
+
+def run_in_process(spec: RunSpec) -> None:
+    """Trains with one worker, in this process; run.json is there. Raises: what `run_worker` raises."""
     with _stop_on_interrupt(Path(spec.run_dir)):
         _work(spec, Place(0, 1, 1))
 
@@ -70,15 +69,18 @@ def _see_one_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = there.split(",")[local_rank] if there else str(local_rank)
 
 
-def run_under_torchrun(spec: RunSpec, *, new: bool) -> None:
-    """Trains as one of torchrun's workers. `new`: rank 0 writes run.json."""
+def demand_torchrun(spec: RunSpec) -> Place:
+    """Where torchrun put this process. Raises: ClusterError if it did not, or started another number of workers than the plan has."""
     place = torchrun_place()
     if place.world != spec.plan.world_size:
         raise ClusterError(
             "torchrun started another number of workers than the plan has", expected=str(spec.plan.world_size), got=str(place.world)
         )
-    if place.rank == 0 and new:
-        write_spec(spec)
+    return place
+
+
+def run_under_torchrun(spec: RunSpec, place: Place) -> None:
+    """Trains as one of torchrun's workers; where rank 0 is, run.json is there."""
     gpu = spec.plan.cluster.device == "cuda"
     if gpu:
         _see_one_gpu()

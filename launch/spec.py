@@ -46,6 +46,8 @@ class RunSpec(BaseModel):
     output: str | None = None
     weights: Weights = "mean"
     """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""
+    sinks: tuple[Literal["tensorboard", "mlflow"], ...] = ()
+    """Where its numbers go beside the journal."""
     overrides: Overrides = Overrides()
     """What of the package's training is changed."""
     max_failures: int = Field(default=3, ge=0)

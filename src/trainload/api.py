@@ -28,6 +28,7 @@ from trainload.launch.libraries import absolute, demand_run, import_libraries, l
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
 from trainload.launch.result import RunResult, check_output, finish
+from trainload.launch.sinks.sink import SinkName, told
 from trainload.launch.spec import RunSpec, Weights, check_new_run, default_cache_dir, existing_folder, least_plan, read_spec, write_spec
 from trainload.launch.state import demand_no_driver
 from trainload.launch.trial import Trial, try_out
@@ -177,6 +178,7 @@ class RunOptions(TypedDict, total=False):
     keep_best: so many more, whose evaluations had the lowest losses; 0.
     keep_every: and those whose step is a multiple of it.
     output: where to write a package with the trained weights.
+    sinks: where the run's numbers go beside its journal: "tensorboard" (files in the run's folder), "mlflow" (MLFLOW_TRACKING_URI).
     overrides: what of the package's training is changed: learning rates, schedule, clipping, frozen parameters, seed. Where
         parameters are frozen, `plan` is made for `overrides.apply(package)`.
     weights: which are evaluated and written, where the job keeps a running mean: "mean" or "last"; "mean".
@@ -205,6 +207,7 @@ class RunOptions(TypedDict, total=False):
     keep_best: int
     keep_every: int | None
     output: str | Path | None
+    sinks: Sequence[SinkName]
     overrides: Overrides
     weights: Weights
     compile: bool
@@ -434,6 +437,7 @@ def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -
         keep_best=options.get("keep_best", 0),
         keep_every=options.get("keep_every"),
         output=whole(options.get("output")),
+        sinks=tuple(options.get("sinks", ())),
         overrides=options.get("overrides", Overrides()),
         weights=options.get("weights", "mean"),
         compile=options.get("compile", True),
@@ -510,19 +514,25 @@ def _run(
     if backend == "ray":
         _run_on_ray(spec, address, on_event, new=new)
     elif backend == "torchrun":
-        from trainload.launch.local_run import run_under_torchrun
+        from trainload.launch.local_run import demand_torchrun, run_under_torchrun
 
-        if _leads(backend):
-            with followed(Path(spec.run_dir), on_event):
-                run_under_torchrun(spec, new=new)
+        place = demand_torchrun(spec)
+        if place.rank == 0:
+            if new:
+                write_spec(spec)
+            with told(spec.sinks, Path(spec.run_dir), on_event) as tell, followed(Path(spec.run_dir), tell):
+                run_under_torchrun(spec, place)
         else:
-            run_under_torchrun(spec, new=new)
+            run_under_torchrun(spec, place)
             spec = spec.model_copy(update={"output": None})  # rank 0 writes it
     elif backend == "local":
-        from trainload.launch.local_run import run_in_process
+        from trainload.launch.local_run import demand_one_worker, run_in_process
 
-        with followed(Path(spec.run_dir), on_event):
-            run_in_process(spec, new=new)
+        demand_one_worker(spec)
+        if new:
+            write_spec(spec)
+        with told(spec.sinks, Path(spec.run_dir), on_event) as tell, followed(Path(spec.run_dir), tell):
+            run_in_process(spec)
     else:
         raise ClusterError("no such backend", expected="ray, local or torchrun", got=str(backend))
     return finish(spec, package)
@@ -540,7 +550,8 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
         demand_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
         if new:
             write_spec(spec)
-        Supervisor(spec, on_event).run()
+        with told(spec.sinks, Path(spec.run_dir), on_event) as tell:
+            Supervisor(spec, tell).run()
     finally:
         if started:
             ray.shutdown()

@@ -283,5 +283,5 @@ def test_an_error_with_json_is_one_object(gpt: Package, here: Path, capsys: Capt
     printed = capsys.readouterr()
     assert printed.err == ""
     error = json.loads(printed.out)["error"]
-    assert (error["kind"], error["exit"], error["where"]) == ("DataError", 2, str(here / "none.npz"))
+    assert (error["kind"], error["exit"], error["where"]) == ("MissingDataError", 2, str(here / "none.npz"))
     assert issubclass(getattr(trainload, error["kind"]), trainload.RequestError)

@@ -15,6 +15,7 @@ SETTINGS = (
     "keep_every",
     "max_failures",
     "node_patience",
+    "sinks",
     "start_timeout",
     "storage_patience",
     "weights",
@@ -46,7 +47,9 @@ class Settings:
             name, equals, value = text.partition("=")
             if not equals:
                 raise click.UsageError(f"--set {text}: give KEY=VALUE.")
-            if name in SETTINGS:
+            if name == "sinks":
+                self.run[name] = _read(RunSpec.model_fields[name], text, tuple(value.split(",")))
+            elif name in SETTINGS:
                 self.run[name] = _read(RunSpec.model_fields[name], text, value)
             elif name == "frozen":
                 self.overrides[name] = (*self.overrides.get(name, ()), *value.split(","))
@@ -71,13 +74,14 @@ def _why_not(name: str) -> str:
     return f"there is no {name}; there are {', '.join(sorted((*SETTINGS, *OVERRIDES, 'lr.GROUP', *BATCH)))}"
 
 
-def _read(field: Any, text: str, value: str) -> Any:
+def _read(field: Any, text: str, value: str | tuple[str, ...]) -> Any:
     """A value as a field of a record takes it."""
     from pydantic import TypeAdapter, ValidationError
 
     told: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     try:
-        return TypeAdapter(told).validate_strings(value)
+        kind: TypeAdapter[Any] = TypeAdapter(told)
+        return kind.validate_strings(value) if isinstance(value, str) else kind.validate_python(value)
     except ValidationError as error:
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise click.UsageError(f"--set {text}: {problem}.") from error

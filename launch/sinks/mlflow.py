@@ -1,0 +1,67 @@
+"""A run's numbers as a run of MLflow, on the server that MLFLOW_TRACKING_URI names."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunStatus
+from mlflow.exceptions import MlflowException
+
+from trainload.capture.errors import StorageError
+from trainload.launch.spec import read_spec
+
+EXPERIMENT = "trainload"
+_RUN_FILE = "mlflow-run"
+_MOST = 500
+"""Numbers that are sent at once."""
+
+
+class Mlflow:
+    """See `Sink`. MLflow's experiment is MLFLOW_EXPERIMENT_NAME, or "trainload"; a run that is resumed goes on as the same run there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._client = MlflowClient()
+        self._waiting: list[Metric] = []
+        kept = run_dir / _RUN_FILE
+        try:
+            if kept.exists():
+                self._run = kept.read_text().strip()
+                self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
+                return
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+            experiment = self._client.get_experiment_by_name(name)
+            number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+            self._run = self._client.create_run(number, run_name=run_dir.name).info.run_id
+            kept.write_text(self._run + "\n")
+            spec = read_spec(run_dir)
+            described = {
+                "package": spec.digest,
+                "steps": spec.steps,
+                "strategy": spec.plan.strategy,
+                "global_batch": spec.plan.global_batch,
+            }
+            described |= {f"set.{name}": value for name, value in spec.overrides.model_dump(exclude_defaults=True).items()}
+            self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in described.items()])
+        except MlflowException as error:
+            raise StorageError("MLflow does not take the run", where="MLFLOW_TRACKING_URI", got=str(error).splitlines()[0]) from error
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        self._waiting += [Metric(name, value, int(time * 1000), step) for name, value in values.items() if math.isfinite(value)]
+        if len(self._waiting) >= _MOST:
+            self._send()
+
+    def text(self, kind: str, message: str, step: int, time: float) -> None:
+        self._client.set_tag(self._run, f"last {kind}", message[:5000])
+
+    def close(self) -> None:
+        self._send()
+        self._client.set_terminated(self._run)
+
+    def _send(self) -> None:
+        for start in range(0, len(self._waiting), _MOST):
+            self._client.log_batch(self._run, metrics=self._waiting[start : start + _MOST])
+        self._waiting = []

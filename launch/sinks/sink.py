@@ -1,0 +1,130 @@
+"""Where a run's numbers go beside its journal: as its driver hears of them, from one process, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+from trainload.capture.errors import StorageError
+from trainload.launch.journal import Event
+
+SinkName = Literal["tensorboard", "mlflow"]
+_END_SECONDS = 30.0
+
+
+class Sink(Protocol):
+    """Takes a run's numbers."""
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        """Of the state after `step` updates. time: seconds since 1970."""
+
+    def text(self, kind: str, message: str, step: int, time: float) -> None:
+        """Something that happened after `step` updates."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+@contextmanager
+def told(sinks: Sequence[SinkName], run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[Callable[[Event], None]]:
+    """Within it, what is to be told of a run's events so that sinks have their numbers; `on_event` is told as well, at once.
+
+    Sinks are fed by a thread each, so that a server that does not answer holds up nobody. Where one does not take something, that is lost
+    for it, and a warning says so, once in a row.
+
+    Raises: StorageError where the library of a sink is not installed, or its server does not answer at the start.
+    """
+    with ExitStack() as stack:
+        feeds = []
+        for name in sinks:
+            feed = _Feed(name, _opened(name, run_dir), on_event)
+            stack.callback(feed.end)
+            feeds.append(feed)
+
+        def tell(event: Event) -> None:
+            for feed in feeds:
+                feed.queue.put(event)
+            on_event(event)
+
+        yield tell
+
+
+class _Feed(threading.Thread):
+    def __init__(self, name: str, sink: Sink, on_event: Callable[[Event], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._sink, self._on_event = sink, on_event
+        self._done = 0
+        self._failing = False
+        self.queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (event := self.queue.get()) is not None:
+            self._done = _steps_done(event, self._done)
+            self._try(partial(_pass_on, self._sink, event, self._done))
+        self._try(self._sink.close)
+
+    def end(self) -> None:
+        """All that was told is passed on, if that does not take too long."""
+        self.queue.put(None)
+        self.join(_END_SECONDS)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # a server may fail in any way; the run goes on, and says so
+            if not self._failing:
+                self._on_event(Event("warning", {"message": f"{self.name} does not take the run's numbers: {error}"}, time.time()))
+            self._failing = True
+        else:
+            self._failing = False
+
+
+def numbers_of(event: Event) -> dict[str, float]:
+    """The numbers of an event, by the names that they have everywhere: "loss", "metrics/accuracy", "evaluation/loss"."""
+    data = event.data
+    if event.kind == "step":
+        found = {name: data[name] for name in ("loss", "gradient_norm", "loss_scale", "seconds", "data_wait") if name in data}
+        found |= {name: data[name] for name in ("tokens_per_second", "rows_per_second") if name in data}
+        return found | {f"metrics/{name}": value for name, value in data["metrics"].items()}
+    if event.kind == "eval":
+        return {"evaluation/loss": data["loss"], **{f"evaluation/{name}": value for name, value in data["metrics"].items()}}
+    if event.kind == "checkpoint":
+        return {"checkpoint/seconds": data["seconds"], "checkpoint/bytes": float(data["bytes"])}
+    return {}
+
+
+def _steps_done(event: Event, before: int) -> int:
+    if event.kind == "step":
+        return int(event.data["step"]) + 1
+    return int(event.data["step"]) if event.kind in ("start", "eval") else before
+
+
+def _pass_on(sink: Sink, event: Event, done: int) -> None:
+    step = int(event.data["step"]) if event.kind == "checkpoint" else done
+    values = numbers_of(event)
+    if values:
+        sink.numbers(values, step, event.time)
+    elif "message" in event.data:
+        sink.text(event.kind, str(event.data["message"]), step, event.time)
+
+
+def _opened(name: SinkName, run_dir: Path) -> Sink:
+    try:
+        if name == "tensorboard":
+            from trainload.launch.sinks.tensorboard import TensorBoard
+
+            return TensorBoard(run_dir)
+        from trainload.launch.sinks.mlflow import Mlflow
+
+        return Mlflow(run_dir)
+    except ImportError as error:
+        raise StorageError(
+            f"{name} is not installed", where="sinks", got=str(error), cure=f"pip install 'trainload[{name}]', or leave it out."
+        ) from error

@@ -1,0 +1,124 @@
+"""Where a run's numbers go beside its journal."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from tensorboardX.proto.event_pb2 import Event as Record
+
+import trainload
+from trainload.launch.journal import Event, losses, read_events
+from trainload.launch.sinks import sink as sinks
+from trainload.launch.sinks.sink import numbers_of, told
+from trainload.launch.spec import read_spec
+from trainload.packaging.read import Package
+
+STEPS = 4
+
+
+def trained(gpt: Package, data: Path, held_out: Path, run_dir: Path, *names: Any) -> list[float]:
+    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+    options: dict[str, Any] = {"steps": STEPS, "compile": False, "backend": "local", "sinks": names, "eval_data": held_out}
+    trainload.launch(gpt, plan, data, run_dir=run_dir, **options)
+    return losses(read_events(run_dir))
+
+
+def records(folder: Path) -> Iterator[Record]:
+    """TensorBoard's: each with its length before it, and two checksums."""
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            yield Record.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def test_tensorboard_has_the_losses_of_the_journal(gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path: Path) -> None:
+    expected = trained(gpt, gpt_data, gpt_held_out, tmp_path / "run", "tensorboard")
+    found: dict[str, dict[int, float]] = {}
+    for record in records(tmp_path / "run" / "tensorboard"):
+        for value in record.summary.value:
+            found.setdefault(value.tag, {})[record.step] = value.simple_value
+    assert [found["loss"][step] for step in range(1, STEPS + 1)] == pytest.approx(expected)
+    assert {"gradient_norm", "metrics/accuracy", "evaluation/loss", "tokens_per_second", "checkpoint/bytes"} <= set(found)
+    assert sorted(found["evaluation/loss"]) == [0, STEPS]
+
+
+def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
+    gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    expected = trained(gpt, gpt_data, gpt_held_out, tmp_path / "run", "mlflow")
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("trainload")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    assert [history[step] for step in range(1, STEPS + 1)] == pytest.approx(expected)
+    assert (run.info.run_name, run.info.status, run.data.params["package"]) == ("run", "FINISHED", gpt.digest)
+
+
+class Refusing:
+    """A server that is away, but for a while."""
+
+    def __init__(self) -> None:
+        self.away = True
+        self.taken: list[int] = []
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        if self.away:
+            raise ConnectionError("nobody answers")
+        self.taken.append(step)
+
+    def text(self, kind: str, message: str, step: int, time: float) -> None:
+        raise AssertionError("there was none")
+
+    def close(self) -> None:
+        self.taken.append(-1)
+
+
+def step(number: int) -> Event:
+    return Event("step", {"step": number, "loss": 1.0, "gradient_norm": 1.0, "seconds": 0.1, "metrics": {}}, 1.0)
+
+
+def test_a_server_that_is_away_costs_a_warning_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, heard = Refusing(), list[Event]()
+    monkeypatch.setattr(sinks, "_opened", lambda name, run_dir: server)
+    with told(["mlflow"], tmp_path, heard.append) as tell:
+        tell(step(0))
+        tell(step(1))
+        while len(heard) < 3:
+            pass
+        server.away = False
+        tell(step(2))
+    assert server.taken == [3, -1]
+    warnings = [event.data["message"] for event in heard if event.kind == "warning"]
+    assert warnings == ["mlflow does not take the run's numbers: nobody answers"]
+
+
+def test_a_library_that_is_not_there_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.delitem(sys.modules, "trainload.launch.sinks.tensorboard", raising=False)
+    line = r"tensorboard is not installed.*pip install 'trainload\[tensorboard\]'"
+    with pytest.raises(trainload.StorageError, match=line), told(["tensorboard"], tmp_path, lambda event: None):
+        pass
+
+
+def test_every_number_has_one_name() -> None:
+    found = numbers_of(Event("step", {**step(0).data, "metrics": {"accuracy": 0.5}, "tokens_per_second": 9.0}, 1.0))
+    assert set(found) == {"loss", "gradient_norm", "seconds", "metrics/accuracy", "tokens_per_second"}
+
+
+def test_the_command_line_names_sinks(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    from trainload import cli
+
+    options = ["--run-dir", tmp_path / "run", "--steps", "2", "--backend", "local", "--no-compile", "--set", "sinks=tensorboard"]
+    assert cli.run([str(part) for part in ("launch", gpt.path, "--data", gpt_data, *options)]) == 0
+    assert read_spec(tmp_path / "run").sinks == ("tensorboard",)
