@@ -107,8 +107,13 @@ def step_line(data: Mapping[str, Any]) -> str:
 
 
 def event_line(event: Event) -> str:
-    """One line about anything that is not a step."""
+    """One line about anything that is not a step; of a failure, one more for each rank: what it did."""
     data = event.data
+    if event.kind == "failure":
+        doing = [f"  rank {rank}: {text}" for rank, text in data["doing"].items()]
+        return "\n".join([f"failure: {data['message']}; {data['action']}", *doing])
+    if "message" in data:
+        return f"{event.kind}: {data['message']}"
     title = f"{event.kind} {data['name']}" if "name" in data else event.kind
     if "step" in data:
         title += f" at step {data['step']}"

@@ -101,3 +101,12 @@ def test_records_paths_and_odd_numbers_have_a_json_form() -> None:
 def test_what_has_no_json_form_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="a object has no JSON form"):
         view.as_json({"x": object()})
+
+
+def test_a_failure_says_what_each_rank_did() -> None:
+    data = {"message": "rank 1 died: killed", "action": "it starts again", "doing": {"0": "saving at step 3", "1": "in a step at step 3"}}
+    assert shown(Happening("failure", {**data, "ranks": [1], "nodes": [], "attempt": 1, "what": "death"})).splitlines() == [
+        "failure: rank 1 died: killed; it starts again",
+        "  rank 0: saving at step 3",
+        "  rank 1: in a step at step 3",
+    ]
