@@ -119,5 +119,5 @@ def test_tests_on_the_ray_cluster_have_the_machine_to_themselves() -> None:
     listed = re.search(r"^CLUSTER := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert listed is not None
     files = {path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)}
-    on_it = {path for path in files if re.search(r"\b(ray_cluster|ray_workers|undisturbed: RunResult)\b", path.read_text())}
+    on_it = {path for path in files if re.search(r"\b(ray_cluster|ray_workers|undisturbed: RunResult|faults\.py)\b", path.read_text())}
     assert {str(path.relative_to(ROOT)) for path in on_it} == set(listed[1].replace("\\", "").split())
