@@ -239,17 +239,18 @@ class Supervisor:
         assert attempt.error is not None
         told: dict[int, Exception] = getattr(attempt.error, "worker_failures", None) or {}
         text = _last_line(str(next(iter(told.values()), attempt.error)))
-        gone = unreachable(attempt.seats)
+        by_rank = {self._order[number] if number < len(self._order) else number: each for number, each in told.items()}
+        died = tuple(rank for rank, each in sorted(by_rank.items()) if _is_death(each))
+        gone = unreachable({attempt.seats[rank] for rank in died} or set(attempt.seats))
         self._lost |= gone
         doing = {beat.rank: str(beat.doing) for beat in self._beats}
         if gone:
             ranks = tuple(rank for rank, seat in enumerate(attempt.seats) if seat in gone)
             named = ", ".join(sorted(gone))
             return _Failed("node", f"node {named} is gone, with {_ranks(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
-        ranks = tuple(sorted(self._order[number] if number < len(self._order) else number for number in told))
         if not told:
             return _Failed("error", f"the workers could not be started: {text}", (), (), doing, attempt.error)
-        died = any(isinstance(getattr(each, "health_check_failure", each), RayActorError) for each in told.values())
+        ranks = died or tuple(sorted(by_rank))
         return _Failed("death", f"{_ranks(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
 
     def _go_on_after(self, failed: _Failed) -> None:
@@ -395,6 +396,11 @@ class Supervisor:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether a worker's process is gone, by what Ray Train says of it."""
+    return isinstance(getattr(error, "health_check_failure", error), RayActorError)
 
 
 def _last_line(text: str) -> str:

@@ -17,7 +17,7 @@ from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
 from trainload.launch.spec import RunSpec
 from trainload.launch.trial import Trial, try_out
 
-_ANSWER_SECONDS = 3.0
+_ANSWER_SECONDS = 5.0
 
 
 def on_node(node: str) -> Any:
