@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -62,8 +63,10 @@ class Activity:
         self._thread = threading.get_ident()
         self._phase, self._marks = Phase.STARTING, 0
         self._step: int | None = None
-        self._graph, self._before, self._last = "", dict[str, int](), ""
-        self._collectives: Mapping[str, Sequence[Collective]] = {}
+        self._graph, self._before = "", dict[str, int]()
+        self._last: tuple[str, int] | None = None
+        self._called: dict[str, list[Collective]] = {}
+        self._numbers: dict[str, dict[str, list[int]]] = {}
         self._count: Callable[[], dict[str, int]] = dict
 
     def know(self, collectives: Mapping[str, Sequence[Collective]], count: Callable[[], dict[str, int]]) -> None:
@@ -73,7 +76,12 @@ class Activity:
             collectives: what each graph calls, in order.
             count: process group -> collectives that this rank has begun in it.
         """
-        self._collectives, self._count = collectives, count
+        self._called = {graph: [each for each in listed if each.is_called] for graph, listed in collectives.items()}
+        for graph, called in self._called.items():
+            by_group = self._numbers[graph] = defaultdict(list)
+            for number, each in enumerate(called, 1):
+                by_group[each.group].append(number)
+        self._count = count
 
     def at(self, phase: Phase, step: int | None = None) -> None:
         """Another part of the rank's life has begun. `step` None: that of before."""
@@ -84,31 +92,33 @@ class Activity:
 
     def calling(self, graph: str) -> None:
         """A graph is about to be called."""
-        _, self._last = self._since_call()
+        self._last = self._begun() or self._last
         self._before = self._count()
         self._graph = graph
         self._marks += 1
 
     def now(self) -> Doing:
         """What it does. It goes on meanwhile: the parts may be a moment apart."""
-        issued, collective = self._since_call()
-        return Doing(self._phase, self._step, self._marks, self._graph, issued, collective, self._place())
+        begun = self._begun()
+        issued = 0 if begun is None else begun[1]
+        return Doing(self._phase, self._step, self._marks, self._graph, issued, self._in_words(begun or self._last), self._place())
 
-    def _since_call(self) -> tuple[int, str]:
-        """How many collectives the graph's call has begun, and the last one in words: of an earlier call, where it has begun none."""
-        began = {group: count - self._before.get(group, 0) for group, count in self._count().items()}
-        called = self._collectives.get(self._graph, ())
-        seen: dict[str, int] = {}
-        last = -1
-        for number, each in enumerate(called):
-            seen[each.group] = seen.get(each.group, 0) + each.is_called
-            if each.is_called and seen[each.group] <= began.get(each.group, 0):
-                last = number
-        total = sum(each.is_called for each in called)
-        if last < 0:
-            return 0, self._last
-        issued = sum(each.is_called for each in called[: last + 1])
-        return issued, f"{called[last]} ({issued} of {total} of {self._graph})"
+    def _begun(self) -> tuple[str, int] | None:
+        """The graph, and the number among its collectives of the last one that its call has begun; None where it has begun none."""
+        count = self._count()
+        last = 0
+        for group, numbers in self._numbers.get(self._graph, {}).items():
+            begun = count.get(group, 0) - self._before.get(group, 0)
+            if begun > 0:
+                last = max(last, numbers[min(begun, len(numbers)) - 1])
+        return (self._graph, last) if last else None
+
+    def _in_words(self, begun: tuple[str, int] | None) -> str:
+        if begun is None:
+            return ""
+        graph, number = begun
+        called = self._called[graph]
+        return f"{called[number - 1]} ({number} of {len(called)} of {graph})"
 
     def _place(self) -> str:
         frame = sys._current_frames().get(self._thread)

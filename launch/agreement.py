@@ -33,8 +33,10 @@ def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], pla
     demand_meeting([of_json(theirs) for theirs in gathered(mine, control)], plan)
 
 
-def gathered(value: T, control: dist.ProcessGroup) -> list[T]:
-    """What every rank of `control` has, by rank. All of them call it."""
+def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
+    """What every rank of `control` has, by rank. All of them call it. `control` None: there is one rank."""
+    if control is None:
+        return [value]
     found: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(found, value, group=control)
     return found

@@ -27,17 +27,20 @@ class Request(IntEnum):
     @property
     def file(self) -> str:
         """Whoever makes a file of this name in the run's folder asks for it."""
-        return {Request.CHECKPOINT: "checkpoint-now", Request.STOP: "stop"}[self]
+        return _FILES[self]
+
+
+_FILES = {Request.CHECKPOINT: "checkpoint-now", Request.STOP: "stop"}
 
 
 def asked_by_file(run_dir: Path) -> Request:
     """What the files in a run's folder ask for."""
-    return max((request for request in (Request.CHECKPOINT, Request.STOP) if (run_dir / request.file).exists()), default=Request.NONE)
+    return max((request for request, name in _FILES.items() if (run_dir / name).exists()), default=Request.NONE)
 
 
 def take_back(run_dir: Path, *requests: Request) -> None:
     """Removes the files of requests that were met, or concern an attempt that is over."""
-    for request in requests or (Request.CHECKPOINT, Request.STOP):
+    for request in requests or _FILES:
         (run_dir / request.file).unlink(missing_ok=True)
 
 
@@ -74,9 +77,7 @@ class FileContact:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir, self._rank = run_dir, rank
         self._journal = Journal(run_dir)
-        self._summary = Summary()
-        for event in read_events(run_dir) if rank == 0 else ():
-            self._summary.take(event)
+        self._summary = Summary.of(read_events(run_dir) if rank == 0 else ())
         self._activity: Activity | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="state", daemon=True)

@@ -41,6 +41,15 @@ class Event:
     time: float = 0.0
 
 
+def event_of(line: str | bytes) -> Event | None:
+    """What a line of the journal says; None for the torn line of a worker that was killed, with the next worker's line after it."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return Event(entry["kind"], entry["data"], entry["time"])
+
+
 class Journal:
     """Appends events. One line is one write, so that the lines of several processes do not mix."""
 
@@ -88,11 +97,9 @@ class Follower:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue  # the torn line of a worker that was killed, with the next worker's line after it
-            yield Event(entry["kind"], entry["data"], entry["time"])
+            event = event_of(line)
+            if event is not None:
+                yield event
 
 
 @contextmanager

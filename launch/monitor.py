@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainload.launch.activity import Doing, Phase
@@ -90,8 +90,14 @@ class Monitor:
         return max(self._hang_timeout, self._others.get(seen.doing.phase, 0.0))
 
     def _found(self, ranks: list[int], why: str, now: float) -> Hang:
-        named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
-        return Hang(tuple(sorted(ranks)), why.format(named), max(now - self._ranks[rank].moved for rank in ranks), self.doing)
+        return Hang(
+            tuple(sorted(ranks)), why.format(in_words(sorted(ranks))), max(now - self._ranks[rank].moved for rank in ranks), self.doing
+        )
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Ranks as people say them: "rank 3", "ranks 0, 1"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _position(doing: Doing) -> tuple[int, int, int]:

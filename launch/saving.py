@@ -68,8 +68,7 @@ class Saver:
 
     def _agreed(self, failure: TrainloadError | None) -> TrainloadError | None:
         """The failure of the first rank that has one, on all of them."""
-        found = [failure] if self._control is None else gathered(failure, self._control)
-        return next((each for each in found if each is not None), None)
+        return next((each for each in gathered(failure, self._control) if each is not None), None)
 
     def _settle(self) -> TrainloadError | None:
         """What the last save came to."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainload.capture.errors import PackageError, StorageError
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
+from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
@@ -46,7 +47,7 @@ class RunSpec(BaseModel):
     output: str | None = None
     weights: Weights = "mean"
     """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""
-    sinks: tuple[Literal["tensorboard", "mlflow"], ...] = ()
+    sinks: tuple[SinkName, ...] = ()
     """Where its numbers go beside the journal."""
     overrides: Overrides = Overrides()
     """What of the package's training is changed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +67,14 @@ class Summary(BaseModel):
     error: str = ""
     phase: Phase = "waiting"
     updated: float = 0.0
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Summary:
+        """What these come to."""
+        found = cls()
+        for event in events:
+            found.take(event)
+        return found
 
     def take(self, event: Event) -> None:
         """One event more."""

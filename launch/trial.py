@@ -6,22 +6,19 @@ have sent is left as it is. So the times are those of a rank that waits for nobo
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import torch
-
 from trainload.autograd_trace.aot import alone_of, bind_groups
-from trainload.autograd_trace.rounds import draws_of
 from trainload.capture.errors import PlanError
-from trainload.launch.calls import Microbatch
+from trainload.launch.build import device_of
 from trainload.launch.data.prefetch import BatchStream, RankRows
 from trainload.launch.data.run_data import run_dispatcher
 from trainload.launch.determinism import deterministic
-from trainload.launch.engine import Draw, Engine
+from trainload.launch.drawing import draw_of, next_calls
+from trainload.launch.engine import Engine
 from trainload.launch.opening import trained_package
 from trainload.launch.spec import RunSpec
 from trainload.launch.worker import built_for, open_data, set_threads
@@ -87,7 +84,7 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
         if plan.world_size > 1:
             bind_groups(plan.groups())
         with timed("weights"):
-            engine = Engine(package, plan, 0, torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0), built)
+            engine = Engine(package, plan, 0, device_of(plan), built)
             engine.held.load_package()
         dispatcher = run_dispatcher(package)
         rows = RankRows(package.recipe, data.order(package.recipe.seed), plan, 0)
@@ -95,12 +92,8 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
         with BatchStream(data, rows, 0, _STEPS, ahead=2 * plan.accumulate) as stream:
             for step in range(_STEPS):
                 began = time.perf_counter()
-                draws = []
-                for _ in range(draws_of(package.recipe, step)):
-                    calls = list(itertools.islice(stream, plan.accumulate))
-                    constants = data.parts[calls[0].part].constants
-                    variant = dispatcher.pick({**calls[0].batch, **constants})
-                    draws.append(Draw([Microbatch(call.batch, call.first_row) for call in calls], variant))
+                calls = next_calls(stream, package.recipe, step, plan.accumulate)
+                draws = [draw_of(of_one, data, dispatcher) for of_one in calls]
                 engine.step(step, draws)
                 steps.append(time.perf_counter() - began)
     return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compiled=built.compiled)

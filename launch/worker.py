@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import socket
@@ -17,21 +16,21 @@ import torch
 import torch.distributed as dist
 
 from trainload.autograd_trace.aot import begun_collectives, bind_groups
-from trainload.autograd_trace.rounds import draws_before, draws_of
+from trainload.autograd_trace.rounds import draws_before
 from trainload.capture.errors import CheckpointError, DataError, RunInterrupted, TrainingError
 from trainload.launch.activity import Activity, Phase
 from trainload.launch.agreement import demand_same_collectives, gathered
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
-from trainload.launch.calls import Microbatch
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launch.contact import Contact, Request
-from trainload.launch.data.prefetch import BatchStream, Call, RankRows
+from trainload.launch.data.prefetch import BatchStream, RankRows
 from trainload.launch.data.run_data import RunData, open_run_data, run_dispatcher
 from trainload.launch.determinism import deterministic
-from trainload.launch.engine import Draw, Engine, StepResult
+from trainload.launch.drawing import draw_of, next_calls
+from trainload.launch.engine import Engine, StepResult
 from trainload.launch.evaluation import Evaluation
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
@@ -169,10 +168,6 @@ class _Worker:
 
     # Beginning
 
-    def _all(self, own: str) -> list[str]:
-        """What every rank has, by rank."""
-        return [own] if self._control is None else gathered(own, self._control)
-
     def _agree(self, decide: Callable[[], tuple[str, str | None]]) -> tuple[str, str | None]:
         """What rank 0 decides, on every rank."""
         decided: list[Any] = [decide() if self._place.rank == 0 else None]
@@ -219,7 +214,8 @@ class _Worker:
 
     def run(self) -> None:
         spec, leading = self._spec, self._place.rank == 0
-        workers, nodes = self._all(f"{socket.gethostname()}:{os.getpid()}"), self._all(self._place.node)
+        workers = gathered(f"{socket.gethostname()}:{os.getpid()}", self._control)
+        nodes = gathered(self._place.node, self._control)
         if leading:
             self._contact.write(
                 "start",
@@ -269,10 +265,10 @@ class _Worker:
     def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
         self._activity.at(Phase.DATA, step)
         began = time.perf_counter()
-        calls = [list(itertools.islice(stream, self._plan.accumulate)) for _ in range(draws_of(self._package.recipe, step))]
+        calls = next_calls(stream, self._package.recipe, step, self._plan.accumulate)
         waited = time.perf_counter() - began
         self._activity.at(Phase.STEP)
-        draws = [self._draw(of_one) for of_one in calls]
+        draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
         result = self._engine.step(step, draws)
         losses = {self._package.recipe.main: result.loss} | {graph: other.loss for graph, other in result.others.items()}
         broken = next((graph for graph, loss in losses.items() if not math.isfinite(loss)), None)
@@ -297,11 +293,6 @@ class _Worker:
                 **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
                 **clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch),
             )
-
-    def _draw(self, calls: Sequence[Call]) -> Draw:
-        """A global batch with the variant that takes it: the same one on every rank, since all of them have rows of one part."""
-        constants = self._data.parts[calls[0].part].constants
-        return Draw([Microbatch(call.batch, call.first_row) for call in calls], self._dispatcher.pick({**calls[0].batch, **constants}))
 
     def _tokens_per_row(self) -> int | None:
         if self._package.manifest.variants:  # they may have rows of several lengths

@@ -23,7 +23,6 @@ class Book:
     Attributes:
         written: how many of the workers' events the journal has.
         stepped, ended: whether there was a step, the run's last step, since this was made.
-        has_checkpoint: whether the run has ever published one.
         summary: what all events of the run come to.
     """
 
@@ -35,10 +34,7 @@ class Book:
         self._owed = 0
         self._new_checkpoint = False
         self._warned = False
-        self.summary = Summary()
-        for event in read_events(run_dir):
-            self.summary.take(event)
-        self.has_checkpoint = self.summary.checkpoint is not None
+        self.summary = Summary.of(read_events(run_dir))
         self.written = 0
         self.stepped = self.ended = False
 
@@ -65,6 +61,11 @@ class Book:
                 with (self._logs / log_name(rank)).open("a", encoding="utf-8") as file:
                     file.write(text)
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run has ever published one."""
+        return self.summary.checkpoint is not None
+
     def new_checkpoint(self) -> bool:
         """Whether one was published since this was last asked."""
         found, self._new_checkpoint = self._new_checkpoint, False
@@ -84,6 +85,5 @@ class Book:
             self.summary.take(event)
             self.stepped = self.stepped or event.kind == "step"
             self.ended = self.ended or event.kind == "end"
-            if event.kind == "checkpoint":
-                self.has_checkpoint = self._new_checkpoint = True
+            self._new_checkpoint = self._new_checkpoint or event.kind == "checkpoint"
             self._on_event(event)

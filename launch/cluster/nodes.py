@@ -20,12 +20,11 @@ _RESOURCES: Mapping[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU"}
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that is alive: its id, address, kind of accelerators ("" for none), its devices of one kind and how many of these are free.
+    """A node that is alive: its id, kind of accelerators ("" for none), its devices of one kind and how many of these are free.
     leaving: it was told to drain, and will be gone.
     """
 
     id: str
-    address: str
     kind: str
     devices: int
     free: int
@@ -48,7 +47,7 @@ def nodes_of(device: DeviceKind) -> list[Node]:
         if node["Alive"] and resources.get(name, 0) >= 1:
             kind = next((key.removeprefix(_KIND) for key in sorted(resources) if key.startswith(_KIND)), "")
             own = free.get(node["NodeID"], {}).get(name, 0.0)
-            found.append(Node(node["NodeID"], node["NodeManagerAddress"], kind, int(resources[name]), int(own), node["NodeID"] in leaving))
+            found.append(Node(node["NodeID"], kind, int(resources[name]), int(own), node["NodeID"] in leaving))
     return sorted(found, key=lambda node: node.id)
 
 

@@ -33,7 +33,7 @@ from trainload.launch.cluster.nodes import Leave, Node, nodes_of, resource_of, s
 from trainload.launch.cluster.tasks import end_workers, on_node, unreachable
 from trainload.launch.contact import Request, asked_by_file, take_back
 from trainload.launch.journal import POLL_SECONDS, Event, last_word
-from trainload.launch.monitor import Hang, Monitor
+from trainload.launch.monitor import Hang, Monitor, in_words
 from trainload.launch.spec import RunSpec, least_plan, replace_file, resume_command
 from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
 from trainload.sharding.plan import Plan
@@ -78,7 +78,6 @@ class Supervisor:
         self._number = 0
         self._failures = 0
         self._storage_failed_at: float | None = None
-        self._stepped = False
         self._stop_asked = False
         self._moving = False
         self._beats: Sequence[Beat] = ()
@@ -185,13 +184,13 @@ class Supervisor:
                         until = time.monotonic() + _END_SECONDS
                 attempt.ended.wait(POLL_SECONDS)
             except KeyboardInterrupt:
-                if self._stop_asked or not self._stepped:
+                if self._stop_asked or not self._book.stepped:
                     raise
                 self._stop_asked = True
                 self._book.write("stage", name="stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
         failure = self._listen(monitor) or failure
         if failure is not None:
-            if not (self._stepped and isinstance(failure, _PASSING)):
+            if not (self._book.stepped and isinstance(failure, _PASSING)):
                 raise failure
             return _Failed("storage", str(failure), cause=failure)
         if hang is not None:
@@ -205,7 +204,7 @@ class Supervisor:
     def _heed(self, leave: Leave) -> None:
         """What is done about nodes that will be gone: the run goes elsewhere, where there is room, and saves what it has in any case."""
         for node, seconds in leave.news().items():
-            elsewhere = self._stepped and self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device))) is not None
+            elsewhere = self._book.stepped and self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device))) is not None
             self._moving = self._moving or elsewhere
             self._book.write(
                 "preemption",
@@ -247,11 +246,11 @@ class Supervisor:
         if gone:
             ranks = tuple(rank for rank, seat in enumerate(attempt.seats) if seat in gone)
             named = ", ".join(sorted(gone))
-            return _Failed("node", f"node {named} is gone, with {_ranks(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
+            return _Failed("node", f"node {named} is gone, with {in_words(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
         if not told:
             return _Failed("error", f"the workers could not be started: {text}", (), (), doing, attempt.error)
         ranks = died or tuple(sorted(by_rank))
-        return _Failed("death", f"{_ranks(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
+        return _Failed("death", f"{in_words(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
 
     def _go_on_after(self, failed: _Failed) -> None:
         """Decides whether there is another attempt, and waits before it. Raises: what ends the run."""
@@ -317,7 +316,6 @@ class Supervisor:
         self._unheard_since = None
         self._book.take(found.events)
         self._book.keep(found.printed)
-        self._stepped = self._stepped or self._book.stepped
         self._beats, self._order = found.beats or self._beats, found.order
         for beat in found.beats:
             monitor.hear(beat.rank, beat.doing, beat.age)
@@ -344,7 +342,7 @@ class Supervisor:
                 replace_file(self._run_dir / RAY_FOLDER / "here", b"", durable=False)
                 return
             except OSError as error:
-                if not self._stepped or time.monotonic() - began > self._spec.storage_patience:
+                if not self._book.stepped or time.monotonic() - began > self._spec.storage_patience:
                     raise StorageError(
                         f"the run's folder cannot be written: {error.strerror}",
                         where=str(self._run_dir),
@@ -392,10 +390,6 @@ class Supervisor:
                 self._book.write("waiting", message=f"for {least.world_size} free {name}s; by node there are {free}")
             self._tell_state()
             self._pause(POLL_SECONDS * 5)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _is_death(error: Exception) -> bool:

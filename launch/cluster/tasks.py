@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from trainload.capture.errors import TrainloadError
-from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
+from trainload.launch.cluster.nodes import NODE_LABEL
 from trainload.launch.spec import RunSpec
 from trainload.launch.trial import Trial, try_out
 
@@ -27,8 +27,7 @@ def on_node(node: str) -> Any:
 
 def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
     """Tries a run's step out on a node, with one of its devices (`trial.try_out`). Raises: what that raises."""
-    on_gpu = resource_of(spec.plan.cluster.device) == "GPU"
-    options: dict[str, Any] = {"num_gpus": 1} if on_gpu else {"num_cpus": 1}
+    options: dict[str, Any] = {"num_gpus": 1} if spec.plan.cluster.device == "cuda" else {"num_cpus": 1}
     task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(_try_out).options(**options)
     found: Trial | TrainloadError = ray.get(task.remote(spec, local_world), timeout=spec.start_timeout)
     if isinstance(found, TrainloadError):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Required, TypedDict, Unpack
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 from trainload.abstract import freeze_abstract
 from trainload.bundling import Bundler, given_wheel
@@ -246,9 +247,7 @@ def launch(
         RunInterrupted: Ctrl-C; the run can be resumed.
         TrainingError: the workers failed too often, or the loss is not finite.
     """
-    spec = _spec(package, plan, data, options)
-    demand_run(package, spec.policies)
-    _check_request(package, spec)
+    spec, _ = _checked(package, plan, data, options)
     backend = options.get("backend", "ray")
     if _leads(backend):  # torchrun's other ranks may find it made already
         _check_place(package, spec)
@@ -260,9 +259,7 @@ def prepare(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
 
     Args: as of `launch`. Returns: the folder. Raises: as `launch`, but for what the cluster and the training raise.
     """
-    spec = _spec(package, plan, data, options)
-    demand_run(package, spec.policies)
-    _check_request(package, spec)
+    spec, _ = _checked(package, plan, data, options)
     _check_place(package, spec)
     write_spec(spec)
     return Path(spec.run_dir)
@@ -357,9 +354,7 @@ def dry_run(package: Package, plan: Plan, data: str | Path, **options: Unpack[Ru
     """
     seconds: dict[str, float] = {}
     began = time.perf_counter()
-    spec = _spec(package, plan, data, options)
-    demand_run(package, spec.policies)
-    rows, eval_rows = _check_request(package, spec)
+    spec, (rows, eval_rows) = _checked(package, plan, data, options)
     _check_place(package, spec)
     seconds["checks"] = time.perf_counter() - began
     began = time.perf_counter()
@@ -419,39 +414,34 @@ def _ignore(event: Event) -> None:
 
 def _spec(package: Package, plan: Plan, data: str | Path, options: RunOptions) -> RunSpec:
     policy = options.get("policy")
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in RunSpec.model_fields}
 
     def whole(path: str | Path | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
     return RunSpec(
-        package=str(package.path),
-        plan=plan,
-        data=str(Path(data).absolute()),
-        run_dir=str(Path(options["run_dir"]).absolute()),
-        steps=options.get("steps") or package.recipe.steps,
-        eval_data=whole(options.get("eval_data")),
-        eval_every=options.get("eval_every"),
-        eval_batches=options.get("eval_batches"),
-        checkpoint_every=options.get("checkpoint_every"),
-        keep=options.get("keep", 2),
-        keep_best=options.get("keep_best", 0),
-        keep_every=options.get("keep_every"),
-        output=whole(options.get("output")),
-        sinks=tuple(options.get("sinks", ())),
-        overrides=options.get("overrides", Overrides()),
-        weights=options.get("weights", "mean"),
-        compile=options.get("compile", True),
-        max_failures=options.get("max_failures", 3),
-        hang_timeout=options.get("hang_timeout", 300.0),
-        start_timeout=options.get("start_timeout", 3600.0),
-        storage_patience=options.get("storage_patience", 600.0),
-        node_patience=options.get("node_patience", 1800.0),
-        plans=_in_order(plan, options.get("plans", ())),
-        libraries={**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
-        trust_extensions=options.get("trust_extensions", False),
-        digest=package.digest,
-        policies=find_policies(None if policy is None else Path(policy)),
+        **given
+        | {
+            "package": str(package.path),
+            "plan": plan,
+            "data": whole(data),
+            "run_dir": whole(options["run_dir"]),
+            "steps": options.get("steps") or package.recipe.steps,
+            "eval_data": whole(options.get("eval_data")),
+            "output": whole(options.get("output")),
+            "plans": _in_order(plan, options.get("plans", ())),
+            "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
+            "digest": package.digest,
+            "policies": find_policies(None if policy is None else Path(policy)),
+        }
     )
+
+
+def _checked(package: Package, plan: Plan, data: str | Path, options: RunOptions) -> tuple[RunSpec, tuple[int, int | None]]:
+    """The run that is asked for, once its package may be run and fits plan and data; and what `_check_request` returns."""
+    spec = _spec(package, plan, data, options)
+    demand_run(package, spec.policies)
+    return spec, _check_request(package, spec)
 
 
 def _in_order(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -508,6 +498,15 @@ def _check_place(package: Package, spec: RunSpec) -> None:
         )
 
 
+@contextmanager
+def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[Callable[[Event], None]]:
+    """Within it a run has its folder, and what it says goes to its sinks too: what is to be told of its events. `new`: it is made."""
+    if new:
+        write_spec(spec)
+    with told(spec.sinks, Path(spec.run_dir), on_event) as tell:
+        yield tell
+
+
 def _run(
     package: Package, spec: RunSpec, backend: Backend, address: str | None, on_event: Callable[[Event], None], *, new: bool
 ) -> RunResult:
@@ -518,9 +517,7 @@ def _run(
 
         place = demand_torchrun(spec)
         if place.rank == 0:
-            if new:
-                write_spec(spec)
-            with told(spec.sinks, Path(spec.run_dir), on_event) as tell, followed(Path(spec.run_dir), tell):
+            with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
                 run_under_torchrun(spec, place)
         else:
             run_under_torchrun(spec, place)
@@ -529,9 +526,7 @@ def _run(
         from trainload.launch.local_run import demand_one_worker, run_in_process
 
         demand_one_worker(spec)
-        if new:
-            write_spec(spec)
-        with told(spec.sinks, Path(spec.run_dir), on_event) as tell, followed(Path(spec.run_dir), tell):
+        with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
             run_in_process(spec)
     else:
         raise ClusterError("no such backend", expected="ray, local or torchrun", got=str(backend))
@@ -548,9 +543,7 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
     started = connect(address)
     try:
         demand_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
-        if new:
-            write_spec(spec)
-        with told(spec.sinks, Path(spec.run_dir), on_event) as tell:
+        with _recorded(spec, on_event, new=new) as tell:
             Supervisor(spec, tell).run()
     finally:
         if started:

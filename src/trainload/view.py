@@ -121,21 +121,10 @@ def event_line(event: Event) -> str:
     return "  ".join([f"{title}:", *rest]) if len(data.keys() - _QUIET) else title
 
 
-def log_line(text: str) -> str:
-    """A line of a run's journal, for people: its time in UTC, and what happened."""
-    try:
-        entry = json.loads(text)
-    except ValueError:
-        return text
-    happened = _Happened(entry["kind"], entry["data"])
-    line = step_line(happened.data) if happened.kind == "step" else event_line(happened)
-    return f"{clock(entry['time'])}  {line}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Happened:
-    kind: str
-    data: Mapping[str, Any]
+def log_line(event: Event, seconds: float) -> str:
+    """An event of a run's journal, for people. `seconds`: since 1970, when it was; said in UTC."""
+    line = step_line(event.data) if event.kind == "step" else event_line(event)
+    return f"{clock(seconds)}  {line}"
 
 
 def clock(seconds: float) -> str:

@@ -14,7 +14,7 @@ from trainload.sharding.plan import Plan
 
 
 def node(name: str, devices: int, free: int | None = None, kind: str = "", *, leaving: bool = False) -> Node:
-    return Node(name, "10.0.0.1", kind, devices, devices if free is None else free, leaving)
+    return Node(name, kind, devices, devices if free is None else free, leaving)
 
 
 def plan(gpt: Package, world: int, nodes: int = 1, **options: Any) -> Plan:

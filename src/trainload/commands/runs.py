@@ -21,7 +21,7 @@ from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
 from trainload.commands.settings import Settings
-from trainload.commands.shared import DONE, CountOf, Span, err, json_option, package_argument, positive, show_record
+from trainload.commands.shared import DONE, CountOf, Span, err, json_option, package_argument, positive, run_argument, show_record
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
 
 
 @click.command(short_help="Continue a run.")
-@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--workers", type=positive, metavar="N", help="Workers. Default: as before.")
 @strategy_option
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Another plan, in place of both.")

@@ -21,6 +21,7 @@ DONE, FAILED, WRONG = 0, 1, 2
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
+run_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 positive = click.IntRange(min=1)
 
 

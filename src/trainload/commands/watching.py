@@ -12,12 +12,11 @@ from rich.table import Table
 
 from trainload import view
 from trainload.capture.errors import StorageError
-from trainload.commands.shared import err, json_option, out, positive, print_json
+from trainload.commands.shared import err, json_option, out, positive, print_json, run_argument
 
 if TYPE_CHECKING:
     from trainload.launch.state import RunState
 
-run_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _LOOK_SECONDS = 0.2
 
 
@@ -66,7 +65,7 @@ def runs(folder: Path, as_json: bool) -> None:
 @json_option
 def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_json: bool) -> None:
     """Show what happened in a run, or what a rank of it has printed. With --json: what happened, as JSON lines."""
-    from trainload.launch.journal import JOURNAL, LOGS, log_name
+    from trainload.launch.journal import JOURNAL, LOGS, event_of, log_name
 
     if rank is not None and as_json:
         raise click.UsageError("--json goes without --rank: what a rank prints is text.")
@@ -81,7 +80,8 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
             cure="What workers print is kept of runs on Ray; torchrun has --log-dir.",
         )
     for line in _lines(path, run_dir, follow=follow, last=last):
-        click.echo(line if as_json or rank is not None else view.log_line(line))
+        event = None if as_json or rank is not None else event_of(line)
+        click.echo(line if event is None else view.log_line(event, event.time))
 
 
 @click.command(short_help="Stop a run.")
