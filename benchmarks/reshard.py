@@ -4,7 +4,8 @@
 
 A checkpoint of a stack of matrices with AdamW's state is written under ZeRO-3 on four ranks. Under other plans each rank is a process that
 loads it as a worker does. Read: what the kernel counts as read by the process (rchar of /proc/self/io). Beside: the peak of the resident
-set while it loads, less what was resident before and the tensors that it ends with.
+set while it loads, less what was resident before and the tensors that it ends with. Seconds: of loading, from files that the kernel has in
+memory: what a copy of the checkpoint in memory could save at most is less.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import gc
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,13 @@ def write(package: str, run: str) -> None:
 
     import trainload
     from trainload.launch.checkpoints.index import DataPosition
+    from trainload.launch.checkpoints.place import place_of
+    from trainload.launch.checkpoints.retention import Retention
     from trainload.launch.checkpoints.state import ShardedState, held
     from trainload.launch.checkpoints.writer import CheckpointWriter
 
     plan = trainload.plan(trainload.open(package), trainload.Cluster(devices_per_node=4), "zero3")
-    writers = [CheckpointWriter(Path(run), plan, rank, "written", keep_last=1) for rank in range(plan.world_size)]
+    writers = [CheckpointWriter(place_of(Path(run)), plan, rank, "written", keep=Retention(1)) for rank in range(plan.world_size)]
     for rank, writer in enumerate(writers):
         flats: dict[str, dict[str, torch.Tensor]] = {}
         for bucket in plan.buckets:
@@ -78,20 +82,22 @@ def load(package: str, run: str, case: dict[str, Any], rank: int, result: str) -
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
     from trainload.launch.checkpoints.load import load_sharded
+    from trainload.launch.checkpoints.place import place_of
     from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint
 
     plan = trainload.Plan.model_validate(case)
-    path = latest_checkpoint(Path(run))
+    path = latest_checkpoint(place_of(Path(run)))
     assert path is not None
     trainload.open(package)
     gc.collect()
     memory = PeakMemory()
     memory.reset()
-    before, began = memory.now(), _read_so_far()
+    before, began, start = memory.now(), _read_so_far(), time.perf_counter()
     state = load_sharded(Checkpoint.open(path), plan, rank)
+    seconds = time.perf_counter() - start
     peak, ended = memory.read()["peak"], _read_so_far()
     kept = sum(tensor.nbytes for entries in state.flats.values() for tensor in entries.values())
-    Path(result).write_text(json.dumps({"read": ended - began, "kept": kept, "beside": peak - before - kept}))
+    Path(result).write_text(json.dumps({"read": ended - began, "kept": kept, "beside": peak - before - kept, "seconds": seconds}))
 
 
 def _read_so_far() -> int:
@@ -127,8 +133,9 @@ def main() -> None:
         worst = max(ranks, key=lambda each: each["read"] / each["kept"])
         beside = max(each["beside"] for each in ranks)
         figures = (worst["kept"], worst["read"], beside, worst["bucket"])
-        rows.append([name, *(f"{n / MIB:.1f}" for n in figures), f"{worst['read'] / worst['kept']:.3f}"])
-    titles = ["plan", "kept", "read", "beside at most", "largest bucket", "read / kept"]
+        slowest = max(each["seconds"] for each in ranks)
+        rows.append([name, *(f"{n / MIB:.1f}" for n in figures), f"{worst['read'] / worst['kept']:.3f}", f"{slowest:.2f}"])
+    titles = ["plan", "kept", "read", "beside at most", "largest bucket", "read / kept", "seconds at most"]
     screen().print(table(f"MiB of the rank that reads most, of {whole / MIB:.0f} MiB", titles, rows))
     settings = {"width": options.width, "layers": options.layers}
     save({"expected": EXPECTED, "machine": machine(), **settings, "found": found}, options.out)

@@ -77,6 +77,10 @@ class RankState:
         self.params = {b.name: state.flats[b.name][PARAM].to(self._device) for b in self._buckets}
         self.buffers = {name: value.to(self._device) for name, value in state.buffers.items()}
         self._load_constants()
+        self.load_optimizer(state, scaling)
+
+    def load_optimizer(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
+        """Goes on with what a checkpoint has beside parameters and buffers: the optimizer's state, running means, the losses' scales."""
         kinds = {StateKind.FLAT: state.flats, StateKind.SCALAR: state.scalars, StateKind.STACK: state.stacks}
         self.states = {}
         for part in self._kept:

@@ -15,13 +15,15 @@ from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.launch.contact import Contact
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_HOLD_SECONDS = 30.0
+"""How long a step waits for the checkpoint before to be written, when another one is due."""
 
 
 class Saver:
     """A rank's part in the checkpoints of a run. All ranks call it in the same order.
 
-    A checkpoint that could not be written costs no step: rank 0 warns, and asks for another one soon (`wanted`). Only at the end of a run
-    is it waited for.
+    A checkpoint that could not be written costs no step: rank 0 warns, and asks for another one soon (`wanted`). One that is due while
+    the one before is still being written is put off until that is done, where it takes long. Only at the end of a run are they waited for.
 
     Args:
         writer: writes them.
@@ -35,17 +37,26 @@ class Saver:
         self._writer, self._contact, self._control, self._leading, self._patience = writer, contact, control, leading, patience
         self._failures = 0
         self._again_at = 0.0
+        self._put_off = False
 
     @property
     def wanted(self) -> bool:
-        """Whether it is time to try again after a checkpoint that could not be written. Of this rank alone."""
-        if not self._writer.writing:
-            self._settle()
-        return self._failures > 0 and time.monotonic() >= self._again_at
+        """Whether it is time to try again after a checkpoint that could not be written, or was put off. Of this rank alone."""
+        if self._writer.writing:
+            return False
+        self._settle()
+        return (self._failures > 0 or self._put_off) and time.monotonic() >= self._again_at
 
     def save(self, step: int, state: ShardedState, data: DataPosition, user: dict[str, object]) -> None:
-        """Begins a checkpoint, once the one before is done with. Arguments: as of `CheckpointWriter.save`."""
+        """Begins a checkpoint, once the one before is done with; or puts it off. Arguments: as of `CheckpointWriter.save`."""
         began = time.perf_counter()
+        if any(gathered(not self._writer.idle(0.0 if self._put_off else _HOLD_SECONDS), self._control)):
+            if self._leading and not self._put_off:
+                message = f"the checkpoint of step {step} is put off: the one before is still being written"
+                self._contact.write("warning", message=message)
+            self._put_off = True
+            return
+        self._put_off = False
         self._settle()
         self._writer.save(step, state, data, user)
         if self._leading:
@@ -58,6 +69,8 @@ class Saver:
         """
         until = time.monotonic() + self._patience
         while True:
+            self._settle()  # so that this one is not put off
+            gathered(None, self._control)
             save()
             failure = self._agreed(self._settle())
             if failure is None:

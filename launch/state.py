@@ -23,7 +23,7 @@ STATE_SECONDS = 1.0
 _FRESH_SECONDS = 15.0
 
 Phase = Literal["waiting", "running", "ended", "stopped", "failed", "lost"]
-"""waiting: for nodes. stopped: somebody asked for it. lost: the driver says no more, and has not said why."""
+"""waiting: for nodes, or for its workers to start again. stopped: somebody asked for it. lost: the driver says no more, but not why."""
 
 
 class Summary(BaseModel):
@@ -33,12 +33,15 @@ class Summary(BaseModel):
         step: steps done. steps: all that there are to do.
         loss, gradient_norm, tokens_per_second, rows_per_second, seconds_left: of the last step.
         data_wait: share of the time of the last steps that rank 0 waited for data.
+        mfu: of the last steps, the share of what the devices could do that the model's products are. memory: bytes that the rank holds
+            which holds most.
         evaluation: the last one's loss; evaluated_at: its step.
         checkpoint: step of the last published one, None where there is none; checkpoint_time: when, in seconds since 1970.
         world: ranks of the last attempt. strategy: its plan's.
         starts: attempts that got to the loop. failures: attempts that failed. warnings: how many there were.
         last_failure: what the driver said of the last one.
-        message: why the run stopped or failed, or what it waits for. error: the name of the error by which it did.
+        message: why the run stopped or failed, what it waits for, or what is done about a failure. error: the name of the error by which
+            it stopped or failed.
         phase: waiting, running, ended, stopped or failed.
         updated: time of the last event.
     """
@@ -53,6 +56,8 @@ class Summary(BaseModel):
     rows_per_second: float | None = None
     seconds_left: float | None = None
     data_wait: float | None = None
+    mfu: float | None = None
+    memory: int | None = None
     evaluation: float | None = None
     evaluated_at: int | None = None
     checkpoint: int | None = None
@@ -85,12 +90,15 @@ class Summary(BaseModel):
                 self.step, self.steps, self.world, self.strategy = data["step"], data["steps"], data["world"], data["strategy"]
                 self.starts += 1
                 self.phase, self.message, self.error, self.data_wait = "running", "", "", None
+                self.mfu = None
             case "step":
                 self.step, self.loss, self.gradient_norm = data["step"] + 1, data["loss"], data["gradient_norm"]
                 self.tokens_per_second, self.rows_per_second = data.get("tokens_per_second"), data.get("rows_per_second")
                 self.seconds_left = data.get("seconds_left")
                 share = min(1.0, data.get("data_wait", 0.0) / max(data["seconds"], 1e-9))
-                self.data_wait = share if self.data_wait is None else 0.95 * self.data_wait + 0.05 * share
+                self.data_wait = _mean(self.data_wait, share)
+                self.mfu = _mean(self.mfu, data["mfu"]) if "mfu" in data else None
+                self.memory = data.get("memory")
             case "eval":
                 self.evaluation, self.evaluated_at = data["loss"], data["step"]
             case "checkpoint":
@@ -98,6 +106,7 @@ class Summary(BaseModel):
             case "failure":
                 self.failures += 1
                 self.last_failure = data["message"]
+                self.phase, self.message = "waiting", data["action"]
             case "warning":
                 self.warnings += 1
             case "waiting":
@@ -108,8 +117,13 @@ class Summary(BaseModel):
                 self.phase, self.message, self.error = event.kind, data["message"], data["error"]
 
 
+def _mean(before: float | None, value: float) -> float:
+    """A running mean over some twenty values."""
+    return value if before is None else 0.95 * before + 0.05 * value
+
+
 class RankSeen(BaseModel):
-    """A rank as the driver last heard of it. node: Ray's id, or a host. age: seconds since. doing: in words."""
+    """A rank as the driver last heard of it. node: Ray's id, or a host. age: seconds since. doing: in words. memory: bytes it holds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -119,11 +133,12 @@ class RankSeen(BaseModel):
     phase: str
     step: int | None
     doing: str
+    memory: int
 
     @classmethod
     def of(cls, node: str, pid: int, age: float, doing: Doing) -> RankSeen:
         """From what a rank says."""
-        return cls(node=node, pid=pid, age=round(age, 1), phase=doing.phase, step=doing.step, doing=str(doing))
+        return cls(node=node, pid=pid, age=round(age, 1), phase=doing.phase, step=doing.step, doing=str(doing), memory=doing.memory)
 
 
 class RunState(BaseModel):

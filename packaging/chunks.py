@@ -9,7 +9,8 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
+from contextlib import AbstractContextManager, contextmanager
+from typing import BinaryIO, Protocol
 
 from trainload.capture.errors import TrainloadError
 
@@ -71,6 +72,41 @@ def chunk_digests(file: BinaryIO) -> Iterator[str]:
         yield hashlib.sha256(block).hexdigest()
 
 
+class Ranges(Protocol):
+    """A file that is open for reading, by places in it, from several threads."""
+
+    def announce(self, start: int, stop: int) -> None:
+        """These bytes will be read soon."""
+
+    def fill(self, start: int, into: memoryview) -> None:
+        """Reads bytes from `start` on, as many as `into` has. Where the file ends too early the rest stays as it was."""
+
+
+class _FileRanges:
+    """`Ranges` of a file of this machine's."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def announce(self, start: int, stop: int) -> None:
+        os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def fill(self, start: int, into: memoryview) -> None:
+        at = 0
+        while at < len(into):
+            count = os.preadv(self._descriptor, [into[at:]], start + at)
+            if count == 0:
+                return
+            at += count
+
+
+@contextmanager
+def ranges_of(file: BinaryIO) -> Iterator[Ranges]:
+    """An open file of this machine's, which is closed afterwards."""
+    with file:
+        yield _FileRanges(file.fileno())
+
+
 class LastChunk:
     """The chunk that was last read in part, of whichever file shares this: what is read next often needs the same."""
 
@@ -89,7 +125,7 @@ class ChunkedFile:
     kept but `last`.
 
     Args:
-        opened: opens the file, unbuffered or not.
+        opened: opens the file.
         size: its bytes.
         digests: of its chunks.
         damaged: the error for a chunk, by its number, whose digest is another one.
@@ -99,7 +135,7 @@ class ChunkedFile:
 
     def __init__(
         self,
-        opened: Callable[[], BinaryIO],
+        opened: Callable[[], AbstractContextManager[Ranges]],
         size: int,
         digests: Sequence[str],
         damaged: Callable[[int], TrainloadError],
@@ -145,15 +181,15 @@ class ChunkedFile:
         numbers = range(start // chunk, -(-stop // chunk))
         inner = [number for number in numbers if start <= number * chunk and min((number + 1) * chunk, self._size) <= stop]
         with self._opened() as file:
-            self._announce(file.fileno(), start, stop, onward)
+            self._announce(file, start, stop, onward)
             for number in sorted(set(numbers) - set(inner)):
                 low, high = max(start, number * chunk), min(stop, (number + 1) * chunk)
-                block = memoryview(self._edge(number, file.fileno()))
+                block = memoryview(self._edge(number, file))
                 into[low - start : high - start] = block[low - number * chunk : high - number * chunk]
 
             def read(group: range) -> None:
                 low, high = group.start * chunk, min(group.stop * chunk, self._size)
-                _read_at(file.fileno(), low, into[low - start : high - start])
+                file.fill(low, into[low - start : high - start])
                 for number in group:
                     self._demand(number, into[number * chunk - start : min((number + 1) * chunk, high) - start])
 
@@ -167,17 +203,16 @@ class ChunkedFile:
                 for _ in pool.map(read, groups):
                     pass
 
-    def _announce(self, descriptor: int, start: int, stop: int, onward: bool) -> None:
-        """Tell the system what will be read, so that the disk is at work while digests are reckoned."""
-        ahead = SPAN if onward and self._end == start else 0
-        os.posix_fadvise(descriptor, start, stop - start + ahead, os.POSIX_FADV_WILLNEED)
+    def _announce(self, file: Ranges, start: int, stop: int, onward: bool) -> None:
+        """Tell what will be read, so that the disk is at work while digests are reckoned."""
+        file.announce(start, stop + (SPAN if onward and self._end == start else 0))
         self._end = stop
 
-    def _edge(self, number: int, descriptor: int) -> bytes:
+    def _edge(self, number: int, file: Ranges) -> bytes:
         last = self._last
         if last.file is not self or last.number != number:
             block = bytearray(min(self._chunk, self._size - number * self._chunk))
-            _read_at(descriptor, number * self._chunk, memoryview(block))
+            file.fill(number * self._chunk, memoryview(block))
             self._demand(number, memoryview(block))
             last.file, last.number, last.block = self, number, bytes(block)
         return last.block
@@ -185,13 +220,3 @@ class ChunkedFile:
     def _demand(self, number: int, block: memoryview) -> None:
         if hashlib.sha256(block).hexdigest() != self._digests[number]:
             raise self._damaged(number)
-
-
-def _read_at(descriptor: int, start: int, into: memoryview) -> None:
-    """Read bytes of a file into memory. Where it ends too early the rest stays as it was, and the digest is another."""
-    at = 0
-    while at < len(into):
-        count = os.preadv(descriptor, [into[at:]], start + at)
-        if count == 0:
-            return
-        at += count

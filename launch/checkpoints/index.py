@@ -33,7 +33,7 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A shard: its name in the checkpoint's folder, its bytes, and the sha256 in hex of each `chunk` of them (packaging/chunks.py)."""
+    """A shard: its path in the checkpoint's folder, its bytes, and the sha256 in hex of each `chunk` of them (packaging/chunks.py)."""
 
     name: str
     size: int = Field(ge=0)
@@ -137,12 +137,22 @@ def buffer_key(name: str) -> str:
 
 
 def published(run_dir: Path) -> dict[int, Path]:
-    """Step -> folder of every checkpoint of a run, oldest first."""
-    folder = run_dir / CHECKPOINTS
+    """Step -> folder of every checkpoint of a run that keeps them in its folder, oldest first."""
+    return checkpoints_in(run_dir / CHECKPOINTS)
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Step -> folder of every checkpoint in a folder, oldest first."""
     if not folder.is_dir():
         return {}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))}
+    found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
     return dict(sorted(found.items()))
+
+
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint has this name; None: of none."""
+    match = _FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def encode_index(index: CheckpointIndex) -> bytes:

@@ -14,14 +14,16 @@ from trainload.packaging.tensors import to_fill
 from trainload.sharding.plan import Bucket, Plan, Slot
 
 
-def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int) -> ShardedState:
+def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: bool = False) -> ShardedState:
     """What `rank` holds under `plan`: new CPU tensors, zero where no parameter lies. Reads only the intervals that the rank owns.
+
+    `state_alone`: without parameters and buffers; the checkpoint may be that of a run of another package of the same program.
 
     Law: under the plan that wrote it, every element of a parameter comes back as it was.
     Raises: CheckpointError where the checkpoint is of another package, its parameters are not the plan's, optimizer states that would lie
     in one bucket differ in their entries or 0-dim values, or a shard has changed.
     """
-    if checkpoint.index.package != plan.package:
+    if not state_alone and checkpoint.index.package != plan.package:
         raise CheckpointError(
             "the checkpoint is of another package",
             where=str(checkpoint.path),
@@ -34,11 +36,11 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int) -> ShardedState:
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     stacks: dict[str, dict[str, torch.Tensor]] = {}
     for bucket in plan.held_buckets(plan.pipeline_index(rank)):
-        entries = _entries(checkpoint, bucket)
+        entries = [entry for entry in _entries(checkpoint, bucket) if not (state_alone and entry == PARAM)]
         flats[bucket.name] = {entry: _flat(checkpoint, plan, rank, bucket, entry) for entry in entries}
         scalars[bucket.name] = _scalars(checkpoint, bucket)
         stacks[bucket.name] = _stacks(checkpoint, bucket)
-    return ShardedState(flats, scalars, checkpoint.buffers(), stacks)
+    return ShardedState(flats, scalars, {} if state_alone else checkpoint.buffers(), stacks)
 
 
 def full_parameters(checkpoint: Checkpoint, *, mean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

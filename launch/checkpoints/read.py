@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, published, scalar_key
+from trainload.capture.errors import CheckpointError, StorageError, UnsafePackageError
+from trainload.launch.agreement import gathered
+from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, scalar_key
+from trainload.launch.checkpoints.place import CheckpointPlace, Where, files_at
 from trainload.launch.checkpoints.shard import CURE, ShardReader
 from trainload.packaging.chunks import LastChunk
 from trainload.packaging.tensors import to_fill
@@ -29,30 +31,37 @@ _PAUSE_SECONDS = 1.0
 
 
 class Checkpoint:
-    """A published checkpoint. `path`: its folder; `index`: what it holds."""
+    """A published checkpoint. `path`: its folder or URL; `index`: what it holds."""
 
-    __slots__ = ("_buckets", "_last", "_open", "_slots", "index", "path")
+    __slots__ = ("_buckets", "_files", "_last", "_open", "_slots", "index", "path")
 
-    def __init__(self, path: Path, index: CheckpointIndex) -> None:
+    def __init__(self, path: Where, index: CheckpointIndex) -> None:
         self.path, self.index = path, index
+        self._files = files_at(path)
         self._buckets: dict[str, Bucket] = {bucket.name: bucket for bucket in index.buckets}
         self._slots: dict[str, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in index.buckets for slot in bucket.slots}
         self._open: dict[int, ShardReader] = {}
         self._last = LastChunk()
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Reads the index. Raises: CheckpointError where it is missing or a bit of it has changed."""
-        file = path / INDEX
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise CheckpointError("the index cannot be read", where=str(file), got=str(error), cure=CURE) from error
-        return cls(path, decode_index(data, str(file)))
+    def open(cls, path: Where) -> Self:
+        """Reads the index.
 
-    def verify(self) -> None:
-        """Reads every shard and compares its digests. Raises: CheckpointError, naming the first file that is not as it was written."""
-        for number in range(len(self.index.files)):
+        Raises: CheckpointError where it is missing or a bit of it has changed; StorageError where a URL cannot be reached.
+        """
+        file = f"{path}/{INDEX}"
+        try:
+            data = files_at(path).read(INDEX)
+        except (OSError, UnsafePackageError) as error:
+            raise CheckpointError("the index cannot be read", where=file, got=str(error), cure=CURE) from error
+        return cls(path, decode_index(data, file))
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        """Reads every shard and compares its digests; or those that are rank `rank`'s of `world` ranks that do it together.
+
+        Raises: CheckpointError, naming the first file that is not as it was written.
+        """
+        for number in range(rank, len(self.index.files), world):
             self._shard(number).check()
 
     def bucket_of(self, parameter: str) -> tuple[Bucket, Slot]:
@@ -165,7 +174,7 @@ class Checkpoint:
 
     def _shard(self, number: int) -> ShardReader:
         if number not in self._open:
-            self._open[number] = ShardReader(self.path, self.index.files[number], self._last)
+            self._open[number] = ShardReader(self._files, self.index.files[number], self._last)
         return self._open[number]
 
 
@@ -173,31 +182,38 @@ class Checkpoint:
 class Usable:
     """The newest checkpoint that is whole, or None, and why newer ones are not (one line each, newest first)."""
 
-    path: Path | None
+    path: Where | None
     rejected: tuple[str, ...]
 
 
-def latest_checkpoint(run_dir: Path) -> Path | None:
+def latest_checkpoint(place: CheckpointPlace) -> Where | None:
     """The newest published checkpoint of a run, None where there is none.
 
     Raises: CheckpointError where its index has changed; `usable_checkpoint` goes on to an earlier one.
     """
-    found = list(published(run_dir).values())
+    found = list(place.published().values())
     return Checkpoint.open(found[-1]).path if found else None
 
 
-def usable_checkpoint(run_dir: Path, *, patience: float = 0.0) -> Usable:
-    """The newest checkpoint of a run whose index and shards are all as they were written. Reads all of its bytes.
+def usable_checkpoint(place: CheckpointPlace, *, patience: float = 0.0, control: dist.ProcessGroup | None = None) -> Usable:
+    """The newest checkpoint of a run whose index and shards are all as they were written. All of its bytes are read; where several ranks do
+    it, by each of them those of some shards.
 
     Args:
-        run_dir: the run's folder.
+        place: of the run's checkpoints.
         patience: seconds for which one is tried again that storage does not give; one that has changed is rejected at once.
+        control: the ranks that look for it together, and all get this answer; None: there is one.
+
+    Raises:
+        StorageError: a URL cannot be reached. An older checkpoint is not taken for that.
     """
     until = time.monotonic() + patience
+    rank, world = (0, 1) if control is None else (dist.get_rank(control), dist.get_world_size(control))
     rejected: list[str] = []
-    for path in reversed(_patiently(partial(published, run_dir), until).values()):
+    listed: Callable[[], list[Where]] = partial(_newest_first, place, until) if rank == 0 else list
+    for path in _agreed(listed, control)[0]:
         try:
-            _patiently(partial(_demand_whole, path), until)
+            _agreed(partial(_patiently, partial(_demand_whole, path, rank, world), until), control)
         except CheckpointError as error:
             rejected.append(str(error))
         else:
@@ -205,8 +221,26 @@ def usable_checkpoint(run_dir: Path, *, patience: float = 0.0) -> Usable:
     return Usable(None, tuple(rejected))
 
 
-def _demand_whole(path: Path) -> None:
-    Checkpoint.open(path).verify()
+def _newest_first(place: CheckpointPlace, until: float) -> list[Where]:
+    return list(_patiently(place.published, until).values())[::-1]
+
+
+def _demand_whole(path: Where, rank: int, world: int) -> None:
+    Checkpoint.open(path).verify(rank, world)
+
+
+def _agreed(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]:
+    """What `read` gives on each rank. Raises: on every rank, what it has raised on one; storage that fails before what it gave."""
+    mine: tuple[T | None, Exception | None]
+    try:
+        mine = read(), None
+    except (OSError, CheckpointError, StorageError) as error:
+        mine = None, error
+    found = gathered(mine, control)
+    errors = sorted((error for _, error in found if error is not None), key=lambda error: isinstance(error, CheckpointError))
+    if errors:
+        raise errors[0]
+    return [value for value, _ in found]  # type: ignore[misc]  # there are values where there are no errors
 
 
 def _patiently(read: Callable[[], T], until: float) -> T:
@@ -214,8 +248,9 @@ def _patiently(read: Callable[[], T], until: float) -> T:
     while True:
         try:
             return read()
-        except (OSError, CheckpointError) as error:
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError) or time.monotonic() > until:
+        except (OSError, CheckpointError, StorageError) as error:
+            cause = error.__cause__ if isinstance(error, CheckpointError) else error
+            passing = isinstance(cause, OSError | StorageError) and not isinstance(cause, FileNotFoundError)
+            if not passing or time.monotonic() > until:
                 raise
         time.sleep(_PAUSE_SECONDS)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from trainload.capture.errors import CheckpointError, PackageError
 from trainload.launch.checkpoints.index import FileRecord
+from trainload.launch.checkpoints.place import CheckpointFiles, Draft
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length, to_fill
@@ -19,56 +18,55 @@ from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, Place, bytes_
 CURE = "Resume from an earlier checkpoint."
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Writes contiguous CPU tensors of any shape as a safetensors file and fsyncs it; widest first, and else in their order.
+def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """Writes contiguous CPU tensors of any shape as a safetensors file; widest first, and else in their order. No more than a part of it is
+    in memory a second time.
 
     The library's own writer wants the whole file in memory or reads it again for its digests, and hides the errno of a full disk.
-    Returns: the file's name, size and digests. Raises: OSError; CheckpointError for a dtype that safetensors does not have.
+    Returns: the file's name, size and digests. Raises: OSError, StorageError; CheckpointError for a dtype that safetensors does not have.
     """
     # The format wants no holes; widest first keeps every tensor aligned.
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    names = sorted(tensors, key=lambda key: -tensors[key].element_size())
     header: dict[str, object] = {}
     offset = 0
-    for name in names:
-        tensor = tensors[name]
+    for key in names:
+        tensor = tensors[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in CODES:
-            raise CheckpointError("a tensor has a dtype that safetensors does not hold", where=name, expected=", ".join(CODES), got=dtype)
+            raise CheckpointError("a tensor has a dtype that safetensors does not hold", where=key, expected=", ".join(CODES), got=dtype)
         end = offset + tensor.nbytes
-        header[name] = {"dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[key] = {"dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     head = canonical_json(header)
     head += b" " * (-len(head) % 8)
-    chunk = chunks.chunk_for(8 + len(head) + offset)
+    size = 8 + len(head) + offset
+    chunk = chunks.chunk_for(size)
     digests = chunks.ChunkDigests(chunk)
-    size = 0
-    with path.open("wb") as file:
+    with draft.writing(name, size) as file:
         blocks = [memoryview(len(head).to_bytes(8, "little") + head)]
-        blocks += [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in names if tensors[name].nbytes]
+        blocks += [tensors[key].reshape(-1).view(torch.uint8).numpy().data for key in names if tensors[key].nbytes]
         for block in blocks:
             for start in range(0, len(block), chunks.CHUNK):
                 piece = block[start : start + chunks.CHUNK]
                 file.write(piece)
                 digests.update(piece)
-                size += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(name=path.name, size=size, chunk=chunk, chunks=digests.finish())
+    return FileRecord(name=draft.name_of(name), size=size, chunk=chunk, chunks=digests.finish())
 
 
 class ShardReader:
     """Reads a shard that `write_shard` wrote: the chunks of what is asked for, each checked.
 
-    Raises: CheckpointError, of every method, where the file cannot be read, or has changed where it is read.
+    Raises: CheckpointError, of every method, where the file cannot be read, or has changed where it is read; StorageError where a URL
+    cannot be reached.
     """
 
-    def __init__(self, folder: Path, record: FileRecord, last: chunks.LastChunk) -> None:
-        self._path, self._record = folder / record.name, record
+    def __init__(self, files: CheckpointFiles, record: FileRecord, last: chunks.LastChunk) -> None:
+        self._path, self._record = f"{files.where}/{record.name}", record
         with self._reading():
-            size = self._path.stat().st_size
+            size = files.size(record.name)
         if size != record.size:
             raise self._changed(f"{record.size} bytes", f"{size} bytes")
-        self._file = chunks.ChunkedFile(lambda: self._path.open("rb", buffering=0), size, record.chunks, self._damaged, last, record.chunk)
+        self._file = chunks.ChunkedFile(lambda: files.opened(record.name), size, record.chunks, self._damaged, last, record.chunk)
         self._places = self._read_header()
 
     def check(self) -> None:
@@ -96,15 +94,15 @@ class ShardReader:
 
     def _place(self, name: str) -> Place:
         if name not in self._places:
-            raise CheckpointError("a shard lacks a tensor that the index lists", where=str(self._path), expected=name, cure=CURE)
+            raise CheckpointError("a shard lacks a tensor that the index lists", where=self._path, expected=name, cure=CURE)
         return self._places[name]
 
     def _read_header(self) -> dict[str, Place]:
         names = {code: name for name, code in CODES.items()}
         with self._reading():
-            length = header_length(self._file.read(0, min(8, self._file.size)), self._file.size, str(self._path))
+            length = header_length(self._file.read(0, min(8, self._file.size)), self._file.size, self._path)
             head = self._file.read(8, 8 + length).rstrip(b" ")
-            entries = parse_canonical(head, str(self._path), max_bytes=MAX_HEADER, max_depth=4)
+            entries = parse_canonical(head, self._path, max_bytes=MAX_HEADER, max_depth=4)
         at = 8 + length
         return {
             name: Place(names[entry["dtype"]], tuple(entry["shape"]), at + entry["data_offsets"][0], at + entry["data_offsets"][1])
@@ -116,10 +114,10 @@ class ShardReader:
         try:
             yield
         except (OSError, PackageError) as error:
-            raise CheckpointError("a shard cannot be read", where=str(self._path), got=str(error), cure=CURE) from error
+            raise CheckpointError("a shard cannot be read", where=self._path, got=str(error), cure=CURE) from error
 
     def _damaged(self, number: int) -> CheckpointError:
         return self._changed(f"sha256 {self._record.chunks[number]} of bytes from {number * self._record.chunk}", "another")
 
     def _changed(self, expected: str, got: str) -> CheckpointError:
-        return CheckpointError("a shard has changed since it was written", where=str(self._path), expected=expected, got=got, cure=CURE)
+        return CheckpointError("a shard has changed since it was written", where=self._path, expected=expected, got=got, cure=CURE)

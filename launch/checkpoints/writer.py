@@ -1,52 +1,42 @@
-"""Writing checkpoints: copied at once, written by a thread, published by a rename.
+"""Writing checkpoints: copied at once, written by a thread, published at once and whole.
 
-All ranks write into `checkpoints/.tmp-step-N-<attempt>/`, a folder that all nodes must share: a shard each and then a mark that
-names its digest. Rank 0 waits for all marks, writes the index and renames the folder to `checkpoints/step-N`. Where it gives up, it
-leaves a notice for the ranks that still wait or come late. So a kill at any moment leaves whole checkpoints and, perhaps, drafts
-that the next attempt removes.
+All ranks write a shard each, where all nodes reach it, and then a mark that names its digests. Rank 0 waits for all marks, and publishes
+the index. Where it gives up, it leaves a notice for the ranks that still wait or come late. So a kill at any moment leaves whole
+checkpoints and, perhaps, drafts that the next attempt removes. How a place does it: folder.py, remote.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainload.capture.errors import CheckpointError, PackageError, StorageError, TrainloadError
 from trainload.launch.checkpoints.index import (
-    CHECKPOINTS,
-    DRAFT,
-    INDEX,
     CheckpointIndex,
     DataPosition,
     Written,
     buffer_key,
-    decode_index,
-    encode_index,
     flat_key,
-    folder_name,
     own_key,
-    published,
     scalar_key,
     shard_name,
 )
+from trainload.launch.checkpoints.place import CheckpointPlace, Draft, Where
+from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.checkpoints.shard import write_shard
 from trainload.launch.checkpoints.state import ShardedState, owned_slices
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import is_full, sync_folder
+from trainload.packaging.files import is_full
 from trainload.sharding.plan import Bucket, Plan
 
-_POLL_SECONDS = 0.02
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -72,7 +62,7 @@ class CheckpointWriter:
     """One rank's part in writing the checkpoints of a run. One save is under way at a time.
 
     Args:
-        run_dir: the run's folder, on storage that all ranks share.
+        place: where the run's checkpoints lie; all ranks reach it.
         plan: the run's plan.
         rank: this rank.
         attempt: a name for this attempt of the run, the same on all its ranks and new each time; letters, digits, `.`, `_`, `-`.
@@ -80,12 +70,12 @@ class CheckpointWriter:
         timeout: seconds that a rank waits for the others.
         before_publishing: called by rank 0's thread when a checkpoint is whole and not yet seen.
 
-    Raises: StorageError where the folder cannot be written.
+    Raises: StorageError or CheckpointError where the place cannot be written.
     """
 
     def __init__(
         self,
-        run_dir: Path,
+        place: CheckpointPlace,
         plan: Plan,
         rank: int,
         attempt: str,
@@ -97,20 +87,21 @@ class CheckpointWriter:
         assert 0 <= rank < plan.world_size
         assert keep.last >= 1
         assert _ATTEMPT.fullmatch(attempt), attempt
-        self._run_dir, self._plan, self._rank, self._attempt = run_dir, plan, rank, attempt
+        self._place, self._plan, self._rank, self._attempt = place, plan, rank, attempt
         self._keep, self._timeout, self._before_publishing = keep, timeout, before_publishing
-        self._folder = run_dir / CHECKPOINTS
         self._host: dict[str, torch.Tensor] = {}
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._published: Published | None = None
+        self._given_up: list[Draft] = []
+        self._losses: dict[int, float | None] = {}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            place.begin()
             if rank == 0:
-                self._remove_stale_drafts()
+                place.tidy(attempt)
         except OSError as error:
-            raise _storage_error(error, self._folder) from error
+            raise _storage_error(error, place.where) from error
 
     def save(self, step: int, state: ShardedState, data: DataPosition, user: Mapping[str, Any]) -> None:
         """Copies the state and begins to write it. All ranks call it, in the same order, with the same arguments but the state.
@@ -183,6 +174,12 @@ class CheckpointWriter:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
+    def idle(self, seconds: float) -> bool:
+        """Whether no save is under way, now or within so long. What the last one came to is for `wait` to say."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return not self.writing
+
     def wait(self) -> Published | None:
         """Returns once the last save is published, on every rank: on rank 0 what was published, if it was not told before.
 
@@ -212,7 +209,7 @@ class CheckpointWriter:
 
     def _run(self, index: CheckpointIndex) -> None:
         began = time.perf_counter()
-        draft = self._folder / f"{DRAFT}{folder_name(index.step)}-{self._attempt}"
+        draft = self._place.draft(index.step, self._attempt, self._saves)
         try:
             try:
                 if self._rank == 0:
@@ -221,130 +218,135 @@ class CheckpointWriter:
                 else:
                     self._follow(draft, index)
             except OSError as error:
-                raise _storage_error(error, draft) from error
+                raise _storage_error(error, draft.where) from error
         except BaseException as error:  # noqa: BLE001  # handed to the training thread, whose `save` or `wait` raises it
             self._failure = error
 
-    def _lead(self, draft: Path, index: CheckpointIndex) -> int:
+    def _lead(self, draft: Draft, index: CheckpointIndex) -> int:
         """Returns: the bytes of all shards."""
+        shard = shard_name(0, self._plan.world_size)
         try:
-            draft.mkdir(exist_ok=True)
-            mine = write_shard(draft / shard_name(0, self._plan.world_size), self._host)
+            draft.begin()
+            mine = write_shard(draft, shard, self._host)
             written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]
             in_order = sorted(range(self._plan.world_size), key=self._plan.file_index)
             update: dict[str, Any] = {"files": tuple(written[rank].file for rank in in_order)}
             for name in ("entries", "scalars", "own"):
                 update[name] = {key: value for each in written for key, value in getattr(each, name).items()}
             index = index.model_copy(update=update)
-            _write_durably(draft / INDEX, encode_index(index))
-            sync_folder(draft)
+            draft.complete(index)
             self._before_publishing()
-            self._publish(draft, self._folder / folder_name(index.step))
+            draft.publish(index)
         except (OSError, TrainloadError) as error:
-            with contextlib.suppress(OSError):  # without a notice the others run into their timeout
-                (draft / shard_name(0, self._plan.world_size)).unlink(missing_ok=True)  # room for the notice on a full disk
-                _write_mark(self._notice(), _mark_of(error, draft))
-            shutil.rmtree(draft, ignore_errors=True)
+            draft.give_up(shard, _mark_of(error, draft.where))
+            self._given_up.append(draft)
             raise
-        for notice in self._folder.glob(f"{DRAFT}failed-*"):  # of earlier saves: all ranks have gone on from those
-            notice.unlink()
-        with contextlib.suppress(OSError):  # what is left is deleted after the next one
+        with contextlib.suppress(OSError, StorageError):  # what is left is deleted after the next one, or by the next attempt
+            draft.release()
+            while self._given_up:  # all ranks have gone on from those
+                self._given_up[-1].forget()
+                self._given_up.pop()
             self._prune(index)
         return sum(file.size for file in index.files)
 
-    def _follow(self, draft: Path, index: CheckpointIndex) -> None:
-        shard = draft / shard_name(self._rank, self._plan.world_size)
+    def _follow(self, draft: Draft, index: CheckpointIndex) -> None:
+        shard = shard_name(self._rank, self._plan.world_size)
         try:
-            draft.mkdir(exist_ok=True)
-            done = Written(file=write_shard(shard, self._host), entries=index.entries, scalars=index.scalars, own=index.own)
-            _write_mark(draft / _done(self._rank), done.model_dump(mode="json"))
+            draft.begin()
+            done = Written(file=write_shard(draft, shard, self._host), entries=index.entries, scalars=index.scalars, own=index.own)
+            draft.leave(_done(self._rank), canonical_json(done.model_dump(mode="json")))
         except (OSError, TrainloadError) as error:
-            if self._notice().is_file():  # rank 0 has removed the draft
-                shutil.rmtree(draft, ignore_errors=True)
-                raise _error_of(self._notice(), "rank 0") from error
+            notice = None
             # Rank 0 need not wait for its timeout. Where even the mark cannot be written, it will.
-            with contextlib.suppress(OSError):
-                shard.unlink(missing_ok=True)
-                _write_mark(draft / _failed(self._rank), _mark_of(error, draft))
+            with contextlib.suppress(OSError, StorageError):
+                notice = draft.notice()
+                if notice is None:
+                    draft.drop(shard)
+                    draft.leave(_failed(self._rank), _mark_of(error, draft.where))
+            if notice is not None:
+                draft.withdraw(self._rank, shard)
+                raise _error_of(notice, draft.where, "rank 0") from error
             raise
-        self._await_publication(draft, self._folder / folder_name(index.step))
+        self._await_publication(draft, shard)
 
-    def _collect(self, draft: Path) -> list[Written]:
+    def _collect(self, draft: Draft) -> list[Written]:
         """Waits for the other ranks' shards. Raises: CheckpointError, StorageError where one of them failed or is late."""
-        deadline = time.monotonic() + self._timeout
-        records: list[Written] = []
-        for rank in range(1, self._plan.world_size):
-            done, failed = draft / _done(rank), draft / _failed(rank)
-            while not done.is_file():
-                if failed.is_file():
-                    raise _error_of(failed, f"rank {rank}")
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        "a rank did not write its part of the checkpoint",
-                        where=str(draft),
-                        expected=f"rank {rank} within {self._timeout:g} s",
-                        cure="See that rank's log; the run's folder must be shared by all nodes.",
-                    )
-                time.sleep(_POLL_SECONDS)
-            records.append(Written.model_validate(parse_canonical(done.read_bytes(), str(done))))
-        for path in draft.glob("*.done"):
-            path.unlink()
-        return records
+        found: dict[int, Written] = {}
+        failed: dict[int, bytes] = {}
+        missing = list(range(1, self._plan.world_size))
 
-    def _publish(self, draft: Path, final: Path) -> None:
-        """Makes a whole draft visible. One of the same step gives way: the run has gone back behind it, and reached it again."""
-        replaced = self._folder / f"{DRAFT}replaced-{final.name}-{self._attempt}"
-        if final.exists():
-            final.rename(replaced)
-        draft.rename(final)
-        sync_folder(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        def settled() -> bool:
+            there = draft.marks()
+            first = next((rank for rank in missing if _failed(rank) in there), None)
+            if first is not None:
+                (failed[first],) = draft.read([_failed(first)])
+                return True
+            ready = [rank for rank in missing if _done(rank) in there]
+            for rank, data in zip(ready, draft.read([_done(rank) for rank in ready]), strict=True):
+                found[rank] = Written.model_validate(parse_canonical(data, f"{draft.where}/{_done(rank)}"))
+                missing.remove(rank)
+            return not missing
 
-    def _await_publication(self, draft: Path, final: Path) -> None:
+        if not self._awaited(settled):
+            raise CheckpointError(
+                "a rank did not write its part of the checkpoint",
+                where=draft.where,
+                expected=f"rank {missing[0]} within {self._timeout:g} s",
+                cure="See that rank's log; all nodes must reach the place of the checkpoints.",
+            )
+        for rank, told in failed.items():
+            raise _error_of(told, draft.where, f"rank {rank}")
+        return [found[rank] for rank in range(1, self._plan.world_size)]
+
+    def _await_publication(self, draft: Draft, shard: str) -> None:
         """Waits until rank 0 has published. Raises: CheckpointError, StorageError where it gave up; nothing is left of the draft then."""
-        deadline = time.monotonic() + self._timeout
-        while draft.exists() and not self._notice().is_file():
-            if time.monotonic() > deadline:
-                raise CheckpointError("rank 0 did not publish the checkpoint", where=str(draft), expected=f"within {self._timeout:g} s")
-            time.sleep(_POLL_SECONDS)
-        if self._notice().is_file():
-            shutil.rmtree(draft, ignore_errors=True)  # this rank may have come after rank 0 removed it
-            raise _error_of(self._notice(), "rank 0")
-        index = final / INDEX
-        if not index.is_file() or decode_index(index.read_bytes(), str(index)).attempt != self._attempt:
-            raise CheckpointError("rank 0 could not publish the checkpoint", where=str(final), cure="See rank 0's log.")
+        over = draft.notice() is not None  # this rank may have come after rank 0 gave up
+        if not over and not self._awaited(lambda: not draft.pending(self._rank)):
+            raise CheckpointError("rank 0 did not publish the checkpoint", where=draft.where, expected=f"within {self._timeout:g} s")
+        notice = draft.notice()
+        if notice is not None:
+            draft.withdraw(self._rank, shard)
+            raise _error_of(notice, draft.where, "rank 0")
+        if not draft.published(self._attempt):
+            raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, cure="See rank 0's log.")
 
-    def _notice(self) -> Path:
-        """Where rank 0 says that it gave up on this save."""
-        return self._folder / f"{DRAFT}failed-{self._saves:08}-{self._attempt}"
+    def _awaited(self, ask: Callable[[], bool]) -> bool:
+        """Waits until something is so. Returns: whether it was, in time. A place that cannot be reached is asked again.
+
+        Raises: StorageError where it cannot at the end.
+        """
+        deadline = time.monotonic() + self._timeout
+        pause, longest = self._place.pauses
+        while True:
+            late = time.monotonic() > deadline
+            try:
+                if ask():
+                    return True
+            except StorageError:
+                if late:
+                    raise
+            if late:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
 
     def _prune(self, index: CheckpointIndex) -> None:
         """Deletes what is not to be kept of those up to the one just published, which stays. Whole ones only are ever visible."""
-        paths = {at: path for at, path in published(self._run_dir).items() if at <= index.step}
-        losses = {at: index.user.get(EVALUATION) if at == index.step else self._loss_of(path) for at, path in paths.items()}
-        for at in self._keep.doomed(losses):
-            doomed = self._folder / f"{DRAFT}deleted-{paths[at].name}-{self._attempt}"
-            paths[at].rename(doomed)
-            shutil.rmtree(doomed)
+        there = {at: where for at, where in self._place.published().items() if at <= index.step}
+        if self._keep.best:
+            self._losses[index.step] = index.user.get(EVALUATION)
+            self._losses = {at: self._losses[at] if at in self._losses else _loss_of(where) for at, where in there.items()}
+        for at in self._keep.doomed({at: self._losses.get(at) for at in there}):
+            self._place.delete(at, self._attempt)
 
-    def _loss_of(self, checkpoint: Path) -> float | None:
-        """Of a checkpoint's evaluation; None where there was none, where it cannot be read, or where nobody asks for the best."""
-        if not self._keep.best:
-            return None
-        try:
-            path = checkpoint / INDEX
-            loss: float | None = decode_index(path.read_bytes(), str(path)).user.get(EVALUATION)
-        except (OSError, CheckpointError):
-            return None
-        return loss
 
-    def _remove_stale_drafts(self) -> None:
-        own = re.compile(re.escape(DRAFT) + r"step-[0-9]+-" + re.escape(self._attempt))
-        for path in self._folder.iterdir():
-            if path.is_dir() and path.name.startswith(DRAFT) and not own.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name.startswith(f"{DRAFT}failed-"):
-                path.unlink()
+def _loss_of(checkpoint: Where) -> float | None:
+    """Of a checkpoint's evaluation; None where there was none, or where it cannot be read."""
+    try:
+        loss: float | None = Checkpoint.open(checkpoint).index.user.get(EVALUATION)
+    except CheckpointError:
+        return None
+    return loss
 
 
 def _done(rank: int) -> str:
@@ -355,40 +357,26 @@ def _failed(rank: int) -> str:
     return f"rank-{rank:05}.failed"
 
 
-def _write_mark(path: Path, value: Mapping[str, object]) -> None:
-    """Writes a small file that is there whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_bytes(canonical_json(value))
-    part.rename(path)
-
-
-def _mark_of(error: OSError | TrainloadError, where: Path) -> dict[str, object]:
+def _mark_of(error: OSError | TrainloadError, where: str) -> bytes:
     """What other ranks are told about an error."""
     told = _storage_error(error, where) if isinstance(error, OSError) else error
-    return {"problem": told.problem, "got": told.got, "full": isinstance(told, StorageError)}
+    return canonical_json({"problem": told.problem, "got": told.got, "full": isinstance(told, StorageError)})
 
 
-def _error_of(mark: Path, who: str) -> StorageError | CheckpointError:
+def _error_of(mark: bytes, where: str, who: str) -> StorageError | CheckpointError:
     """The error that another rank told of."""
-    told = parse_canonical(mark.read_bytes(), str(mark))
+    told = parse_canonical(mark, where)
     kind = StorageError if told["full"] else CheckpointError
-    return kind(f"{who}: {told['problem']}", where=str(mark.parent), expected="all ranks' shards", got=told["got"])
+    return kind(f"{who}: {told['problem']}", where=where, expected="all ranks' shards", got=told["got"])
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _storage_error(error: OSError, where: Path) -> StorageError | CheckpointError:
+def _storage_error(error: OSError, where: str) -> StorageError | CheckpointError:
     if is_full(error):
         return StorageError(
             "the disk is full: the checkpoint was not written",
-            where=str(where),
+            where=where,
             expected="room for a checkpoint more than are kept",
             got=str(error),
             cure="Make room or keep fewer checkpoints; earlier ones are as they were.",
         )
-    return CheckpointError("the checkpoint could not be written", where=str(where), got=str(error), expected="a folder to write to")
+    return CheckpointError("the checkpoint could not be written", where=where, got=str(error), expected="a folder to write to")

@@ -20,15 +20,16 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSY
 
 
 class FolderFiles:
-    """`StoreFiles` of a folder. Links in it are not followed."""
+    """`StoreFiles` of a folder. Links in it are not followed. shown: what it is called in messages; None: its path."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, shown: str | None = None) -> None:
         self._root = root.absolute()
+        self._shown = shown or str(self._root)
 
     @property
     def url(self) -> str:
-        """The folder's path."""
-        return str(self._root)
+        """The folder's path, or what it was called."""
+        return self._shown
 
     @cached_property
     def exclusive(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainload.capture.errors import IntegrityError, StorageError, TrainloadError, UnsafePackageError
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.manifest import FileEntry
+from trainload.packaging.manifest import MANIFEST, FileEntry
 from trainload.packaging.stores.oci_records import IMAGE_MANIFEST, MAX_MANIFEST, config_bytes, files_of, manifest_bytes
 from trainload.packaging.stores.places import BLOCK, NO_OPTIONS
 from trainload.packaging.stores.pull import PullReport, pull_report, write_pulled
@@ -139,6 +139,16 @@ def pull_oci(
 
     fetched = write_pulled(path, files, fetch, reuse=reuse, on_progress=on_progress)
     return pull_report(place.url, None, f"sha256:{sha256_bytes(data)}", path, files, fetched)
+
+
+def pin_oci(reference: str, options: Mapping[str, Any] = NO_OPTIONS) -> tuple[str, str]:
+    """The artifact that a reference names now, with its own digest in place of any other, and the digest of its package.
+
+    Raises:
+        StorageError, IntegrityError, UnsafePackageError: as `pull_oci`.
+    """
+    data = _Repository(reference, options).manifest()
+    return f"{reference.partition('@')[0]}@sha256:{sha256_bytes(data)}", files_of(data, reference)[MANIFEST].sha256
 
 
 class _Repository:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from trainload.capture.errors import StorageError
+from trainload.packaging.credentials import demand_no_credentials, resolve
 from trainload.packaging.manifest import FileEntry
 
 BLOCK = 8 * 2**20
@@ -26,6 +27,13 @@ class StoredFile:
     path: str
     size: int
     modified: float | None
+
+
+class Sink(Protocol):
+    """Takes bytes, one piece after another."""
+
+    def write(self, piece: bytes | memoryview, /) -> object:
+        """The next bytes."""
 
 
 class StoreFiles(Protocol):
@@ -78,12 +86,15 @@ def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> Stor
 
     Args:
         url: a folder, or s3://BUCKET/FOLDER, gs://..., memory://..., whatever fsspec and the libraries that are installed know.
-        options: for fsspec's file system of that kind, such as `endpoint_url` for S3.
+        options: for fsspec's file system of that kind, such as `endpoint_url` for S3. There, and in the URL, ${env:NAME} and ${file:/PATH}
+            stand for secrets.
 
     Raises:
-        StorageError: no such kind is known, or the library for it is not installed.
+        StorageError: no such kind is known, or the library for it is not installed; the URL holds credentials, or a reference to what is
+            not here.
     """
     text = str(url)
+    demand_no_credentials(text)
     if text.startswith("oci://"):
         raise StorageError(
             "a registry holds packages under tags: it has no lines and releases",
@@ -93,7 +104,8 @@ def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> Stor
     if "://" not in text or text.startswith(("file://", "local://")):
         from trainload.packaging.stores.folder import FolderFiles
 
-        return FolderFiles(Path(text.partition("://")[2] if "://" in text else text))
+        path = text.partition("://")[2] if "://" in text else text
+        return FolderFiles(Path(resolve(path)), shown=path if "${" in path else None)
     from trainload.packaging.stores.remote import RemoteFiles
 
     return RemoteFiles(text, options)

@@ -5,34 +5,37 @@ Where one put is atomic (object stores), files are put under their names. Elsewh
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from fsspec.callbacks import Callback
+from fsspec.spec import AbstractBufferedFile
 
-from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
+from trainload.capture.errors import IntegrityError, UnsafePackageError
 from trainload.packaging.canonical import sha256_file
+from trainload.packaging.credentials import without_secrets
 from trainload.packaging.manifest import FileEntry
+from trainload.packaging.stores.filesystem import failures, file_system, unreachable
 from trainload.packaging.stores.folder import changed_file
 from trainload.packaging.stores.places import BLOCK, OnBytes, StoredFile
 
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols whose put shows a file whole or not at all, and whose put with mode "create" may be conditional."""
 _S3 = frozenset({"s3", "s3a"})
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
 _PART = 8 * 2**20
 """Bytes of a part of an upload to S3, of which a few are in memory at once; s3fs would take ten of 50 MiB."""
+_STREAM_PART = 16 * 2**20
+"""The same of a file that is written as it is made: its parts are sent one after another, so they are larger."""
 _MAX_PARTS = 10_000
 _MEMORY = threading.Lock()
 """fsspec's memory file system looks and then writes; only threads share it."""
@@ -47,15 +50,7 @@ class RemoteFiles:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/")
         protocol = url.partition("://")[0]
-        try:
-            # Listings are asked for anew: another process may have written since.
-            self._fs, root = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **options})
-        except ImportError as error:
-            extra = _EXTRAS.get(protocol)
-            cure = f'Install it: pip install "trainload[{extra}]".' if extra else "Install the library that fsspec names."
-            raise StorageError(f"what reaches {protocol}:// is not installed: {error}", where=url, cure=cure) from error
-        except ValueError as error:
-            raise StorageError(f"this is no URL of a store: {error}", where=url) from error
+        self._fs, root = file_system(url, options)
         self._root = root.rstrip("/")
         self._protocol = protocol
         self._atomic = protocol in _ATOMIC_PUT
@@ -132,14 +127,14 @@ class RemoteFiles:
                 return True
             except FileExistsError:
                 break
-            except _failures() as error:
+            except failures() as error:
                 code = _code(error)
                 if code in ("PreconditionFailed", "412"):
                     break
                 if code in ("NotImplemented", "501"):
                     raise NotImplementedError(str(error)) from error
                 if code not in ("ConditionalRequestConflict", "409"):  # two at once, neither of which was first: ask again
-                    raise self._unreachable(path, error) from error
+                    raise unreachable(f"{self.url}/{path}", error) from without_secrets(error)
         # A put whose answer was lost is sent again, and then finds its own file.
         return self.size(path) == len(data) and self.read(path, len(data)) == data
 
@@ -175,29 +170,38 @@ class RemoteFiles:
             counter.take_back()
             raise IntegrityError("a file was changed while it was sent", where=str(source), cure="Write packages once; then push them.")
 
+    def upload(self, path: str, size: int) -> Upload:
+        """Begins to write a file as it is made; it has `size` bytes. StorageError, of every method too: as `StoreFiles`."""
+        with self._reaching(path):
+            name = self._first_name(path)
+            part = max(_STREAM_PART, -(-size // _MAX_PARTS))
+            if size < part or self._protocol == "memory":
+                return Upload(self, path, name, None)
+            return Upload(self, path, name, self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic))
+
     def receive(self, path: str, size: int) -> Iterator[bytes]:
         """As `StoreFiles.receive`. A few blocks are on their way at once: each is a request of its own, and most of its time is waiting."""
         starts = iter(range(0, size, BLOCK))
         with ThreadPoolExecutor(_AHEAD) as pool:
-            coming = deque(pool.submit(self._block, path, start, size) for start in islice(starts, _AHEAD))
+            coming = deque(pool.submit(self.part, path, start, min(size, start + BLOCK)) for start in islice(starts, _AHEAD))
             while coming:
                 block = coming.popleft().result()
                 if not block:
                     break
                 yield block
                 if (start := next(starts, None)) is not None:
-                    coming.append(pool.submit(self._block, path, start, size))
+                    coming.append(pool.submit(self.part, path, start, min(size, start + BLOCK)))
             for block_to_come in coming:
                 block_to_come.cancel()
 
-    def _block(self, path: str, start: int, size: int) -> bytes:
-        """The block that begins at `start`; b"" where the file ends before."""
+    def part(self, path: str, start: int, stop: int) -> bytes:
+        """A file's bytes [start, stop), fewer where it ends before. IntegrityError: there is no such file."""
         with self._reaching(path):
             try:
-                return bytes(self._fs.cat_file(self._full(path), start=start, end=min(size, start + BLOCK)))
+                return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
             except FileNotFoundError as error:
-                raise IntegrityError("a file of the store is missing", where=f"{self.url}/{path}") from error
-            except _failures() as error:
+                raise IntegrityError("a file of the store is missing", where=f"{self.url}/{path}") from without_secrets(error)
+            except failures() as error:
                 if start and _code(error) in ("InvalidRange", "416"):
                     return b""
                 raise
@@ -214,27 +218,74 @@ class RemoteFiles:
     @contextmanager
     def _under_its_name(self, path: str) -> Iterator[str]:
         """Where to put a file so that it is then at `path`, whole."""
+        name = self._first_name(path)
+        yield name
+        self._rename(name, path)
+
+    def _first_name(self, path: str) -> str:
+        """Under which a file is put."""
         full = self._full(path)
         if self._atomic:
-            yield full
-            return
+            return full
         folder, _, name = full.rpartition("/")
-        draft = f"{folder}/.{name}.{secrets.token_hex(8)}.part"
         self._fs.makedirs(folder, exist_ok=True)
-        yield draft
-        self._fs.mv(draft, full)
+        return f"{folder}/.{name}.{secrets.token_hex(8)}.part"
+
+    def _rename(self, first: str, path: str) -> None:
+        if first != self._full(path):
+            self._fs.mv(first, self._full(path))
 
     @contextmanager
     def _reaching(self, path: str) -> Iterator[None]:
         try:
             yield
-        except _failures() as error:
-            raise self._unreachable(path, error) from error
+        except failures() as error:
+            raise unreachable(f"{self.url}/{path}", error) from without_secrets(error)
 
-    def _unreachable(self, path: str, error: BaseException) -> StorageError:
-        if isinstance(error, PermissionError):
-            return StorageError(f"the store refuses: {error}", where=f"{self.url}/{path}", cure="Check the credentials and their rights.")
-        return StorageError(f"the store cannot be reached: {str(error) or type(error).__name__}", where=f"{self.url}/{path}")
+
+class Upload:
+    """A file that is written as it is made. It is there, whole, when `finish` returns, and never after `abandon`.
+
+    About three parts of it are in memory, or all of a file that is smaller than one.
+    """
+
+    def __init__(self, files: RemoteFiles, path: str, name: str, file: Any) -> None:
+        self._files, self._path, self._name = files, path, name
+        self._small = io.BytesIO() if file is None else None
+        self._file = file
+
+    def write(self, piece: bytes | memoryview, /) -> None:
+        """The next bytes."""
+        if self._small is not None:
+            self._small.write(piece)
+            return
+        with self._files._reaching(self._path):
+            self._file.write(piece)
+
+    def finish(self) -> None:
+        """All bytes were written."""
+        files = self._files
+        with files._reaching(self._path):
+            if self._small is not None:
+                with files._locked():
+                    files._fs.pipe_file(self._name, self._small.getvalue())
+            else:
+                self._file.close()
+                if files._atomic:
+                    self._file.commit()
+            files._rename(self._name, self._path)
+
+    def abandon(self) -> None:
+        """Lets go of what was sent, as far as the place can be reached."""
+        if self._small is not None:
+            return
+        with suppress(*failures()):
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.closed = True  # or it would send what it has when it is forgotten
+            if self._files._atomic:
+                self._file.discard()
+            else:
+                self._files._fs.rm_file(self._name)
 
 
 class _Counter(Callback):  # type: ignore[misc]  # fsspec ships no types
@@ -268,17 +319,3 @@ def _code(error: BaseException) -> str:
         if isinstance(response, dict):
             return str(response.get("Error", {}).get("Code", ""))
     return ""
-
-
-def _failures() -> tuple[type[BaseException], ...]:
-    """What the libraries behind fsspec raise where a place cannot be reached; of those alone that are loaded."""
-    named = (
-        ("botocore.exceptions", "BotoCoreError"),
-        ("botocore.exceptions", "ClientError"),
-        ("aiohttp", "ClientError"),
-        ("azure.core.exceptions", "AzureError"),
-        ("gcsfs.retry", "HttpError"),
-        ("google.auth.exceptions", "GoogleAuthError"),
-    )
-    loaded = (getattr(sys.modules.get(module), name, None) for module, name in named)
-    return (OSError, TimeoutError, *(kind for kind in loaded if isinstance(kind, type)))

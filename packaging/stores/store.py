@@ -169,8 +169,12 @@ class Store:
         marked = {name.removesuffix(".json") for name in self.files.names(f"lines/{line}/marks")}
         marks = dict(zip(ids, self._many(lambda each: self.mark_of(line, each) if each in marked else None, ids), strict=True))
         history = self.history(line)
-        promoted = {pointer.release: pointer.reason for pointer in history}
-        current = history[-1].release if history else None
+        promoted: dict[str, str] = {}
+        current = None
+        for pointer in history:
+            if pointer.release != current:  # else it only confirms the one before
+                promoted[pointer.release] = pointer.reason
+            current = pointer.release
         return tuple(_state(release, marks[release.id], promoted, current) for release in releases if release is not None)
 
     def blob_sizes(self, digests: Iterable[str]) -> dict[str, int | None]:
@@ -228,28 +232,39 @@ class Store:
 
         return self._append(f"lines/{line}/releases", make), True
 
-    def promote(self, line: str, release: str | int, *, only_if: str | int | None = None, reason: str = "") -> Pointer:
+    def promote(
+        self, line: str, release: str | int, *, only_if: str | int | None = None, after: str | None = None, reason: str = ""
+    ) -> Pointer:
         """Make a release current.
 
         Args:
             line: its line.
             release: its number.
             only_if: the number of the release that must be current now, or "none"; None: whatever is.
+            after: the id of the entry that must be the last one of the history; None: whatever is.
             reason: why, for who reads the history.
 
         Raises:
-            ConflictError: another release is current than `only_if` says; nothing was changed.
+            ConflictError: another release is current than `only_if` says, or another entry the last than `after`; nothing was changed.
             StorageError: there is no such release, it was rejected, its files were removed, or the store offers no conditions.
         """
         found = self.release(line, release)
         self._demand_usable(found)
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
-        if only_if is not None and not self.files.exclusive:
+        if (only_if, after) != (None, None) and not self.files.exclusive:
             raise StorageError("this store cannot write under a condition", where=self.url, cure="Leave only_if out: the last writer wins.")
         nonce = secrets.token_hex(16)
 
         def make(name: str, last: str | None) -> Pointer:
             before = self._read_pointer(line, last) if last is not None else None
+            if after is not None and last != after:
+                raise ConflictError(
+                    "the line's history has gone on",
+                    where=f"{self.url}, line {line}",
+                    expected=f"entry {shown(after)}",
+                    got=f"entry {shown(last)}: {before.reason}" if last and before else "none",
+                    cure="See `trainload releases`, and decide again.",
+                )
             if only_if is not None and (before.release if before else None) != expected:
                 raise ConflictError(
                     "another release is current by now",
@@ -263,6 +278,24 @@ class Store:
         pointer = self._append(f"lines/{line}/current", make)
         self._take_back_if_removed(line, found, pointer)
         return pointer
+
+    def confirm(self, line: str, reason: str) -> Pointer | None:
+        """Say once more which release is current, so that a promotion which must follow the entry before fails.
+
+        Returns:
+            The entry; None where no release is current.
+        """
+        nonce = secrets.token_hex(16)
+        if self.current(line) is None:
+            return None
+
+        def make(name: str, last: str | None) -> Pointer:
+            assert last is not None, "entries are never removed"
+            before = self._read_pointer(line, last)
+            assert before is not None, "entries are never removed"
+            return before.model_copy(update={"id": name, "reason": reason, "created": now(), "nonce": nonce})
+
+        return self._append(f"lines/{line}/current", make)
 
     def mark(self, line: str, release: str | int, verdict: str, reason: str) -> Mark:
         """Say what became of a release: "rejected", "candidate" again, or "removed". The last word holds.

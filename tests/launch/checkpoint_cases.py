@@ -11,6 +11,7 @@ import torch
 from tests.shares import cut
 
 from trainload.launch.checkpoints.index import DataPosition
+from trainload.launch.checkpoints.place import CheckpointPlace, Where, place_of
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
@@ -114,15 +115,17 @@ def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
     return ShardedState(flats, scalars, buffers)
 
 
-def writers(run: Path, plan: Plan, attempt: str = "t1", keep_last: int = 2, timeout: float = 20.0) -> list[CheckpointWriter]:
-    """A writer for each rank, in one process."""
-    world = range(plan.world_size)
-    return [CheckpointWriter(run, plan, rank, attempt, keep=Retention(keep_last), timeout=timeout) for rank in world]
+def writers(
+    run: Path | CheckpointPlace, plan: Plan, attempt: str = "t1", keep_last: int = 2, timeout: float = 20.0
+) -> list[CheckpointWriter]:
+    """A writer for each rank, in one process. `run`: a run's folder, or the place of its checkpoints."""
+    world, place = range(plan.world_size), place_of(run) if isinstance(run, Path) else run
+    return [CheckpointWriter(place, plan, rank, attempt, keep=Retention(keep_last), timeout=timeout) for rank in world]
 
 
-def save_all(run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2) -> Path:
-    """All ranks write one checkpoint and wait for it. Returns: its folder."""
-    ranks = writers(run, plan, attempt, keep_last)
+def save_in(place: CheckpointPlace, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2) -> Where:
+    """All ranks write one checkpoint and wait for it. Returns: it."""
+    ranks = writers(place, plan, attempt, keep_last)
     for rank, writer in enumerate(ranks):
         state = make_state(plan, rank, salt)
         if plan.pipeline is not None and plan.pipeline_index(rank) != plan.pipeline.stage_ranks[-1]:
@@ -130,4 +133,9 @@ def save_all(run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1
         writer.save(step, state, DATA, {"best": 1.5})
     for writer in ranks:
         writer.wait()
-    return run / "checkpoints" / f"step-{step:08}"
+    return place.published()[step]
+
+
+def save_all(run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2) -> Path:
+    """`save_in` a run's folder."""
+    return Path(save_in(place_of(run), plan, step, salt, attempt, keep_last))

@@ -9,15 +9,21 @@ import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, PARAMETERS, TURNED, make_plan, make_state, save_all, value, writers
+from tests.ranks import on_ranks
 
 from trainload.capture.errors import CheckpointError
+from trainload.launch.checkpoints.index import FileRecord
 from trainload.launch.checkpoints.load import full_parameters, load_sharded
+from trainload.launch.checkpoints.place import CheckpointFiles, place_of
 from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
+from trainload.launch.checkpoints.shard import ShardReader
 from trainload.launch.checkpoints.state import ShardedState, held
 from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.packaging import chunks
@@ -151,7 +157,7 @@ def test_a_number_in_the_index_cannot_be_changed_by_hand(tmp_path: Path) -> None
     index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
     index.write_bytes(index.read_bytes().replace(b'"step":3', b'"step":4'))
     with pytest.raises(CheckpointError, match=r"index\.json: the index has changed"):
-        latest_checkpoint(tmp_path)
+        latest_checkpoint(place_of(tmp_path))
 
 
 def test_an_index_of_a_newer_format_is_refused(tmp_path: Path) -> None:
@@ -231,11 +237,11 @@ def test_a_checkpoint_of_many_shards_keeps_one_chunk(tmp_path: Path) -> None:
 
 
 def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(place_of(tmp_path)) is None
     save_all(tmp_path, PLANS["single"], 9)
     newest = save_all(tmp_path, PLANS["single"], 100_000_000)
     (tmp_path / "checkpoints" / "step-00000200-copy").mkdir()
-    assert latest_checkpoint(tmp_path) == newest
+    assert latest_checkpoint(place_of(tmp_path)) == newest
 
 
 @pytest.mark.parametrize("file", ["index.json", "rank-00001-of-00002.safetensors"])
@@ -243,16 +249,45 @@ def test_a_corrupt_newest_gives_way_to_the_one_before_with_the_reason(tmp_path: 
     older = save_all(tmp_path, PLANS["zero3 of 2"], 10)
     newer = save_all(tmp_path, PLANS["zero3 of 2"], 20)
     (newer / file).write_bytes(b"\0" * 300)
-    usable = usable_checkpoint(tmp_path)
+    usable = usable_checkpoint(place_of(tmp_path))
     assert usable.path == older
     assert len(usable.rejected) == 1
     assert str(newer / file) in usable.rejected[0]
 
 
+def look_together(rank: int, world: int, folder: Path) -> None:
+    read: list[str] = []
+    opened = ShardReader.__init__
+
+    def counted(shard: ShardReader, files: CheckpointFiles, record: FileRecord, *others: Any) -> None:
+        read.append(f"{files.where}/{record.name}")
+        opened(shard, files, record, *others)
+
+    ShardReader.__init__ = counted  # type: ignore[method-assign,assignment]
+    usable = usable_checkpoint(place_of(folder), control=dist.group.WORLD)
+    (folder / f"{rank}.json").write_text(json.dumps([str(usable.path), usable.rejected, read]))
+
+
+def test_ranks_read_some_shards_each_and_find_the_same_checkpoint(tmp_path: Path) -> None:
+    older = save_all(tmp_path, PLANS["zero3 of 5"], 10)
+    newer = save_all(tmp_path, PLANS["zero3 of 5"], 20)
+    damaged = newer / "rank-00003-of-00005.safetensors"
+    damaged.write_bytes(b"\0" * 300)
+    on_ranks(2, look_together, tmp_path)
+    (path, rejected, first), (other, others, second) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert (path, rejected) == (other, others)
+    assert path == str(older)
+    assert len(rejected) == 1
+    assert str(damaged) in rejected[0]
+    of_the_older = [{Path(name).name for name in names if str(older) in name} for names in (first, second)]
+    assert of_the_older == [{f"rank-0000{number}-of-00005.safetensors" for number in numbers} for numbers in ((0, 2, 4), (1, 3))]
+    assert sum(str(newer) in name for name in (*first, *second)) == 5
+
+
 def test_no_usable_checkpoint_is_none(tmp_path: Path) -> None:
-    assert usable_checkpoint(tmp_path).path is None
+    assert usable_checkpoint(place_of(tmp_path)).path is None
     (save_all(tmp_path, PLANS["single"], 3) / "index.json").unlink()
-    usable = usable_checkpoint(tmp_path)
+    usable = usable_checkpoint(place_of(tmp_path))
     assert (usable.path, len(usable.rejected)) == (None, 1)
 
 
@@ -288,7 +323,7 @@ def test_zero_dim_states_that_differ_are_not_put_into_one_bucket(tmp_path: Path)
     plan = make_plan("single", 1, ONE_EACH)
     state = make_state(plan, 0)
     later = {**state.scalars, "bucket1": {"step": torch.tensor(8.0)}}
-    writer = CheckpointWriter(tmp_path, plan, 0, "t1")
+    writer = CheckpointWriter(place_of(tmp_path), plan, 0, "t1")
     writer.save(3, ShardedState(state.flats, later, state.buffers), DATA, {})
     writer.wait()
     with pytest.raises(CheckpointError, match=r"0-dim optimizer states.*'step': 7.0.*'step': 8.0"):

@@ -18,9 +18,11 @@ import torch
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state, save_all, writers
 
 from trainload.capture.errors import CheckpointError, StorageError
+from trainload.launch.checkpoints import folder as checkpoint_folder
 from trainload.launch.checkpoints import writer as checkpoint_writer
 from trainload.launch.checkpoints.index import published
 from trainload.launch.checkpoints.load import load_sharded
+from trainload.launch.checkpoints.place import Draft, place_of
 from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
 from trainload.launch.checkpoints.shard import write_shard
 from trainload.launch.checkpoints.state import ShardedState
@@ -37,7 +39,7 @@ def visible(run: Path) -> list[str]:
 
 def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     state = make_state(ONE, 0)
-    writer = CheckpointWriter(tmp_path, ONE, 0, "t1")
+    writer = CheckpointWriter(place_of(tmp_path), ONE, 0, "t1")
     writer.save(1, state, DATA, {})
     for entries in state.flats.values():
         for flat in entries.values():
@@ -50,7 +52,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_used_again(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, ONE, 0, "t1")
+    writer = CheckpointWriter(place_of(tmp_path), ONE, 0, "t1")
     places = []
     for step in (1, 2):
         writer.save(step, make_state(ONE, 0), DATA, {})
@@ -108,7 +110,7 @@ def test_a_follower_learns_that_nothing_was_published(tmp_path: Path, monkeypatc
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoint_writer, "_write_durably", refuse)
+    monkeypatch.setattr(checkpoint_folder, "_write_durably", refuse)
     first.save(1, make_state(TWO, 0), DATA, {})
     second.save(1, make_state(TWO, 1), DATA, {})
     with pytest.raises(CheckpointError, match="Input/output error"):
@@ -133,9 +135,9 @@ def test_a_full_disk_on_any_rank_removes_the_draft_and_leaves_earlier_checkpoint
     earlier = save_all(tmp_path, TWO, 10)
     name = f"rank-0000{rank}-of-00002.safetensors"
 
-    def fill(path: Path, tensors: dict[str, torch.Tensor]) -> object:
-        record = write_shard(path, tensors)
-        if path.name == name:
+    def fill(draft: Draft, shard: str, tensors: dict[str, torch.Tensor]) -> object:
+        record = write_shard(draft, shard, tensors)
+        if shard == name:
             raise OSError(errno.ENOSPC, "No space left on device")
         return record
 
@@ -148,15 +150,15 @@ def test_a_full_disk_on_any_rank_removes_the_draft_and_leaves_earlier_checkpoint
     with pytest.raises((StorageError, CheckpointError), match=r"disk is full|could not publish"):
         ranks[1].wait()
     assert visible(tmp_path) == [earlier.name]
-    assert usable_checkpoint(tmp_path).path == earlier
+    assert usable_checkpoint(place_of(tmp_path)).path == earlier
 
 
 def test_a_rank_that_comes_after_rank_0_gave_up_is_told_at_once_and_the_next_save_works(tmp_path: Path) -> None:
-    first = CheckpointWriter(tmp_path, TWO, 0, "t1", timeout=0.2)
+    first = CheckpointWriter(place_of(tmp_path), TWO, 0, "t1", timeout=0.2)
     first.save(1, make_state(TWO, 0), DATA, {})
     with pytest.raises(CheckpointError, match="rank 1 within"):
         first.wait()
-    second = CheckpointWriter(tmp_path, TWO, 1, "t1", timeout=60)
+    second = CheckpointWriter(place_of(tmp_path), TWO, 1, "t1", timeout=60)
     second.save(1, make_state(TWO, 1), DATA, {})
     with pytest.raises(CheckpointError, match="rank 0: a rank did not write its part"):
         second.wait()
@@ -172,10 +174,12 @@ def test_a_disk_that_is_really_full_is_told_and_the_next_save_works(tmp_path: Pa
     script = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from tests.launch.checkpoint_cases import DATA, make_plan, make_state\n"
+        "from trainload.launch.checkpoints.place import place_of\n"
         "from trainload.launch.checkpoints.writer import CheckpointWriter\n"
         "from trainload.capture.errors import StorageError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); plan = make_plan('single', 1)\n"
-        "writer = CheckpointWriter(Path(sys.argv[1]), plan, 0, 't1'); writer.save(1, make_state(plan, 0), DATA, {}); writer.wait()\n"
+        "writer = CheckpointWriter(place_of(Path(sys.argv[1])), plan, 0, 't1')\n"
+        "writer.save(1, make_state(plan, 0), DATA, {}); writer.wait()\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY)); writer.save(2, make_state(plan, 0), DATA, {})\n"
         "try: writer.wait()\n"
         "except StorageError as error: print(error)\n"
@@ -191,11 +195,11 @@ def test_a_disk_that_is_really_full_is_told_and_the_next_save_works(tmp_path: Pa
 def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="could not be written"):
-        CheckpointWriter(tmp_path / "file", ONE, 0, "t1")
+        CheckpointWriter(place_of(tmp_path / "file"), ONE, 0, "t1")
 
 
 def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, TWO, 0, "t1")
+    writer = CheckpointWriter(place_of(tmp_path), TWO, 0, "t1")
     with pytest.raises(CheckpointError, match=r"'bucket0', entry '\w+', zero3.*expected \(34,\), got \(68,\)"):
         writer.save(1, make_state(ONE, 0), DATA, {})
     with pytest.raises(CheckpointError, match="plan's buckets"):
@@ -205,12 +209,12 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("user", [{"x": float("nan")}, {"x": {1, 2}}, {"x": torch.zeros(1)}])
 def test_user_state_that_is_not_json_is_refused_at_once(tmp_path: Path, user: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="not JSON"):
-        CheckpointWriter(tmp_path, ONE, 0, "t1").save(1, make_state(ONE, 0), DATA, user)
+        CheckpointWriter(place_of(tmp_path), ONE, 0, "t1").save(1, make_state(ONE, 0), DATA, user)
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
     state = make_state(ONE, 0)
-    writer = CheckpointWriter(tmp_path, ONE, 0, "t1")
+    writer = CheckpointWriter(place_of(tmp_path), ONE, 0, "t1")
     writer.save(1, ShardedState(state.flats, state.scalars, {"b": torch.zeros(2, dtype=torch.complex128)}), DATA, {})
     with pytest.raises(CheckpointError, match=r"buffer/b.*got complex128"):
         writer.wait()
@@ -247,6 +251,7 @@ RANK = """
 import sys
 from pathlib import Path
 from tests.launch.checkpoint_cases import DATA, make_plan
+from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint
 from trainload.launch.checkpoints.state import ShardedState
 from trainload.launch.checkpoints.writer import CheckpointWriter
@@ -255,8 +260,8 @@ from trainload.sharding.plan import Bucket, Slot
 n, rank = 1 << 21, int(sys.argv[2])
 slot = Slot(parameter="w", offset=0, length=n, shape=(n,))
 plan = make_plan("zero3", 2).model_copy(update={"buckets": (Bucket(name="b", dtype="float32", groups=("g",), length=n, slots=(slot,)),)})
-writer = CheckpointWriter(Path(sys.argv[1]), plan, rank, sys.argv[3])
-latest = latest_checkpoint(Path(sys.argv[1]))
+writer = CheckpointWriter(place_of(Path(sys.argv[1])), plan, rank, sys.argv[3])
+latest = latest_checkpoint(place_of(Path(sys.argv[1])))
 for step in range(Checkpoint.open(latest).index.step + 1 if latest else 1, 100000):
     writer.save(step, ShardedState({"b": {"param": torch.full((n // 2,), float(step))}}), DATA, {})
     print(step, flush=True)
@@ -286,7 +291,7 @@ def test_ranks_killed_at_random_moments_leave_whole_checkpoints_only(tmp_path: P
             reached = max(reached, step)
         assert len(published(tmp_path)) <= 3
     assert reached >= 1
-    assert latest_checkpoint(tmp_path) is not None
+    assert latest_checkpoint(place_of(tmp_path)) is not None
 
 
 def wait_for_line(stream: IO[str] | None) -> bool:

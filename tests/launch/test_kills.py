@@ -19,7 +19,7 @@ MOMENTS = ("write", "publish")
 
 
 def shards(result: RunResult) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(result.checkpoint.glob("*.safetensors"))]
+    return [path.read_bytes() for path in sorted(Path(result.checkpoint).glob("*.safetensors"))]
 
 
 def done_steps(run_dir: Path) -> list[tuple[int, float, float]]:

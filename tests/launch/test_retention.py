@@ -9,6 +9,7 @@ from tests.launch.checkpoint_cases import DATA, make_plan, make_state
 
 import trainload
 from trainload.launch.checkpoints.index import published
+from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.packaging.read import Package
@@ -49,7 +50,7 @@ def test_there_are_never_more_than_were_reckoned_with(keep: Retention) -> None:
 
 
 def test_a_writer_keeps_the_best_by_what_checkpoints_say_of_themselves(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, ONE, 0, "t1", keep=Retention(1, best=1))
+    writer = CheckpointWriter(place_of(tmp_path), ONE, 0, "t1", keep=Retention(1, best=1))
     for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, None)):
         writer.save(step, make_state(ONE, 0), DATA, {} if loss is None else {EVALUATION: loss})
         writer.wait()

@@ -12,6 +12,7 @@ from tests.launch.checkpoint_cases import DATA, make_plan, make_state
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.launch.checkpoints import writer as checkpoint_writer
 from trainload.launch.checkpoints.index import published
+from trainload.launch.checkpoints.place import Draft, place_of
 from trainload.launch.checkpoints.shard import write_shard
 from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.launch.contact import FileContact
@@ -22,19 +23,19 @@ ONE = make_plan("single", 1)
 
 
 def saver(folder: Path, patience: float = 30.0) -> Saver:
-    return Saver(CheckpointWriter(folder, ONE, 0, "t1"), FileContact(folder, 0), None, leading=True, patience=patience)
+    return Saver(CheckpointWriter(place_of(folder), ONE, 0, "t1"), FileContact(folder, 0), None, leading=True, patience=patience)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Path]:
+def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
     """Makes the first few shards fail. Returns: what was tried."""
-    tried: list[Path] = []
+    tried: list[str] = []
     write = write_shard
 
-    def flaky(path: Path, tensors: Any) -> Any:
-        tried.append(path)
+    def flaky(draft: Draft, name: str, tensors: Any) -> Any:
+        tried.append(name)
         if len(tried) <= times:
             raise OSError(5, "Input/output error")
-        return write(path, tensors)
+        return write(draft, name, tensors)
 
     monkeypatch.setattr(checkpoint_writer, "write_shard", flaky)
     monkeypatch.setattr("trainload.launch.saving._FIRST_PAUSE", 0.01)

@@ -36,9 +36,9 @@ def test_a_run_that_starts_again_is_where_it_starts() -> None:
 
 
 def test_failures_are_counted_and_the_last_one_is_kept() -> None:
-    failures = [Event("failure", {"message": message}, 3.0) for message in ("first", "second")]
+    failures = [Event("failure", {"message": message, "action": "it starts again"}, 3.0) for message in ("first", "second")]
     found = summed(START, *failures)
-    assert (found.failures, found.last_failure) == (2, "second")
+    assert (found.failures, found.last_failure, found.phase, found.message) == (2, "second", "waiting", "it starts again")
 
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])

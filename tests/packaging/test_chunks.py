@@ -11,7 +11,7 @@ import pytest
 
 from trainload.capture.errors import IntegrityError
 from trainload.packaging import chunks
-from trainload.packaging.chunks import ChunkDigests, ChunkedFile, LastChunk, chunk_digests
+from trainload.packaging.chunks import ChunkDigests, ChunkedFile, LastChunk, chunk_digests, ranges_of
 
 CHUNK = 64
 DATA = random.Random(1).randbytes(20 * CHUNK + 17)
@@ -31,7 +31,7 @@ def chunked(path: Path, data: bytes = DATA, last: LastChunk | None = None) -> Ch
     """A file that holds `data`, with the digests of DATA."""
     path.write_bytes(data)
     digests = list(chunk_digests(io.BytesIO(DATA)))
-    return ChunkedFile(lambda: path.open("rb", buffering=0), len(DATA), digests, damage, last or LastChunk())
+    return ChunkedFile(lambda: ranges_of(path.open("rb", buffering=0)), len(DATA), digests, damage, last or LastChunk())
 
 
 def test_digests_are_of_each_chunk_in_order() -> None:
@@ -106,7 +106,7 @@ def test_a_file_may_have_smaller_chunks(tmp_path: Path, chunk: int) -> None:
     digests.update(DATA)
     found = digests.finish()
     assert len(found) == -(-len(DATA) // chunk)
-    file = ChunkedFile(lambda: path.open("rb", buffering=0), len(DATA), found, damage, LastChunk(), chunk)
+    file = ChunkedFile(lambda: ranges_of(path.open("rb", buffering=0)), len(DATA), found, damage, LastChunk(), chunk)
     rng = random.Random(3)
     for _ in range(100):
         start, stop = sorted(rng.randrange(len(DATA) + 1) for _ in range(2))

@@ -16,9 +16,10 @@ from tests.packaging.test_stores import CHANGED, sizes
 
 from trainload import cli
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.launch.fetching import fetched
 from trainload.packaging.read import Package
 from trainload.packaging.stores import oci
-from trainload.packaging.stores.oci import pull_oci, push_oci
+from trainload.packaging.stores.oci import pin_oci, pull_oci, push_oci
 from trainload.packaging.stores.oci_records import files_of
 from trainload.packaging.verify import verify_package
 
@@ -108,6 +109,18 @@ def test_an_artifact_can_be_pulled_by_its_digest(packaged: Package, second: Pack
     push_oci(second.path, f"oci://{name}:latest")
     assert pull_oci(f"oci://{name}@{first.artifact}", tmp_path / "1.tl").digest == packaged.digest
     assert pull_oci(f"oci://{name}", tmp_path / "2.tl").digest == second.digest
+
+
+def test_an_artifact_is_known_by_its_digest_before_it_is_fetched(packaged: Package, second: Package, name: str, tmp_path: Path) -> None:
+    first = push_oci(packaged.path, f"oci://{name}:v1")
+    pinned = pin_oci(f"oci://{name}:v1")
+    assert pinned == (f"oci://{name}:v1@{first.artifact}", packaged.digest)
+    push_oci(second.path, f"oci://{name}:v1")
+    assert pin_oci(f"oci://{name}:v1")[1] == second.digest
+    folder = fetched(pinned[0], tmp_path / "cache", packaged.digest)
+    assert travelling(folder) == travelling(packaged.path)
+    with pytest.raises(IntegrityError, match="another one than the run was launched with"):
+        fetched(pinned[0], tmp_path / "cache", second.digest)
 
 
 def test_a_retrained_package_moves_only_what_changed(packaged: Package, second: Package, name: str, tmp_path: Path) -> None:

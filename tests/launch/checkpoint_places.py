@@ -1,0 +1,143 @@
+"""Places of checkpoints for the tests: a folder, fsspec's memory, S3; and an S3 that fails for a while, hangs, or dies with who asks it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import s3fs
+from tests.packaging.places import BUCKET
+
+from trainload.launch.checkpoints.place import CheckpointPlace, place_of, whole_place
+from trainload.packaging.stores.remote import RemoteFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A place of checkpoints, and what is in it behind the library's back."""
+
+    url: str
+
+    @property
+    def place(self) -> CheckpointPlace:
+        return place_of(Path("/nowhere"), whole_place(self.url))
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.url.startswith(("s3://", "memory://"))
+
+    def files(self) -> dict[str, int]:
+        """Path -> size of all that there is, folders of drafts too."""
+        if self.is_folder:
+            root = Path(self.url.removeprefix("file://"))
+            return {path.relative_to(root).as_posix(): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
+        return {file.path: file.size for file in RemoteFiles(self.url, {}).walk("")}
+
+    def read(self, path: str) -> bytes:
+        if self.is_folder:
+            return (Path(self.url.removeprefix("file://")) / path).read_bytes()
+        found = RemoteFiles(self.url, {}).read(path, 2**30)
+        assert found is not None
+        return found
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.is_folder:
+            (Path(self.url.removeprefix("file://")) / path).write_bytes(data)
+        else:
+            RemoteFiles(self.url, {}).replace(path, data)
+
+    def delete(self, path: str) -> None:
+        if self.is_folder:
+            (Path(self.url.removeprefix("file://")) / path).unlink()
+        else:
+            RemoteFiles(self.url, {}).delete(path)
+
+
+def s3_kept() -> Kept:
+    """A new place in S3."""
+    return Kept(f"s3://{BUCKET}/{secrets.token_hex(8)}/run")
+
+
+class Wire:
+    """What stands between a client and a server: hands bytes on; or refuses, or keeps silent, while it is told so.
+
+    refuse: connections are closed at once. silent: what comes is taken, and never answered.
+    """
+
+    def __init__(self, server: str) -> None:
+        host, _, port = server.removeprefix("http://").partition(":")
+        self._server = (host, int(port))
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.refuse = False
+        self.silent = False
+        self.seen: list[str] = []
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._welcome, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._door.getsockname()[1]}"
+
+    def close(self) -> None:
+        for each in (self._door, *self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def cut(self) -> None:
+        """Ends the connections that there are."""
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _welcome(self) -> None:
+        while True:
+            try:
+                client, _ = self._door.accept()
+            except OSError:
+                return
+            if self.refuse:
+                client.close()
+                continue
+            server = socket.create_connection(self._server)
+            self._open += [client, server]
+            threading.Thread(target=self._carry, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._carry, args=(server, client, False), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, asks: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                if self.refuse:
+                    break
+                if asks and self.silent:
+                    continue
+                if asks:
+                    self.seen += [line.decode("latin1") for line in data.split(b"\r\n") if line.endswith(b" HTTP/1.1")]
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def wire_to(server: str) -> Iterator[Wire]:
+    """A wire to a server, which the environment names as S3's within it."""
+    wire = Wire(server)
+    use(wire.url)
+    try:
+        yield wire
+    finally:
+        wire.close()
+        use(server)
+
+
+def use(server: str) -> None:
+    """Makes this process use a server; fsspec keeps what it has connected to."""
+    os.environ["AWS_ENDPOINT_URL"] = server
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -1,0 +1,89 @@
+"""Run by a test: saves checkpoints at a URL in children that are killed by SIGKILL before their n-th write or removal, n = 1, 2, ...
+
+Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them are whole, and how many files that no
+checkpoint needs are left after the next attempt has begun. Only children speak with the server: fsspec's thread does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tests.launch.checkpoint_cases import make_plan, save_in, writers
+from tests.launch.checkpoint_places import Kept
+
+from trainload.capture.errors import CheckpointError
+from trainload.launch.checkpoints.read import Checkpoint
+from trainload.packaging.stores.remote import RemoteFiles, Upload
+
+PLAN = make_plan("zero3", 2)
+
+
+def save_until_killed(kept: Kept, at: int) -> None:
+    left, lock = at, threading.Lock()
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return method(*arguments)
+
+        return call
+
+    RemoteFiles.replace = counted(RemoteFiles.replace)  # type: ignore[method-assign]
+    RemoteFiles.delete = counted(RemoteFiles.delete)  # type: ignore[method-assign]
+    Upload.finish = counted(Upload.finish)  # type: ignore[method-assign]
+    for step in (10, 20, 20, 30):  # one step twice: the second gives way to the first
+        save_in(kept.place, PLAN, step, salt=step, keep_last=2)
+
+
+def look(kept: Kept) -> str:
+    visible = kept.place.published()
+    whole = 0
+    for where in visible.values():
+        try:
+            Checkpoint.open(where).verify()
+            whole += 1
+        except CheckpointError:
+            continue
+    writers(kept.place, PLAN, attempt="t2")
+    needed = {f"step-{step:08}/index.json" for step in visible}
+    for step, where in visible.items():
+        needed |= {f"step-{step:08}/{file.name}" for file in Checkpoint.open(where).index.files}
+    return f"{','.join(map(str, visible)) or '-'} {whole} {len(set(kept.files()) - needed)}"
+
+
+def in_child(act: Callable[[], None]) -> bool:
+    """Returns: whether it was killed."""
+    child = os.fork()
+    if child == 0:
+        act()
+        sys.stdout.flush()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def main(url: str) -> None:
+    torch.set_num_threads(1)
+    at, killed = 1, True
+    while killed:
+        kept = Kept(f"{url}/{at}")
+        killed = in_child(partial(save_until_killed, kept, at))
+        in_child(partial(tell, kept, at, killed))
+        at += 1
+
+
+def tell(kept: Kept, at: int, killed: bool) -> None:
+    print(at, killed, look(kept))
+
+
+main(sys.argv[1])
