@@ -1,14 +1,14 @@
 """What the columns of a data file are, and whether they fit a package's inputs.
 
-The readers of the file formats (`columns_parquet`, `columns_npz`) give a `FileSchema` from the metadata alone, and the columns'
-values in blocks; both use `Sizes` to hold lengths to what was declared.
+The readers of the file formats (`columns_*.py`) give a `FileSchema` from the metadata alone, and the columns' values in blocks; all use
+`Sizes` to hold lengths to what was declared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec, SizeLike
+from trainload.launch.data.files import DataFile
 
 Array = npt.NDArray[np.generic]
 
@@ -49,11 +50,28 @@ class ColumnType:
 
 @dataclass(frozen=True, slots=True)
 class FileSchema:
-    """What the metadata of one file says: its number of rows and its columns."""
+    """What the metadata of one file says: its name, its number of rows and its columns."""
 
-    path: Path
+    name: str
     rows: int
     columns: Mapping[str, ColumnType]
+
+
+class Reader(Protocol):
+    """A module that reads files of one format. Each function raises: DataError where the file is not of the format; what `DataFile` raises
+    where it is at a URL that fails.
+    """
+
+    def read_schema(self, file: DataFile) -> FileSchema:
+        """A file's columns and rows; no values are read where the format allows it."""
+
+    def first_row(self, file: DataFile) -> Mapping[str, ColumnType] | None:
+        """The columns, with all lengths of the first row's dims; None where there are no rows. Raises: DataError where it holds nulls."""
+
+    def read_blocks(self, file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+        """The file's rows in order, as blocks: input name -> (n, *dims) array of the declared dtype. Expects a file whose schema was
+        checked. Raises: DataError for nulls, and for rows whose lengths are not the declared ones, naming the row.
+        """
 
 
 class Sizes:
@@ -112,7 +130,7 @@ def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) ->
     if missing:
         raise DataError(
             f"the data has no column {_quoted(missing)}",
-            where=str(schema.path),
+            where=schema.name,
             expected=expected,
             got=got,
             cure="Name the columns as the package's inputs (`trainload inspect` lists them).",
@@ -121,13 +139,13 @@ def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) ->
     if extra:
         raise DataError(
             f"the data has columns that are no inputs of the package: {_quoted(extra)}",
-            where=str(schema.path),
+            where=schema.name,
             expected=expected,
             got=got,
             cure=f"Write the file with these columns alone: {expected}.",
         )
     for spec in inputs:
-        _check_column(spec, schema.columns[spec.name], sizes, f"{schema.path}, column {spec.name!r}")
+        _check_column(spec, schema.columns[spec.name], sizes, f"{schema.name}, column {spec.name!r}")
 
 
 def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str) -> None:
@@ -145,7 +163,7 @@ def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str)
             where=where,
             expected=f"rows of {len(spec.shape) - 1} dims, shape ({_shape(spec.shape)})",
             got=f"rows of {len(column.dims)} dims",
-            cure="A row's dims are nested lists in Parquet and trailing dims in npz.",
+            cure="A row's dims are nested lists in Parquet and Arrow files, and trailing dims of arrays.",
         )
     for dim, length in enumerate(column.dims, start=1):
         if length is not None:
@@ -160,8 +178,19 @@ def _shape(shape: tuple[SizeLike, ...]) -> str:
     return ", ".join(str(size) for size in shape) + ("," if len(shape) == 1 else "")
 
 
-def unreadable(path: Path, kind: str, error: Exception) -> DataError:
-    """The error for a file whose bytes are not what its name says."""
-    return DataError(
-        "the file cannot be read", where=str(path), expected=f"a {kind} file", got=f"{error}", cure="Write it again, or leave it out."
-    )
+def one_length(rows: Mapping[str, int], where: str) -> int:
+    """The number of rows of a file's arrays; 0 where it has none. Raises: DataError where they have different ones."""
+    if len(set(rows.values())) > 1:
+        raise DataError(
+            "the arrays have different numbers of rows",
+            where=where,
+            expected="one length of the leading dim",
+            got=", ".join(f"{name}: {count}" for name, count in sorted(rows.items())),
+            cure="Write arrays whose rows belong together.",
+        )
+    return next(iter(rows.values()), 0)
+
+
+def unreadable(file: DataFile, kind: str, error: Exception) -> DataError:
+    """The error for a file whose bytes are not what its name says; `kind`: of file, with its article."""
+    return DataError("the file cannot be read", where=file.name, expected=kind, got=f"{error}", cure="Write it again, or leave it out.")

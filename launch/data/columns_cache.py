@@ -9,23 +9,21 @@ from __future__ import annotations
 import errno
 import hashlib
 import shutil
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
 
-from trainload.capture.errors import DataError, StorageError
+from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.capture.program import InputSpec
 from trainload.launch.data.columns import Array
-from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes, sha256_file
+from trainload.launch.data.files import DataFile
+from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 
 _VERSION = 1
 """Part of the key: raise it when the same source gives other files."""
-_SETTLED_NS = 2_000_000_000
-"""A file that was changed less than this before it was read may change again without a new time stamp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +36,25 @@ class CachedColumns:
 
 
 def make_cached(
-    cache_dir: Path, sources: Sequence[Path], inputs: Sequence[InputSpec], rows: int, blocks: Iterable[Mapping[str, Array]]
+    cache_dir: Path, files: Sequence[DataFile], inputs: Sequence[InputSpec], make: Callable[[], tuple[int, Iterable[Mapping[str, Array]]]]
 ) -> CachedColumns:
-    """The columns of `sources`: from the cache, or made from `blocks` (which is not touched where the cache has them).
+    """The columns of a data set: from the cache, or made from what `make` returns, which is not called where the cache has them.
 
-    `blocks` gives `rows` rows in order, each block input name -> (n, *dims) array of the input's dtype.
-    Raises: StorageError where the cache cannot be written or the disk is full (nothing is left behind); DataError from `blocks`.
+    Args:
+        cache_dir: of this node.
+        files: of the data set.
+        inputs: that are columns.
+        make: the number of rows, and the rows in order, in blocks: input name -> (n, *dims) array of the input's dtype.
+
+    Raises:
+        StorageError: the cache cannot be written or the disk is full, and nothing is left behind; a file's URL cannot be reached.
+        DataError: a file is gone; of `make`.
     """
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(cache_dir / "digests.lock"):
-            digests = [_digest_of(source, cache_dir) for source in sources]
-        key = sha256_bytes(canonical_json([_VERSION, digests, [[spec.name, spec.dtype, list(spec.shape)] for spec in inputs]]))
+            identities = [_identity(file, cache_dir) for file in files]
+        key = sha256_bytes(canonical_json([_VERSION, identities, [[spec.name, spec.dtype, list(spec.shape)] for spec in inputs]]))
         with FileLock(cache_dir / f"{key}.lock"):
             folder = cache_dir / key
             found = _find(folder)
@@ -59,6 +64,7 @@ def make_cached(
             shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed: the lock is ours
             shutil.rmtree(folder, ignore_errors=True)  # not whole, or changed since
             try:
+                rows, blocks = make()
                 _convert(draft, [spec.name for spec in inputs], rows, blocks)
                 draft.rename(folder)
             except BaseException:
@@ -76,6 +82,13 @@ def make_cached(
             got=str(error),
             cure="Make room or choose another cache folder.",
         ) from error
+
+
+def _identity(file: DataFile, cache_dir: Path) -> str:
+    try:
+        return file.identity(cache_dir)
+    except FileNotFoundError as error:
+        raise MissingDataError("a file of the data set is gone", where=file.name) from error
 
 
 class _Column:
@@ -146,20 +159,3 @@ def _find(folder: Path) -> CachedColumns | None:
             return None
         files[name] = path
     return CachedColumns(record["fingerprint"], record["rows"], files)
-
-
-def _digest_of(source: Path, cache_dir: Path) -> str:
-    """A source file's sha256, remembered in the cache for as long as path, inode, size and time of change stay."""
-    status = source.stat()
-    identity = [str(source.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    memory = cache_dir / "digests" / sha256_bytes(canonical_json(identity))
-    if memory.is_file():
-        return memory.read_text("ascii")
-    began = time.time_ns()
-    digest = sha256_file(source)
-    if max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < began:
-        memory.parent.mkdir(exist_ok=True)
-        draft = memory.with_suffix(".tmp")
-        draft.write_text(digest, "ascii")
-        draft.rename(memory)
-    return digest

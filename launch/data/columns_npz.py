@@ -4,71 +4,65 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import IO
 
 import numpy as np
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
+from trainload.launch.data.files import DataFile
 
 _BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
 """What zipfile and numpy raise on files that are no npz files, are cut short or were changed."""
 
 
-def read_schema(path: Path) -> FileSchema:
-    """A file's columns and rows, from the arrays' headers alone. Raises: DataError where it cannot be read."""
+def read_schema(file: DataFile) -> FileSchema:
+    """As of every reader, from the arrays' headers alone."""
     columns: dict[str, ColumnType] = {}
     rows: dict[str, int] = {}
+    with _archive(file) as archive:
+        for member in archive.namelist():
+            name = member.removesuffix(".npy")
+            with archive.open(member) as stream:
+                shape, _, dtype = read_header(stream)
+            if not shape:
+                raise DataError("an array has no rows", where=f"{file.name}, array {name!r}", expected="a leading dim", got="shape ()")
+            columns[name] = ColumnType(dtype.name if dtype.isnative else dtype.str, shape[1:])
+            rows[name] = shape[0]
+    return FileSchema(file.name, one_length(rows, file.name), columns)
+
+
+def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
+    """As of every reader."""
+    schema = read_schema(file)
+    return schema.columns if schema.rows else None
+
+
+def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+    """As of every reader. Arrays are streamed out of the archive, except those in Fortran order, which are read whole."""
+    with _archive(file) as archive, ExitStack() as stack:
+        readers = {spec.name: _Reader(stack.enter_context(archive.open(f"{spec.name}.npy"))) for spec in inputs}
+        total = next(iter(readers.values())).rows
+        step = max(1, BLOCK_BYTES // max(1, *(reader.row_bytes for reader in readers.values())))
+        for start in range(0, total, step):
+            count = min(step, total - start)
+            yield {name: reader.take(count) for name, reader in readers.items()}
+        for reader in readers.values():
+            reader.finish()
+
+
+@contextmanager
+def _archive(file: DataFile) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.namelist():
-                name = member.removesuffix(".npy")
-                with archive.open(member) as stream:
-                    shape, _, dtype = _read_header(stream)
-                if not shape:
-                    raise DataError("an array has no rows", where=f"{path}, array {name!r}", expected="a leading dim", got="shape ()")
-                columns[name] = ColumnType(dtype.name if dtype.isnative else dtype.str, shape[1:])
-                rows[name] = shape[0]
-    except DataError:
-        raise
-    except _BROKEN as error:
-        raise unreadable(path, "npz", error) from error
-    if len(set(rows.values())) > 1:
-        raise DataError(
-            "the arrays have different numbers of rows",
-            where=str(path),
-            expected="one length of the leading dim",
-            got=", ".join(f"{name}: {count}" for name, count in sorted(rows.items())),
-            cure="Write arrays whose rows belong together.",
-        )
-    return FileSchema(path, next(iter(rows.values()), 0), columns)
-
-
-def read_blocks(path: Path, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-    """The file's rows in order, as blocks: input name -> (n, *dims) array of the declared dtype.
-
-    Arrays are streamed out of the archive, except those in Fortran order, which are read whole. Expects a file whose schema was
-    checked. Raises: DataError where the file cannot be read.
-    """
-    try:
-        with ExitStack() as stack:
-            archive = stack.enter_context(zipfile.ZipFile(path))
-            readers = {spec.name: _Reader(stack.enter_context(archive.open(f"{spec.name}.npy"))) for spec in inputs}
-            total = next(iter(readers.values())).rows
-            step = max(1, BLOCK_BYTES // max(1, *(reader.row_bytes for reader in readers.values())))
-            for start in range(0, total, step):
-                count = min(step, total - start)
-                yield {name: reader.take(count) for name, reader in readers.items()}
-            for reader in readers.values():
-                reader.finish()
+        with file.opened() as stream, zipfile.ZipFile(stream) as archive:
+            yield archive
     except DataError:
         raise
     except (*_BROKEN, KeyError) as error:
-        raise unreadable(path, "npz", error) from error
+        raise unreadable(file, "an npz file", error) from error
 
 
 class _Reader:
@@ -76,7 +70,7 @@ class _Reader:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
-        self._shape, fortran, self._dtype = _read_header(stream)
+        self._shape, fortran, self._dtype = read_header(stream)
         self.rows = self._shape[0]
         self.row_bytes = int(np.prod(self._shape[1:], dtype=np.int64)) * self._dtype.itemsize
         self._whole: Array | None = None
@@ -104,7 +98,7 @@ class _Reader:
         return data
 
 
-def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
     """Shape, whether in Fortran order, dtype. Raises: ValueError where the stream is no array."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
 
-from trainload.capture.errors import DataError, MissingDataError
+from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.data import columns_npz, columns_parquet
-from trainload.launch.data.columns import DTYPES, Array, FileSchema, Sizes, check_file, check_inputs
+from trainload.launch.data import columns_arrow, columns_npz, columns_parquet, columns_safetensors, columns_tar
+from trainload.launch.data.columns import Array, FileSchema, Reader, Sizes, check_file, check_inputs
 from trainload.launch.data.columns_cache import CachedColumns, make_cached
+from trainload.launch.data.files import DataFile, Source, find_files, spelled
 from trainload.launch.data.sampler import Rows
 
-Source = str | Path | Sequence[str | Path]
-"""A .parquet or .npz file, a folder of them, a glob pattern, or several of these. The files of a folder or pattern are taken in
-the order of their names; several sources in the order given."""
-
-_READERS: dict[str, ModuleType] = {".parquet": columns_parquet, ".npz": columns_npz}
+READERS: Mapping[str, Reader] = {
+    ".parquet": columns_parquet,
+    ".arrow": columns_arrow,
+    ".feather": columns_arrow,
+    ".npz": columns_npz,
+    ".safetensors": columns_safetensors,
+    ".tar": columns_tar,
+}
+"""The ending of a file's name -> what reads its format."""
 
 
 class Dataset:
@@ -58,17 +61,18 @@ def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -
 
     An input's leading dim is the rows; other sizes are ints, or symbols that stand for one length in all rows.
     Raises: DataError where the source is missing, empty or unreadable, or does not fit the inputs: a missing or extra column,
-    another dtype (nothing is cast), other lengths, nulls. StorageError where the cache cannot be written.
+    another dtype (nothing is cast), other lengths, nulls. StorageError where the cache cannot be written, or a URL not be reached.
     """
-    schemas, sizes = _checked(source, inputs)
+    check_inputs(inputs)
+    files = _files(source)
 
-    def blocks() -> Iterator[dict[str, Array]]:
-        return chain.from_iterable(
-            _READERS[schema.path.suffix].read_blocks(schema.path, inputs, sizes) for schema in schemas if schema.rows
-        )
+    def read() -> tuple[int, Iterator[dict[str, Array]]]:
+        schemas, sizes = _checked(source, files, inputs)
+        full = [file for file, schema in zip(files, schemas, strict=True) if schema.rows]
+        blocks = chain.from_iterable(_reader(file).read_blocks(file, inputs, sizes) for file in full)
+        return sum(schema.rows for schema in schemas), blocks
 
-    rows = sum(schema.rows for schema in schemas)
-    return Dataset(make_cached(cache_dir, [schema.path for schema in schemas], inputs, rows, blocks()))
+    return Dataset(make_cached(cache_dir, files, inputs, read))
 
 
 def check_schema(source: Source, inputs: Sequence[InputSpec]) -> int:
@@ -76,88 +80,54 @@ def check_schema(source: Source, inputs: Sequence[InputSpec]) -> int:
 
     Returns: the number of rows. Raises: DataError as `open_dataset`, but for nulls and unequal lists, which the values tell.
     """
-    schemas, _ = _checked(source, inputs)
+    check_inputs(inputs)
+    schemas, _ = _checked(source, _files(source), inputs)
     return sum(schema.rows for schema in schemas)
 
 
 def source_columns(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each column's dtype, and the lengths of a row's dims, by the metadata and the first row of the first file that has rows.
+    """Each column's dtype, and the lengths of a row's dims, by the first row of the first file that has rows.
 
     Raises: DataError as `open_dataset`, where the source is missing, empty or unreadable.
     """
-    for path in find_files(source):
-        schema: FileSchema = _READERS[path.suffix].read_schema(path)
-        if schema.rows:
-            unknown = [name for name, column in schema.columns.items() if None in column.dims]
-            told = _READERS[path.suffix].first_row(path, unknown) if unknown else {}
-            return {
-                name: (column.dtype, told[name] if name in told else tuple(d for d in column.dims if d is not None))
-                for name, column in schema.columns.items()
-            }
+    for file in _files(source):
+        found = _reader(file).first_row(file)
+        if found is not None:
+            return {name: (column.dtype, tuple(d for d in column.dims if d is not None)) for name, column in found.items()}
     raise _empty(source)
 
 
-def find_files(source: Source) -> tuple[Path, ...]:
-    """The files that a source names. Raises: DataError where there are none, of two kinds, or one of them twice."""
-    parts = [source] if isinstance(source, (str, Path)) else list(source)
-    files = [file for part in parts for file in _files_of(part)]
-    if not files:
-        raise _no_files(source)
-    kinds = sorted({file.suffix for file in files})
-    if len(kinds) > 1 or kinds[0] not in _READERS:
+def _files(source: Source) -> tuple[DataFile, ...]:
+    """The files of a source, all of one format."""
+    files = find_files(source, READERS)
+    readers = {READERS.get(file.suffix) for file in files}
+    if len(readers) > 1 or None in readers:
         raise DataError(
-            "a data set's files are all Parquet or all npz",
-            where=_spelled(source),
-            expected="names that all end in .parquet, or all in .npz",
-            got=", ".join(kind or "no ending" for kind in kinds),
+            "a data set's files are all of one format",
+            where=spelled(source),
+            expected="names that all end in one of " + ", ".join(READERS),
+            got=", ".join(kind or "no ending" for kind in sorted({file.suffix for file in files})),
             cure="Convert the files or name some of them only.",
         )
-    twice = sorted({str(file) for file in files if files.count(file) > 1}) if len(set(files)) < len(files) else []
-    if twice:
-        raise DataError("a file is named twice", where=_spelled(source), got=", ".join(twice), cure="Name it once.")
-    return tuple(files)
+    return files
 
 
-def _files_of(part: str | Path) -> list[Path]:
-    path = Path(part)
-    if path.is_dir():
-        # Names with a leading dot or underscore are other programs' marks and drafts.
-        return sorted(file for file in path.iterdir() if file.suffix in _READERS and not file.name.startswith((".", "_")))
-    if path.is_file():
-        return [path]
-    found = sorted(Path(name) for name in glob.glob(str(part), recursive=True)) if glob.has_magic(str(part)) else []
-    if not found:
-        raise _no_files(part)
-    return found
+def _reader(file: DataFile) -> Reader:
+    return READERS[file.suffix]
 
 
-def _no_files(source: Source) -> MissingDataError:
-    return MissingDataError(
-        "there is no such data",
-        where=_spelled(source),
-        expected="a .parquet or .npz file, a folder that holds some, or a pattern that matches some",
-        got="no file",
-        cure="Check the path; relative ones start at the current folder.",
-    )
-
-
-def _empty(source: Source) -> DataError:
-    return DataError("the data set is empty", where=_spelled(source), expected="at least one row", got="0 rows")
-
-
-def _spelled(source: Source) -> str:
-    return str(source) if isinstance(source, (str, Path)) else ", ".join(str(part) for part in source)
-
-
-def _checked(source: Source, inputs: Sequence[InputSpec]) -> tuple[list[FileSchema], Sizes]:
-    check_inputs(inputs)
+def _checked(source: Source, files: Sequence[DataFile], inputs: Sequence[InputSpec]) -> tuple[list[FileSchema], Sizes]:
     sizes = Sizes(inputs)
     schemas: list[FileSchema] = []
-    for path in find_files(source):
-        schema: FileSchema = _READERS[path.suffix].read_schema(path)
-        check_file(schema, inputs, sizes)
+    for file in files:
+        schema = _reader(file).read_schema(file)
+        if schema.rows or schema.columns:  # a tar file without rows does not say which columns it has
+            check_file(schema, inputs, sizes)
         schemas.append(schema)
     if not sum(schema.rows for schema in schemas):
         raise _empty(source)
-    assert all(spec.dtype in DTYPES for spec in inputs)
     return schemas, sizes
+
+
+def _empty(source: Source) -> DataError:
+    return DataError("the data set is empty", where=spelled(source), expected="at least one row", got="0 rows")

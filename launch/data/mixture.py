@@ -1,6 +1,8 @@
 """A mixture: a JSON file that lists data sets, with the constants and the weight of each.
 
-{"parts": [{"data": "images.parquet", "constants": {"task": "caption"}, "weight": 2.0}, {"data": "text.parquet"}]}
+{"parts": [{"data": "images.parquet", "constants": {"task": "caption"}, "weight": 2.0}, {"data": "text.parquet", "name": "text"}]}
+
+What held-out data is evaluated to is told of each part that has a name, beside that of all.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import DataError, MissingDataError
-from trainload.launch.data.dataset import Source
+from trainload.launch.data.files import Source, is_url
 
 ENDING = ".json"
 MOST_PARTS = 256
@@ -28,6 +30,7 @@ class _Part(BaseModel):
     data: str | Annotated[list[str], Field(min_length=1)]
     constants: dict[str, Given] = Field(default_factory=dict)
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    name: Annotated[str, Field(pattern=r"^[^\x00-\x1f]{1,128}$")] | None = None
 
 
 class _Mixture(BaseModel):
@@ -45,12 +48,14 @@ class Part:
         constants: of its batches, by dotted name.
         weight: of its global batches, beside the other parts'. None: its number of rows.
         where: what it is called in errors.
+        name: what its own evaluation is told under; None: it has none.
     """
 
     source: Source
     constants: Mapping[str, Given]
     weight: float | None
     where: str
+    name: str | None = None
 
 
 def parts_of(source: Source) -> tuple[Part, ...]:
@@ -60,7 +65,7 @@ def parts_of(source: Source) -> tuple[Part, ...]:
         source: a file whose name ends in .json, or a data set. Relative paths in the file start at its folder.
 
     Raises:
-        DataError: the file is not there, or is no mixture.
+        DataError: the file is not there, or is no mixture; two parts have one name.
     """
     if not isinstance(source, str | Path) or Path(source).suffix != ENDING:
         return (Part(source, {}, None, ""),)
@@ -78,16 +83,21 @@ def parts_of(source: Source) -> tuple[Part, ...]:
             expected=json.dumps({"parts": [{"data": "rows.parquet", "constants": {}, "weight": 1.0}]}),
             cure="See docs/variants.md#mixtures.",
         ) from error
+    names = [part.name for part in mixture.parts if part.name is not None]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError("two parts of a mixture have one name", where=str(path), got=", ".join(twice), cure="Give each one of its own.")
     return tuple(
         Part(
             source=[_placed(path, each) for each in part.data] if isinstance(part.data, list) else _placed(path, part.data),
             constants=part.constants,
             weight=part.weight,
             where=f"{path}, part {number}",
+            name=part.name,
         )
         for number, part in enumerate(mixture.parts, 1)
     )
 
 
 def _placed(mixture: Path, data: str) -> str:
-    return str(mixture.parent / data)
+    return data if is_url(data) else str(mixture.parent / data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,20 +15,23 @@ from trainload.capture.program import Mode, graph_of, variant_of
 from trainload.launch.data.batch_order import BatchOrder, cycle_counts
 from trainload.launch.data.columns import DTYPES
 from trainload.launch.data.dataset import Dataset, check_schema, open_dataset, source_columns
+from trainload.launch.data.files import Source, spelled
 from trainload.launch.data.mixture import Given, Part, parts_of
 from trainload.launch.data.sampler import Rows
 from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.packaging.credentials import resolve
 from trainload.packaging.entries import data_specs, graph_guard
 from trainload.packaging.read import Package
 
 
 @dataclass(frozen=True, slots=True)
 class OpenPart:
-    """A part of a run's data. `variant`: what its first row's sizes, and its constants, lead to."""
+    """A part of a run's data. `variant`: what its first row's sizes, and its constants, lead to. `name`: as of `Part`."""
 
     dataset: Dataset
     constants: Mapping[str, Given]
     variant: str
+    name: str | None = None
 
 
 class RunData:
@@ -87,7 +90,9 @@ def check_run_data(source: str | Path, package: Package, rows: int) -> int:
         DataError: a data set cannot be read, or fits no variant.
     """
     total = 0
-    for part in parts_of(source):
+    for part in resolved_parts(source):
+        if not package.manifest.variants and not part.constants:
+            check_schema(part.source, data_specs(package.manifest, ""))  # it names the column that is missing, or one too many
         variant = _variant(part, package, rows)
         total += check_schema(part.source, data_specs(package.manifest, variant))
     return total
@@ -97,18 +102,25 @@ def open_run_data(source: str | Path, package: Package, rows: int, cache_dir: Pa
     """Opens a run's data, converting it once per node; otherwise as `check_run_data`, and `open_dataset` for errors."""
     opened: list[OpenPart] = []
     weights: list[float] = []
-    for part in parts_of(source):
+    for part in resolved_parts(source):
         variant = _variant(part, package, rows)
         dataset = open_dataset(part.source, data_specs(package.manifest, variant), cache_dir)
-        opened.append(OpenPart(dataset, part.constants, variant))
+        opened.append(OpenPart(dataset, part.constants, variant, part.name))
         weights.append(dataset.size if part.weight is None else part.weight)
     return RunData(tuple(opened), tuple(weights))
 
 
+def resolved_parts(source: str | Path) -> tuple[Part, ...]:
+    """The parts of a run's data, with what references in their places stand for. Raises: StorageError, where that is missing here."""
+    return tuple(replace(part, source=_resolved(part.source)) for part in parts_of(resolve(str(source))))
+
+
+def _resolved(source: Source) -> Source:
+    return resolve(str(source)) if isinstance(source, str | Path) else [resolve(str(each)) for each in source]
+
+
 def _variant(part: Part, package: Package, rows: int) -> str:
-    """The variant that takes a part."""
-    if not package.manifest.variants and not part.constants:
-        check_schema(part.source, data_specs(package.manifest, ""))  # it names the column that is missing, or one too many
+    """The variant that takes a part, by its columns and its first row's sizes."""
     columns = source_columns(part.source)
     strange = {name: dtype for name, (dtype, _) in columns.items() if dtype not in DTYPES}
     if strange:
@@ -133,5 +145,5 @@ def _variant(part: Part, package: Package, rows: int) -> str:
 
 
 def _where(part: Part) -> str:
-    data = str(part.source) if isinstance(part.source, str | Path) else ", ".join(map(str, part.source))
+    data = spelled(part.source)
     return f"{part.where} ({data})" if part.where else data

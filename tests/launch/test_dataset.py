@@ -15,8 +15,9 @@ import torch
 
 from trainload.capture.errors import DataError, StorageError
 from trainload.capture.program import InputSpec
-from trainload.launch.data import columns_cache
-from trainload.launch.data.dataset import Source, check_schema, open_dataset
+from trainload.launch.data import columns_cache, files
+from trainload.launch.data.dataset import check_schema, open_dataset
+from trainload.launch.data.files import LocalFile, Source
 from trainload.packaging.canonical import sha256_file
 
 TOKENS = InputSpec("tokens", "uint8", ("batch", 4))
@@ -137,8 +138,8 @@ def test_a_sources_digest_is_remembered_until_it_changes(tmp_path: Path, cache: 
         read.append(path)
         return sha256_file(path)
 
-    monkeypatch.setattr(columns_cache, "sha256_file", counted)
-    monkeypatch.setattr(columns_cache, "_SETTLED_NS", 0)
+    monkeypatch.setattr(files, "sha256_file", counted)
+    monkeypatch.setattr(files, "_SETTLED_NS", 0)
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(8)))
     time.sleep(0.02)
     prints = [open_dataset(path, [TOKENS], cache).fingerprint for _ in range(3)]
@@ -271,7 +272,7 @@ def test_foreign_byte_order_is_refused(tmp_path: Path, cache: Path) -> None:
 def test_files_of_two_kinds_are_refused(tmp_path: Path, cache: Path) -> None:
     np.savez(tmp_path / "a.npz", tokens=tokens(3))
     write(tmp_path / "b.parquet", tokens=fixed(tokens(3)))
-    with pytest.raises(DataError, match="all Parquet or all npz"):
+    with pytest.raises(DataError, match="all of one format"):
         open_dataset(tmp_path, [TOKENS], cache)
 
 
@@ -283,7 +284,7 @@ def test_bfloat16_is_refused(tmp_path: Path) -> None:
 def test_a_conversion_that_fails_leaves_no_draft(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(8)))
     with pytest.raises(DataError, match="changed while it was read"):
-        columns_cache.make_cached(cache, [path], [TOKENS], 8, [{"tokens": tokens(7)}])
+        columns_cache.make_cached(cache, [LocalFile(path)], [TOKENS], lambda: (8, [{"tokens": tokens(7)}]))
     assert made_in(cache) == []
 
 

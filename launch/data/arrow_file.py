@@ -1,0 +1,116 @@
+"""Rows that are in memory, as an Arrow file: how data that is in no file becomes a run's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from trainload.capture.errors import DataError, StorageError
+from trainload.launch.data.columns import DTYPES, Array
+
+Batch: TypeAlias = "Mapping[str, Any] | pa.Table | pa.RecordBatch"
+"""Some rows: column -> array or tensor of shape (n, *dims), or list; or what Arrow has for them."""
+
+
+def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
+    """Writes rows as an Arrow file, which `launch` takes as data. It is there whole or not at all.
+
+    Args:
+        batches: rows in order. The columns of all have the same dtypes, one of bool, uint8, int8 to int64, float16 to float64, and the same
+            dims; the number of rows may differ.
+        path: of the file, which should end in .arrow. One that is there is replaced.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        DataError: a batch has other columns, dtypes or dims than the first, or values that files of data do not hold; there are no rows.
+        StorageError: the file cannot be written.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            rows = _written(batches, draft)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"the rows cannot be written: {error.strerror or error}", where=str(path)) from error
+    return rows
+
+
+def _written(batches: Iterable[Batch], draft: Path) -> int:
+    rows, schema, writer = 0, None, None
+    with draft.open("wb") as file:
+        try:
+            for number, given in enumerate(batches):
+                for batch in _record_batches(given, number):
+                    if writer is None:
+                        schema = batch.schema
+                        writer = pa.ipc.new_file(file, schema)
+                    if not batch.schema.equals(schema):
+                        raise DataError(
+                            "a batch has other columns than the first",
+                            where=f"batch {number}",
+                            expected=_told(schema),
+                            got=_told(batch.schema),
+                        )
+                    writer.write_batch(batch)
+                    rows += batch.num_rows
+        finally:
+            if writer is not None:
+                writer.close()
+        file.flush()
+        os.fsync(file.fileno())
+    if not rows:
+        raise DataError("there are no rows", expected="at least one")
+    return rows
+
+
+def _record_batches(given: Batch, number: int) -> list[Any]:
+    if isinstance(given, pa.RecordBatch):
+        return [given]
+    if isinstance(given, pa.Table):
+        found: list[Any] = given.to_batches()
+        return found
+    if not isinstance(given, Mapping):
+        expected = "a dict of arrays, a pyarrow.Table or a pyarrow.RecordBatch"
+        raise DataError("this is no batch of rows", where=f"batch {number}", expected=expected, got=type(given).__name__)
+    arrays = {name: _array(value, f"batch {number}, column {name!r}") for name, value in given.items()}
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1:
+        raise DataError("the columns of a batch have different numbers of rows", where=f"batch {number}", got=str(lengths))
+    return [pa.record_batch({name: _lists(array) for name, array in arrays.items()})]
+
+
+def _array(value: Any, where: str) -> Array:
+    try:
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError) as error:  # numpy has no such dtype, or the rows have different lengths
+        raise DataError("a column is no array", where=where, got=str(error)) from error
+    if array.dtype.name not in DTYPES or not array.dtype.isnative:
+        got = array.dtype.name if array.dtype.isnative else array.dtype.str
+        cure = "Rows of different lengths must be padded or cut." if got == "object" else ""
+        raise DataError("a column has a dtype that data files do not hold", where=where, expected=", ".join(DTYPES), got=got, cure=cure)
+    if not array.ndim or 0 in array.shape[1:]:
+        raise DataError("a column has no rows with values", where=where, expected="(n, *dims), each dim 1 or more", got=str(array.shape))
+    return array
+
+
+def _lists(array: Array) -> Any:
+    """(n, *dims) -> fixed-size lists, nested."""
+    column = pa.array(np.ascontiguousarray(array).reshape(-1))
+    for length in reversed(array.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, length)
+    return column
+
+
+def _told(schema: Any) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)

@@ -1,0 +1,143 @@
+"""Arrow's columns as arrays: scalars, lists of equal length, nested to any depth, and tensors of one shape."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trainload.capture.errors import DataError
+from trainload.launch.data.columns import Array, ColumnType, Sizes
+
+_SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}
+_TENSORS = frozenset({"arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2"})
+"""Extension types that have one shape in all rows. Ray's are known to pyarrow in processes alone that have loaded Ray Data."""
+
+
+def column_types(schema: Any, where: str) -> dict[str, ColumnType]:
+    """The columns of an Arrow schema. Raises: DataError, where two have one name."""
+    columns = {field.name: _column_type(field) for field in schema}
+    if len(columns) < len(schema):
+        raise DataError("two columns have one name", where=where, cure="Rename one of them.")
+    return columns
+
+
+def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
+    """The columns of a record batch, with the lengths of its first row's dims. Raises: DataError where that holds nulls."""
+    found = column_types(batch.schema, where)
+    for name, kind in found.items():
+        if None in kind.dims:
+            column, dims = batch.column(name).slice(0, 1), list[int]()
+            while pa.types.is_nested(column.type):
+                _refuse_nulls(column, f"{where}, column {name!r}", 0, 1)
+                dims.append(len(column[0]) if len(column) else 0)
+                column = column.flatten()
+            found[name] = ColumnType(kind.dtype, tuple(dims))
+    return found
+
+
+def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
+    """A column of a record batch of n rows as (n, *dims). `start`: the number of its first row in the file; `where`: what that is called.
+
+    Raises: DataError for nulls, and for rows whose lengths are not the declared ones.
+    """
+    column, place = batch.column(name), f"{where}, column {name!r}"
+    tensor = _tensor_shape(batch.schema.field(name))
+    if tensor is not None:
+        return _dense_tensors(column, tensor, place, start)
+    shape = [len(column)]
+    while pa.types.is_nested(column.type):
+        lists_per_row = prod(shape[1:])
+        _refuse_nulls(column, place, start, lists_per_row)
+        if pa.types.is_fixed_size_list(column.type):
+            length = int(column.type.list_size)
+            sizes.expect(name, len(shape), length, place)
+        else:
+            length = _common_length(column, name, len(shape), place, start, lists_per_row, sizes)
+        shape.append(length)
+        column = column.flatten()
+    return _values(column, shape, place, start)
+
+
+def block_of(batch: Any, names: list[str], where: str, start: int, sizes: Sizes) -> dict[str, Array]:
+    """Some columns of a record batch; see `dense`."""
+    return {name: dense(batch, name, where, start, sizes) for name in names}
+
+
+def _column_type(field: Any) -> ColumnType:
+    tensor, kind = _tensor_shape(field), field.type
+    if tensor is not None:
+        kind = kind.storage_type.value_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+        return ColumnType(_SPELLING.get(str(kind), str(kind)), tensor)
+    dims: list[int | None] = []
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        dims.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
+        kind = kind.value_type
+    return ColumnType(_SPELLING.get(str(kind), str(kind)), tuple(dims))
+
+
+def _tensor_shape(field: Any) -> tuple[int, ...] | None:
+    """A row's shape, where the column's type is one of tensors in C order."""
+    if isinstance(field.type, pa.BaseExtensionType):
+        order = getattr(field.type, "permutation", None)
+        in_order = order is None or list(order) == sorted(order)
+        return tuple(field.type.shape) if field.type.extension_name in _TENSORS and in_order else None
+    about = field.metadata or {}
+    if about.get(b"ARROW:extension:name", b"").decode() not in _TENSORS:
+        return None
+    try:
+        shape = json.loads(about[b"ARROW:extension:metadata"])
+    except (KeyError, ValueError):  # lists, then, of lengths that the values tell
+        return None
+    return tuple(shape) if isinstance(shape, list) and all(isinstance(length, int) for length in shape) else None
+
+
+def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) -> Array:
+    storage = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
+    _refuse_nulls(storage, place, start, 1)
+    flat = storage.flatten()
+    wanted = prod(shape)
+    lengths = np.full(1, storage.type.list_size) if pa.types.is_fixed_size_list(storage.type) else np.diff(storage.offsets.to_numpy())
+    wrong = np.flatnonzero(lengths != wanted)
+    if wrong.size:
+        raise DataError(
+            "a tensor has not the shape that its column declares",
+            where=f"{place}, row {start + int(wrong[0])}",
+            expected=f"{wanted} values, shape {shape}",
+            got=f"{int(lengths[wrong[0]])} values",
+            cure="Write the file again.",
+        )
+    return _values(flat, [len(storage), *shape], place, start)
+
+
+def _values(column: Any, shape: list[int], place: str, start: int) -> Array:
+    _refuse_nulls(column, place, start, prod(shape[1:]))
+    values: Array = column.to_numpy(zero_copy_only=False)
+    return values.reshape(shape)
+
+
+def _common_length(column: Any, name: str, dim: int, place: str, start: int, lists_per_row: int, sizes: Sizes) -> int:
+    """The one length of all lists of a list array. Raises: DataError at the first row that has another."""
+    lengths = np.diff(column.offsets.to_numpy())
+    if not lengths.size:
+        return sizes.bind(name, dim, 0)
+    wanted = sizes.bind(name, dim, int(lengths[0]))
+    wrong = np.flatnonzero(lengths != wanted)
+    if wrong.size:
+        sizes.expect(name, dim, int(lengths[wrong[0]]), f"{place}, row {start + int(wrong[0]) // lists_per_row}")
+    return wanted
+
+
+def _refuse_nulls(column: Any, place: str, start: int, entries_per_row: int) -> None:
+    if column.null_count:
+        first = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise DataError(
+            "the data holds nulls",
+            where=f"{place}, row {start + first // max(1, entries_per_row)}",
+            expected="a value in every place",
+            got=f"{column.null_count} nulls in one block of rows",
+            cure="Fill them in or leave the rows out.",
+        )

@@ -1,0 +1,65 @@
+"""Columns of Arrow's own files: the IPC file format, which is Feather's second version, and the IPC stream, which Hugging Face writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+
+from trainload.capture.program import InputSpec
+from trainload.launch.data.arrow_values import block_of, column_types, first_row_types
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launch.data.files import DataFile
+
+_FILE_BEGINS = b"ARROW1"
+
+
+def read_schema(file: DataFile) -> FileSchema:
+    """As of every reader. Neither format says how many rows there are, so the batches are walked through, with one column of each."""
+    with record_batches(file, one_column=True) as (schema, batches):
+        return FileSchema(file.name, sum(batch.num_rows for batch in batches), column_types(schema, file.name))
+
+
+def first_row(file: DataFile) -> dict[str, ColumnType] | None:
+    """As of every reader."""
+    with record_batches(file) as (_, batches):
+        batch = next((batch for batch in batches if batch.num_rows), None)
+        return None if batch is None else first_row_types(batch, file.name)
+
+
+def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+    """As of every reader; one record batch is read at a time."""
+    names = [spec.name for spec in inputs]
+    with record_batches(file) as (_, batches):
+        start = 0
+        for batch in batches:
+            rows = max(1, BLOCK_BYTES * batch.num_rows // max(1, batch.nbytes))
+            for first in range(0, batch.num_rows, rows):
+                part = batch.slice(first, rows)
+                yield block_of(part, names, file.name, start + first, sizes)
+            start += batch.num_rows
+
+
+@contextmanager
+def record_batches(file: DataFile, *, one_column: bool = False) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The file's schema and record batches; of these the first column, if that is enough. Raises: DataError where it is no such file."""
+    try:
+        with file.opened() as stream:
+            seekable = stream.read(len(_FILE_BEGINS)) == _FILE_BEGINS
+            stream.seek(0)
+            if not seekable:
+                with pa.ipc.open_stream(stream) as opened:
+                    yield opened.schema, iter(opened)
+                return
+            options = pa.ipc.IpcReadOptions(included_fields=[0]) if one_column else None
+            with pa.ipc.open_file(stream, options=options) as opened:
+                schema = opened.schema
+                if one_column:
+                    stream.seek(0)
+                    with pa.ipc.open_file(stream) as whole:
+                        schema = whole.schema
+                yield schema, (opened.get_batch(number) for number in range(opened.num_record_batches))
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(file, "an Arrow IPC or Feather file", error) from error

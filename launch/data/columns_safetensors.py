@@ -1,0 +1,88 @@
+"""Columns of safetensors files: one tensor for each input, rows along the leading dim."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import BinaryIO
+
+import numpy as np
+
+from trainload.capture.errors import DataError, IntegrityError
+from trainload.capture.program import InputSpec
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
+from trainload.launch.data.files import DataFile
+from trainload.packaging.tensors import CODES, DTYPES, Place, header_length
+
+_NAMES = {code: name for name, code in CODES.items()}
+
+
+def read_schema(file: DataFile) -> FileSchema:
+    """As of every reader, from the header alone."""
+    with _tensors(file) as (_, places):
+        scalars = [name for name, place in places.items() if not place.shape]
+        if scalars:
+            raise DataError("a tensor has no rows", where=f"{file.name}, tensor {scalars[0]!r}", expected="a leading dim", got="shape ()")
+        rows = one_length({name: place.shape[0] for name, place in places.items()}, file.name)
+        return FileSchema(file.name, rows, {name: ColumnType(place.dtype, place.shape[1:]) for name, place in places.items()})
+
+
+def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
+    """As of every reader."""
+    schema = read_schema(file)
+    return schema.columns if schema.rows else None
+
+
+def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+    """As of every reader."""
+    with _tensors(file) as (stream, found):
+        places = {spec.name: found[spec.name] for spec in inputs}
+        total = next(iter(places.values())).shape[0]
+        step = max(1, BLOCK_BYTES // max(1, *(_row_bytes(place) for place in places.values())))
+        for start in range(0, total, step):
+            yield {name: _rows(stream, place, start, min(step, total - start)) for name, place in places.items()}
+
+
+def _rows(stream: BinaryIO, place: Place, start: int, count: int) -> Array:
+    size = _row_bytes(place)
+    stream.seek(place.start + start * size)
+    data = stream.read(count * size)
+    if len(data) != count * size:
+        raise ValueError("the file ends inside a tensor")
+    return np.frombuffer(data, dtype=place.dtype).reshape(count, *place.shape[1:])
+
+
+def _row_bytes(place: Place) -> int:
+    return prod(place.shape[1:]) * DTYPES[place.dtype].itemsize
+
+
+@contextmanager
+def _tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]:
+    """The file, and where its tensors lie."""
+    try:
+        with file.opened() as stream:
+            yield stream, _places(stream, file.name)
+    except DataError:
+        raise
+    except (IntegrityError, ValueError, KeyError, TypeError, OSError) as error:
+        raise unreadable(file, "a safetensors file", error) from error
+
+
+def _places(stream: BinaryIO, where: str) -> dict[str, Place]:
+    """What a header says, if it is one and the file is as long as it says."""
+    size = stream.seek(0, 2)
+    stream.seek(0)
+    head = stream.read(8)
+    length = header_length(head, size, where)
+    entries = json.loads(stream.read(length))
+    entries.pop("__metadata__", None)
+    places: dict[str, Place] = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        dtype, shape = _NAMES[entry["dtype"]], tuple(int(each) for each in entry["shape"])
+        if min((0, *shape)) < 0 or end - begin != prod(shape) * DTYPES[dtype].itemsize or not 0 <= begin <= end <= size - 8 - length:
+            raise ValueError(f"tensor {name!r} does not lie where the header says")
+        places[name] = Place(dtype, shape, 8 + length + begin, 8 + length + end)
+    return places

@@ -1,0 +1,177 @@
+"""Columns of tar files, as WebDataset has them: files that follow each other and have one name up to its first dot are a row.
+
+    000017.tokens.npy  000017.cls        ->  row 000017 of columns tokens and cls
+
+An array comes from a file that ends in .npy, a whole number from the text of one that ends as `NUMBERS` has it.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from trainload.capture.errors import DataError
+from trainload.capture.program import InputSpec
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launch.data.files import DataFile
+
+NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
+"""What WebDataset decodes as whole numbers."""
+_MOST_BYTES = 1 << 30
+"""Of one member."""
+
+_Row = tuple[str, dict[str, tuple[str, tarfile.TarInfo]]]
+"""A row's name; column -> the whole ending, the member."""
+
+
+def read_schema(file: DataFile) -> FileSchema:
+    """As of every reader: all members' headers, and the first row's values."""
+    with _opened(file) as archive:
+        columns: dict[str, ColumnType] = {}
+        count = 0
+        for count, (name, members) in enumerate(_rows(archive), 1):
+            if count == 1:
+                columns = _types(archive, members, file.name)
+            elif members.keys() != columns.keys():
+                raise _other_columns(file.name, name, columns, members)
+        return FileSchema(file.name, count, columns)
+
+
+def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
+    """As of every reader."""
+    with _opened(file) as archive:
+        found = next(_rows(archive), None)
+        return None if found is None else _types(archive, found[1], file.name)
+
+
+def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+    """As of every reader."""
+    wanted = {spec.name: spec for spec in inputs}
+    with _opened(file) as archive:
+        block: list[dict[str, Array]] = []
+        size = 0
+        for name, members in _rows(archive):
+            if wanted.keys() - members.keys():
+                raise _other_columns(file.name, name, wanted, members)
+            row = {column: _value(archive, *members[column], f"{file.name}, {members[column][1].name}") for column in wanted}
+            for column, value in row.items():
+                _check(value, wanted[column], sizes, f"{file.name}, {members[column][1].name}")
+            block.append(row)
+            size += sum(value.nbytes for value in row.values())
+            if size >= BLOCK_BYTES:
+                yield _stacked(block, list(wanted))
+                block, size = [], 0
+        if block:
+            yield _stacked(block, list(wanted))
+
+
+@contextmanager
+def _opened(file: DataFile) -> Iterator[tarfile.TarFile]:
+    try:
+        with file.opened() as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            yield archive
+    except DataError:
+        raise
+    except (tarfile.TarError, ValueError, EOFError, OSError) as error:
+        raise unreadable(file, "a tar file", error) from error
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members, in order. Raises: EOFError where they do not end as archives do: tarfile takes whatever it cannot read for the end."""
+    while (member := archive.next()) is not None:
+        archive.members = []  # type: ignore[attr-defined]  # or it would keep all of them
+        yield member
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise EOFError(f"no member is at byte {archive.offset}, nor the archive's end")
+
+
+def _rows(archive: tarfile.TarFile) -> Iterator[_Row]:
+    """The rows, in order. Members that are no files, or hidden, are left out."""
+    current: _Row | None = None
+    for member in _members(archive):
+        folder, slash, base = member.name.rpartition("/")
+        stem, _, ending = base.partition(".")
+        if not member.isfile() or not stem:
+            continue
+        name, column = folder + slash + stem, _column(ending)
+        if current is not None and current[0] != name:
+            yield current
+            current = None
+        if current is None:
+            current = (name, {})
+        if column in current[1]:
+            raise ValueError(f"row {name!r} has column {column!r} twice")
+        current[1][column] = (ending, member)
+    if current is not None:
+        yield current
+
+
+def _types(archive: tarfile.TarFile, members: Mapping[str, tuple[str, tarfile.TarInfo]], where: str) -> dict[str, ColumnType]:
+    found: dict[str, ColumnType] = {}
+    for column, (ending, member) in members.items():
+        if _is_known(ending):
+            value = _value(archive, ending, member, f"{where}, {member.name}")
+            found[column] = ColumnType(value.dtype.name if value.dtype.isnative else value.dtype.str, value.shape)
+        else:
+            found[column] = ColumnType(f"bytes of .{ending}", ())
+    return found
+
+
+def _column(ending: str) -> str:
+    """What comes before what says how a value is written; that itself, where nothing does."""
+    return (ending.rpartition(".")[0] or ending) if _is_known(ending) else ending
+
+
+def _is_known(ending: str) -> bool:
+    return ending.rpartition(".")[2] in ("npy", *NUMBERS)
+
+
+def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where: str) -> Array:
+    """What a member holds, as an array of a row's shape."""
+    if member.size > _MOST_BYTES:
+        raise DataError("a member is too large", where=where, expected=f"at most {_MOST_BYTES:,} bytes", got=f"{member.size:,}")
+    stream = archive.extractfile(member)
+    assert stream is not None, "only files are members of rows"
+    data = stream.read()
+    if len(data) != member.size:
+        raise EOFError(f"{member.name} is cut short")
+    try:
+        if ending.endswith("npy"):
+            array: Array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+            return array
+        return np.asarray(int(data), dtype=np.int64)
+    except (ValueError, OverflowError) as error:
+        expected = "an array" if ending.endswith("npy") else "a whole number of 64 bits"
+        raise DataError("a member cannot be read", where=where, expected=expected, got=str(error)) from error
+
+
+def _check(value: Array, spec: InputSpec, sizes: Sizes, where: str) -> None:
+    """Holds a row's value to what its input declares."""
+    if value.dtype.name != spec.dtype or not value.dtype.isnative:
+        got = value.dtype.name if value.dtype.isnative else value.dtype.str
+        raise DataError(f"input {spec.name!r} has the wrong dtype", where=where, expected=spec.dtype, got=got)
+    if value.ndim != len(spec.shape) - 1:
+        wanted = str(len(spec.shape) - 1)
+        raise DataError(f"input {spec.name!r} has the wrong number of dims", where=where, expected=wanted, got=str(value.ndim))
+    for dim, length in enumerate(value.shape, 1):
+        sizes.expect(spec.name, dim, length, where)
+
+
+def _stacked(rows: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
+    return {name: np.stack([row[name] for row in rows]) for name in names}
+
+
+def _other_columns(where: str, row: str, expected: Mapping[str, object], got: Mapping[str, object]) -> DataError:
+    return DataError(
+        "a row has other columns than the rows before",
+        where=f"{where}, row {row!r}",
+        expected=", ".join(sorted(expected)),
+        got=", ".join(sorted(got)),
+        cure="Write each row's files one after another, all rows with the same endings.",
+    )
