@@ -25,6 +25,7 @@ from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
 from trainload.launch.cache import LOCK_SECONDS, private_folder
 from trainload.launch.determinism import deterministic
+from trainload.launch.utilisation import Work, work_of
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package
@@ -36,7 +37,7 @@ from trainload.sharding.rank_graphs import RankGraphs, phases, rank_graphs, stag
 from trainload.sharding.rewrite import BETWEEN, Phase
 from trainload.sharding.step_graphs import step_graphs
 
-BUILD_VERSION = 9
+BUILD_VERSION = 10
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 _SHAPING = {
     "strategy",
@@ -104,7 +105,7 @@ class Built:
     train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. stages: both of
     them, instead, under a plan with a pipeline. update: what `UpdateStep.trace` gives, which writes in place. update_names: what
     these are called within the build. compiled: whether they were compiled. collectives: what each graph calls, by the graph's name within
-    the build.
+    the build. work: what the captured graphs ask for, before they are divided.
     """
 
     train: dict[str, dict[Phase, BuiltGraph]]
@@ -113,6 +114,7 @@ class Built:
     update_names: dict[str, str]
     compiled: bool
     collectives: dict[str, tuple[Collective, ...]]
+    work: Work
     stages: dict[str, BuiltStages] = field(default_factory=dict)
 
 
@@ -176,7 +178,8 @@ def compile_build(
         try:
             draft.mkdir()
             with _own_kernels(cache_dir, draft), deterministic():
-                _compile_into(draft, _make_graphs(package, plan, device, pipeline_index, on_stage), plan, on_stage)
+                graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage)
+                _compile_into(draft, graphs, work, plan, on_stage)
             draft.rename(final)
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -204,23 +207,24 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
 
     cuts = {name: _read_crossing(entry) for name, entry in index["cuts"].items()}
     updates = {owner: load_compiled(folder / f"{update_name(owner)}.bin") for owner in set(update_owners(package).values())}
-    return _built(package, plan, set(index["graphs"]), graph, cuts, updates, of_json(index["collectives"]), compiled=True)
+    collectives = of_json(index["collectives"])
+    return _built(package, plan, set(index["graphs"]), graph, cuts, updates, collectives, _read_work(index["work"]), compiled=True)
 
 
 def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> Built:
     """The same callables, interpreted: for machines without a compiler, and for tests."""
-    graphs = _make_graphs(package, plan, device, pipeline_index)
+    graphs, work = _make_graphs(package, plan, device, pipeline_index)
 
     def graph(name: str) -> BuiltGraph:
         return BuiltGraph(name, graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs)
 
     cuts = {name: Crossing(stages.up, stages.down, stages.symbols) for name, stages in graphs.cuts.items()}
-    return _built(package, plan, set(graphs.ranks), graph, cuts, dict(graphs.updates), graphs.collectives(plan), compiled=False)
+    return _built(package, plan, set(graphs.ranks), graph, cuts, dict(graphs.updates), graphs.collectives(plan), work, compiled=False)
 
 
 def _make_graphs(
     package: Package, plan: Plan, device: torch.device, pipeline_index: int, on_stage: Callable[[str, float], None] = lambda *_: None
-) -> RankGraphs:
+) -> tuple[RankGraphs, Work]:
     began = time.perf_counter()
     steps = step_graphs(package, device)
     on_stage("derive joint graphs", time.perf_counter() - began)
@@ -228,7 +232,7 @@ def _make_graphs(
     local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}
     graphs = rank_graphs(package, plan, local, package.updates(), device, pipeline_index)
     on_stage("shard", time.perf_counter() - began)
-    return graphs
+    return graphs, work_of(steps, plan.rows_per_call)
 
 
 def _built(
@@ -239,6 +243,7 @@ def _built(
     cuts: Mapping[str, Crossing],
     updates: Mapping[str, Call],
     collectives: dict[str, tuple[Collective, ...]],
+    work: Work,
     *,
     compiled: bool,
 ) -> Built:
@@ -248,13 +253,13 @@ def _built(
     if plan.pipeline is None:
         train = {name: {phase: graph(train_name(name, phase)) for phase in phases(plan)} for name in owners}
         forward = {name: graph(name) for name in package.manifest.step_graphs() if name not in owners}
-        return Built(train, forward, update, named, compiled, collectives)
+        return Built(train, forward, update, named, compiled, collectives, work)
     places = [(stage, part) for stage in range(len(plan.pipeline.stage_ranks)) for part in Part]
     stages = {
         name: BuiltStages({p: graph(stage_name(name, *p)) for p in places if stage_name(name, *p) in names}, crossing)
         for name, crossing in cuts.items()
     }
-    return Built({}, {}, update, named, compiled, collectives, stages)
+    return Built({}, {}, update, named, compiled, collectives, work, stages)
 
 
 def can_compile() -> bool:
@@ -262,7 +267,7 @@ def can_compile() -> bool:
     return has_cpp_compiler()
 
 
-def _compile_into(draft: Path, graphs: RankGraphs, plan: Plan, on_stage: Callable[[str, float], None]) -> None:
+def _compile_into(draft: Path, graphs: RankGraphs, work: Work, plan: Plan, on_stage: Callable[[str, float], None]) -> None:
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     modules = {name: graph.module for name, graph in graphs.ranks.items()}
@@ -275,6 +280,7 @@ def _compile_into(draft: Path, graphs: RankGraphs, plan: Plan, on_stage: Callabl
         "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},
         "cuts": {name: asdict(Crossing(cut.up, cut.down, cut.symbols)) for name, cut in graphs.cuts.items()},
         "collectives": as_json(collectives),
+        "work": work,
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }
     (draft / _INDEX).write_bytes(canonical_json(index))
@@ -286,6 +292,10 @@ def _read_crossing(entry: Mapping[str, Any]) -> Crossing:
         tuple(tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in values) for values in entry[name]) for name in ("up", "down")
     )
     return Crossing(up, down, {symbol: (name, at) for symbol, (name, at) in entry["symbols"].items()})
+
+
+def _read_work(entry: Mapping[str, Any]) -> Work:
+    return {graph: {dtype: (fixed, each_row) for dtype, (fixed, each_row) in by_dtype.items()} for graph, by_dtype in entry.items()}
 
 
 def _spelled(ports: Sequence[Port]) -> list[list[str]]:

@@ -6,14 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trainload.capture.errors import JobError
+from trainload.launch.adapters import Adapters
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
+    from trainload.packaging.manifest import Option
     from trainload.packaging.read import Package
 
 _SHAPES = ("constant", "linear", "cosine")
@@ -21,8 +23,9 @@ _UPDATE = "it is a constant of the captured update: freeze the job again with an
 _GRAPH = "it is part of the captured graph: freeze the job again with another, or rewrite the graph with `trainload transform`"
 FIXED: Mapping[str, str] = {
     **dict.fromkeys(("optimizer", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"), _UPDATE),
-    **dict.fromkeys(("dropout", "precision", "dtype", "autocast", "label_smoothing"), _GRAPH),
+    **dict.fromkeys(("dropout", "dtype", "label_smoothing"), _GRAPH),
     "ema_decay": _UPDATE,
+    "autocast": "set precision=bf16 or precision=fp32",
 }
 """What people want to change and cannot, and why."""
 
@@ -45,6 +48,9 @@ class Overrides(BaseModel):
         clip_norm, clip_value: what the gradient is clipped by; 0: not.
         frozen: patterns, as in a shell, of names of parameters that are not trained.
         seed: of the order of rows, and of random numbers.
+        adapters: low-rank matrices that are trained in place of whole parameters.
+        precision: "bf16": all graphs under autocast to bfloat16, parameters and the optimizer's state as they were; "fp32": without
+            autocast.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,19 +62,43 @@ class Overrides(BaseModel):
     clip_value: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     frozen: tuple[str, ...] = ()
     seed: int | None = Field(default=None, ge=0, lt=2**63)
+    adapters: Adapters | None = None
+    precision: Literal["bf16", "fp32"] | None = None
+
+    def settings(self) -> dict[str, Option]:
+        """What is changed, by the names that --set has for it."""
+        found: dict[str, Option] = {}
+        for name in sorted(type(self).model_fields):
+            value = getattr(self, name)
+            if name == "group_lr":
+                found |= {f"lr.{group}": rate for group, rate in sorted(value.items())}
+            elif isinstance(value, Adapters):
+                told = {f"{name}.{field}": getattr(value, field) for field in sorted(Adapters.model_fields)}
+                found |= {field: each for field, each in told.items() if each not in (None, ())}
+            elif value not in (None, ()):
+                found[name] = value
+        return found
 
     def apply(self, package: Package, steps: int | None = None) -> Package:
-        """The package with these changes: what is planned and trained. Its files and its identity stay as they are.
+        """The package with these changes: what is planned and trained. Its files and its identity stay as they are, unless its graphs are
+        changed: then it is another package, in the node's cache, which has this one as its parent.
 
         Args:
             package: what was frozen.
             steps: of the run, over which a schedule is spread; None: the recipe's.
 
         Raises:
-            JobError: the package has no such group or parameter, or leaves nothing to train.
+            JobError: the package has no such group or parameter, or leaves nothing to train; the adapters do not fit it.
+            PackageError: it is abstract, and its graphs are to be changed.
         """
         if self == Overrides():
             return package
+        from trainload.launch.derivation import Changes, derived_package
+        from trainload.launch.spec import default_cache_dir
+
+        if changes := Changes(self.adapters, self.precision):
+            seed = package.recipe.seed if self.seed is None else self.seed
+            package = derived_package(package, changes, seed, default_cache_dir())
         recipe, held = self._frozen(package)
         recipe = self._rates(recipe, steps or recipe.steps)
         if self.clip_norm is not None or self.clip_value is not None:

@@ -153,6 +153,34 @@ def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: s
         raise PackageError(
             "the new graph has other inputs", where=where, expected="the old one's", got=f"a change of {', '.join(changed[:4])}"
         )
+    return _of_graph(exported, module, list(signature.input_specs), dict(exported.state_dict), where)
+
+
+def with_parameters(
+    exported: ExportedProgram, module: torch.fx.GraphModule, added: Mapping[str, tuple[str, torch.Tensor]], where: str = "graph"
+) -> ExportedProgram:
+    """The same program with another graph, which takes more parameters.
+
+    Args:
+        exported: the program.
+        module: a graph of its inputs, in their order, with those of `added` among them, and of as many outputs.
+        added: name of a placeholder -> the parameter that it stands for, and a tensor of its shape, which may be a meta one.
+        where: for errors.
+
+    Raises:
+        PackageError: torch refuses the graph.
+    """
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    for name, (parameter, _) in added.items():
+        specs[name] = InputSpec(kind=InputKind.PARAMETER, arg=TensorArgument(name=name), target=parameter)
+    inputs = [specs[node.name] for node in module.graph.nodes if node.op == "placeholder"]
+    return _of_graph(exported, module, inputs, {**exported.state_dict, **dict(added.values())}, where)
+
+
+def _of_graph(
+    exported: ExportedProgram, module: torch.fx.GraphModule, inputs: list[InputSpec], state: dict[str, torch.Tensor], where: str
+) -> ExportedProgram:
+    signature = exported.graph_signature
     results = next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]
     if not isinstance(results, tuple | list) or len(results) != len(signature.output_specs):
         got = str(len(results)) if isinstance(results, tuple | list) else "something else"
@@ -165,8 +193,8 @@ def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: s
         return ExportedProgram(
             root=module,
             graph=module.graph,
-            graph_signature=ExportGraphSignature(list(signature.input_specs), outputs),
-            state_dict=dict(exported.state_dict),
+            graph_signature=ExportGraphSignature(inputs, outputs),
+            state_dict=state,
             range_constraints=dict(exported.range_constraints),
             module_call_graph=list(exported.module_call_graph),
             example_inputs=None,

@@ -30,7 +30,7 @@ FORMAT_VERSION = 2
 
     1 (2026-11-21)  the first.
     2 (2026-11-22)  `op_libraries` says of each namespace what registers it: distribution, version, digest, modules, Triton kernels, and
-                    the wheels in extensions/ that bring it; the feature `extensions`.
+                    the wheels in extensions/ that bring it; the feature `extensions`. 2026-11-23: the feature `training`.
 
 A reader upgrades older manifests: packaging/upgrade.py. A package of each version stays in tests/golden.
 """
@@ -44,6 +44,7 @@ FEATURES: Mapping[str, str] = {
     "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
     "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
     "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
+    "training": "the weights were trained from the parent's: `training` says how long, on what, and with which settings",
     "variants": "graphs have variants, each with a guard, which are tried in the order of `variants`",
     "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
@@ -109,6 +110,8 @@ DistributionVersion = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.!+-]+$", max_l
 Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
 Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
 """What a pass may be given."""
+SettingName = Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,31}(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,63})?$")]
+"""As `--set` has it: "lr", "lr.group0", "adapters.rank"."""
 
 
 class FileEntry(Record):
@@ -269,6 +272,32 @@ class AbstractEntry(Record):
     check: Literal["usual", "thorough"]
 
 
+class SettingsEntry(Record):
+    """What a run was asked to do otherwise than its package says, from a step on.
+
+    Attributes:
+        step: of the run; 0 for what it was launched with.
+        settings: name, as `--set` has it, -> value.
+    """
+
+    step: Size
+    settings: dict[SettingName, Option]
+
+
+class TrainingEntry(Record):
+    """How a package's weights came of its parent's.
+
+    Attributes:
+        steps: how many the run did.
+        data: the fingerprint of what it was trained on: a sha256 of all rows.
+        changed: in order of steps; () where the run was as the parent says.
+    """
+
+    steps: Size
+    data: Sha256
+    changed: Annotated[tuple[SettingsEntry, ...], Field(max_length=10_000)]
+
+
 class Manifest(Record):
     """manifest.json.
 
@@ -277,7 +306,7 @@ class Manifest(Record):
     of the bytes that lie there.
     """
 
-    later: ClassVar[frozenset[str]] = frozenset({"abstract", "variants"})
+    later: ClassVar[frozenset[str]] = frozenset({"abstract", "training", "variants"})
 
     format_version: Literal[2] = 2
     features: tuple[str, ...]
@@ -300,6 +329,8 @@ class Manifest(Record):
     files: dict[SafePath, FileEntry]
     abstract: AbstractEntry | None = None
     """Where there are no weights."""
+    training: TrainingEntry | None = None
+    """Where the weights were trained from the parent's."""
 
     def to_bytes(self) -> bytes:
         """The file: canonical JSON of the fields and of `checksum`, the sha256 of the same without `checksum`."""
@@ -333,12 +364,14 @@ class Manifest(Record):
 
     @property
     def program_digest(self) -> str:
-        """The sha256 of all that retraining leaves as it is: the manifest without weights and parent, as canonical JSON.
+        """The sha256 of all that retraining leaves as it is: the manifest without weights, parent and what it says of training, as
+        canonical JSON.
 
         It is taken in the oldest format version that can say the same. So it is what it was before a package was read by a reader of a
         newer version, or retrained by one.
         """
-        fields = oldest_form(self.model_dump(mode="json", exclude={"parent"}))
+        fields = oldest_form(self.model_dump(mode="json", exclude={"parent", "training"}))
+        fields["features"] = [feature for feature in fields["features"] if feature != "training"]
         fields["files"] = {path: entry for path, entry in fields["files"].items() if not path.startswith("weights/")}
         return sha256_bytes(canonical_json(fields))
 
@@ -432,6 +465,8 @@ class Manifest(Record):
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
         _check_abstract(self, where)
         _check_extensions(self, where)
+        if ("training" in self.features) != (self.training is not None):
+            raise PackageError("the feature training and the field of that name are not there together", where=where)
         needed = [*self.graph_files(), *([] if self.abstract is not None else [INDEX, CHUNKS]), *([CONSTANTS] if self.constants else [])]
         for path in needed:
             if path not in self.files:

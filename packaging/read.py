@@ -41,12 +41,14 @@ class Package:
         digest: its identity: the sha256 of manifest.json, in hex.
         manifest: manifest.json.
         namespaces: of other libraries' operators, which its reader trusts.
+        source: what names it in a store or registry, if it was fetched from one: for those who must fetch it too.
     """
 
     path: Path
     digest: str
     manifest: Manifest = field(repr=False)
     namespaces: frozenset[str] = frozenset()
+    source: str | None = None
 
     @property
     def recipe(self) -> Recipe:

@@ -17,7 +17,17 @@ from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import open_inside, read_checked, write_bytes
 from trainload.packaging.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
-from trainload.packaging.tensors import DTYPES, Place, TensorFileWriter, TensorSpec, bytes_of, header_length, parse_header, to_fill
+from trainload.packaging.tensors import (
+    DTYPES,
+    Place,
+    TensorFileWriter,
+    TensorSpec,
+    bytes_of,
+    header_length,
+    parse_header,
+    to_fill,
+    write_tensors,
+)
 
 MAX_SHARD = 2 * 2**30
 """Bytes of tensors in one shard, unless one tensor alone is larger."""
@@ -72,14 +82,51 @@ def write_weights(
                 raise PackageError("a tensor that the package does not have", where=name)
             home[name].add(name, tensor)
     names = {spec.name: path.removeprefix("weights/") for path, shard in layout.items() for spec in shard if path != NON_PERSISTENT}
-    index = {"metadata": {"total_size": sum(spec.nbytes for spec in state)}, "weight_map": names}
-    write_bytes(root / INDEX, canonical_json(index))
-    digests: dict[str, list[str]] = {}
-    for path in layout:
-        with (root / path).open("rb") as file:
-            digests[path] = list(chunks.chunk_digests(file))
-    write_bytes(root / CHUNKS, canonical_json({"chunk_size": chunks.CHUNK, "files": digests}))
+    _write_lists(root, sum(spec.nbytes for spec in state), names, {path: _digests(root / path) for path in layout})
     return [*layout, INDEX, CHUNKS]
+
+
+def add_weights(package: Path, manifest: Manifest, root: Path, added: Mapping[str, torch.Tensor]) -> list[str]:
+    """Write the lists of weights/ under `root` for the files of another package and one more, and the new file itself.
+
+    Args:
+        package: the other package's folder.
+        manifest: its manifest.
+        root: a package that is being made. The other's files of tensors are put there by who calls this, unchanged.
+        added: name -> a parameter that the other lacks; at least one.
+
+    Returns:
+        The files written, relative to `root`.
+
+    Raises:
+        IntegrityError: the other's lists are damaged.
+        OSError: the disk is full.
+    """
+    state, _ = stored_tensors(manifest)
+    homes = _weight_map(parse_canonical(read_checked(package, INDEX, manifest.files[INDEX]), INDEX), {spec.name for spec in state})
+    sizes = {path: entry.size for path, entry in manifest.files.items() if path.startswith("weights/") and path not in (INDEX, CHUNKS)}
+    digests = _chunk_table(parse_canonical(read_checked(package, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes)
+    number = next(n for n in range(1, len(sizes) + 2) if _added_file(n) not in sizes)
+    (root / "weights").mkdir(exist_ok=True)
+    write_tensors(root / _added_file(number), added)
+    digests[_added_file(number)] = _digests(root / _added_file(number))
+    homes |= dict.fromkeys(added, _added_file(number).removeprefix("weights/"))
+    _write_lists(root, sum(spec.nbytes for spec in state) + sum(tensor.nbytes for tensor in added.values()), homes, digests)
+    return [_added_file(number), INDEX, CHUNKS]
+
+
+def _added_file(number: int) -> str:
+    return f"weights/model-added-{number:05d}.safetensors"
+
+
+def _write_lists(root: Path, size: int, homes: Mapping[str, str], digests: Mapping[str, list[str]]) -> None:
+    write_bytes(root / INDEX, canonical_json({"metadata": {"total_size": size}, "weight_map": homes}))
+    write_bytes(root / CHUNKS, canonical_json({"chunk_size": chunks.CHUNK, "files": digests}))
+
+
+def _digests(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        return list(chunks.chunk_digests(file))
 
 
 class WeightReader:
@@ -214,7 +261,7 @@ def _chunked(root: Path, path: str, size: int, digests: Sequence[str], last: chu
             cure="Fetch the package again.",
         )
 
-    return chunks.ChunkedFile(lambda: open_inside(root, path), size, digests, damaged, last)
+    return chunks.ChunkedFile(lambda: chunks.ranges_of(open_inside(root, path)), size, digests, damaged, last)
 
 
 class LazyState(Mapping[str, torch.Tensor]):

@@ -33,6 +33,7 @@ from trainload.packaging.manifest import (
     Manifest,
     OpLibraryEntry,
     PassEntry,
+    TrainingEntry,
     UpdateEntry,
 )
 from trainload.packaging.op_libraries import Libraries, describe_libraries
@@ -41,7 +42,7 @@ from trainload.packaging.source_map import NAME as SOURCE_MAP
 from trainload.packaging.source_map import SourceMap, make_source_map, restore_traces
 from trainload.packaging.tensors import write_tensors
 from trainload.packaging.validate import GraphFacts, parse_graph, validate_graph
-from trainload.packaging.weights import MAX_SHARD, stored_tensors, write_weights
+from trainload.packaging.weights import MAX_SHARD, add_weights, stored_tensors, write_weights
 
 Bundle = Callable[[Manifest, Path], Mapping[str, OpLibraryEntry]]
 """Given the manifest but for its files, and a folder to make, writes wheels into it; returns the operator libraries with their wheels."""
@@ -149,7 +150,33 @@ def with_graphs(package: Package, path: Path, program: Program, passes: Sequence
         StorageError: the path is taken, or the disk is full; nothing is left behind.
     """
     assert (program.parameters, program.buffers) == _state_specs(package.manifest)
-    updates = package.updates()
+    return with_program(package, path, program, package.updates(), package.recipe, passes)
+
+
+def with_program(
+    package: Package,
+    path: Path,
+    program: Program,
+    updates: Sequence[UpdateGraph],
+    recipe: Recipe,
+    passes: Sequence[PassEntry],
+    added: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Package:
+    """Write a package with the weights and assets of another, a program, updates and a recipe; its parent is the other.
+
+    Args:
+        package: as for `with_graphs`.
+        path: a folder that does not exist.
+        program: its parameters and buffers are the other's, of which others may be trained, then those of `added`.
+        updates: some of the other's.
+        recipe: of these updates.
+        passes: as for `with_graphs`.
+        added: parameters that the other lacks.
+
+    Raises:
+        PackageError: a graph cannot be serialised, or the parts do not fit each other.
+        StorageError: the path is taken, or the disk is full; nothing is left behind.
+    """
     for update in updates:
         restore_traces(package.path, f"update-{update.group}-first", update.first)
         restore_traces(package.path, f"update-{update.group}-following", update.following)
@@ -160,11 +187,12 @@ def with_graphs(package: Package, path: Path, program: Program, passes: Sequence
         if constants:
             write_tensors(root / CONSTANTS, constants)
         done = (*package.manifest.passes, *passes)
-        bare = _bare_manifest(program, updates, package.recipe, constants, graphs.facts, done, package.digest, _NO_LIBRARIES)
+        bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, done, package.digest, _NO_LIBRARIES)
         # What a library was when its operators were captured says more than what it is here.
         known = {name: entry for name, entry in package.manifest.op_libraries.items() if entry.digest is not None}
         bare = _with_libraries(bare, {name: known.get(name, entry) for name, entry in bare.op_libraries.items()})
-        kept = [file for file in package.manifest.files if file.split("/")[0] in ("weights", "assets")]
+        new = add_weights(package.path, package.manifest, root, added) if added else []
+        kept = [file for file in package.manifest.files if file.split("/")[0] in ("weights", "assets") and file not in new]
         kept += sorted({wheel for entry in bare.op_libraries.values() for wheel in entry.wheels})
         for file in kept:
             link_or_copy(package.path / file, root / file)
@@ -183,7 +211,14 @@ def _state_specs(manifest: Manifest) -> tuple[tuple[ParameterSpec, ...], tuple[B
     return tuple(parameter_spec(entry) for entry in manifest.parameters), tuple(buffer_spec(entry) for entry in manifest.buffers)
 
 
-def with_weights(package: Package, path: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard: int = MAX_SHARD) -> Package:
+def with_weights(
+    package: Package,
+    path: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    training: TrainingEntry | None = None,
+    max_shard: int = MAX_SHARD,
+) -> Package:
     """Write a package with the graphs of another and new weights; its parent is the other.
 
     Args:
@@ -191,6 +226,7 @@ def with_weights(package: Package, path: Path, tensors: Iterable[tuple[str, torc
         path: a folder that does not exist.
         tensors: (name, tensor) for every parameter that is no alias and every buffer, in any order; buffers that are left out
             keep their values.
+        training: how they came of the other's.
         max_shard: bytes of tensors in one file of weights.
 
     Law: the new package's `program_digest` is the old one's.
@@ -216,7 +252,9 @@ def with_weights(package: Package, path: Path, tensors: Iterable[tuple[str, torc
         for file in kept:
             link_or_copy(package.path / file, root / file)
         write_weights(root, stored_tensors(old), complete(), max_shard)
-        _finish(root, old.model_copy(update={"parent": package.digest}), _media_types(old))
+        features = {feature for feature in old.features if feature != "training"} | ({"training"} if training is not None else set())
+        told = {"parent": package.digest, "training": training, "features": tuple(sorted(features))}
+        _finish(root, old.model_copy(update=told), _media_types(old))
     return open_package(Path(path), namespaces=package.namespaces)
 
 

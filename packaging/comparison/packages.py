@@ -126,7 +126,7 @@ def _sections(a: Manifest, b: Manifest) -> Iterator[Section]:
     """The manifest part by part. What no part below has taken is in the last one but files: nothing of a manifest is left out."""
     one, other = ({**manifest.model_dump(mode="json"), "files": {}} for manifest in (a, b))
     for title, fields in (
-        ("format", ("format_version", "features", "abstract", "parent")),
+        ("format", ("format_version", "features", "abstract", "parent", "training")),
         ("recipe", ("recipe",)),
         ("passes", ("passes",)),
         ("operator libraries", ("op_libraries",)),

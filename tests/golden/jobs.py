@@ -27,12 +27,14 @@ class Case:
         parts: the columns of each part of its data; one: an npz file, more: a mixture of them.
         reduced: for an abstract package, gives the job that is compared in its place. Then there is no data.
         freeze: further options of the freeze.
+        trained: what is kept is what two steps with these settings made of the frozen package.
     """
 
     make: Callable[[], trainload.Job]
     parts: tuple[Callable[[], dict[str, Tensor]], ...] = ()
     reduced: Callable[[], trainload.Job] | None = None
     freeze: dict[str, Any] = field(default_factory=dict)
+    trained: trainload.Overrides | None = None
 
 
 class Plain(nn.Module):
@@ -217,6 +219,19 @@ def operators() -> trainload.Job:
     )
 
 
+def layers() -> trainload.Job:
+    torch.manual_seed(SEED)
+    return trainload.Job(
+        model=nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)),
+        batch={name: column[:4] for name, column in without_hint().items()},
+        loss=lambda model, batch: functional.mse_loss(model(batch["x"]), batch["y"]),
+        optimizer=lambda model: optim.SGD(model.parameters(), lr=0.5),
+        steps=2,
+        global_batch=6,
+        seed=SEED,
+    )
+
+
 def shapes(width: int = 64) -> trainload.Job:
     """Without weights: on the meta device."""
     with torch.device("meta"):
@@ -244,5 +259,8 @@ CASES = {
     "turns": Case(turns, (noise,)),
     "variants": Case(variants, (without_hint, with_hint)),
     "operators": Case(operators, (without_hint,), freeze={"bundle_ops": True}),
+    "trained": Case(
+        layers, (without_hint,), trained=trainload.Overrides(lr=0.4, adapters=trainload.Adapters(rank=2, layers=("*.weight",)))
+    ),
     "shapes": Case(shapes, reduced=few_shapes),
 }

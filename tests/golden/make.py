@@ -20,6 +20,7 @@ from tests.golden.jobs import CASES, Case
 
 import trainload
 from trainload.packaging.manifest import FORMAT_VERSION
+from trainload.packaging.read import Package
 
 APART = 0.01
 """Two losses of a golden differ by so much at least, relative: a run that left out an update would be noticed."""
@@ -42,11 +43,26 @@ def make(name: str, case: Case, folder: Path) -> None:
     if len(files) > 1:
         (folder / "mixture.json").write_text(json.dumps({"parts": [{"data": file} for file in files]}) + "\n")
     data = folder / ("mixture.json" if len(files) > 1 else "data.npz")
+    if case.trained is not None:
+        package = retrained(package, data, case.trained)
     with tempfile.TemporaryDirectory() as run_dir:
         found = train(package, data, Path(run_dir) / "run", **Golden(folder).opening)
     for kind, values in found.items():
         assert all(abs(a - b) > APART * abs(a) for a, b in itertools.pairwise(values)), (name, kind, values)
     (folder / "losses.json").write_text(json.dumps({"torch": torch.__version__.partition("+")[0], **found}, indent=1) + "\n")
+
+
+def retrained(package: Package, data: Path, overrides: trainload.Overrides) -> Package:
+    """Two steps of training, in place of what was frozen."""
+    plan = trainload.plan(overrides.apply(package), trainload.Cluster(), "single")
+    with tempfile.TemporaryDirectory(dir=package.path.parent) as run_dir:
+        made = Path(run_dir) / "trained.tl"
+        trainload.launch(
+            package, plan, data, run_dir=Path(run_dir) / "run", output=made, overrides=overrides, backend="local", compile=False
+        )
+        shutil.rmtree(package.path)
+        made.rename(package.path)
+    return trainload.open(package.path)
 
 
 def main(names: Sequence[str]) -> None:

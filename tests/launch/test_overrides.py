@@ -16,8 +16,10 @@ import trainload
 from trainload import cli
 from trainload.capture.errors import JobError
 from trainload.launch.build import build_key
+from trainload.launch.data.dataset import open_dataset
 from trainload.launch.journal import losses, read_events
 from trainload.launch.spec import read_spec
+from trainload.packaging.entries import data_specs
 from trainload.packaging.read import Package
 
 STEPS = 6
@@ -93,6 +95,27 @@ def test_the_trained_package_is_the_frozen_jobs_again(gpt: Package, gpt_data: Pa
     assert after.manifest.parent == gpt.digest
 
 
+def test_the_trained_package_says_how_it_was_trained(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture) -> None:
+    trained(gpt, gpt_data, tmp_path / "run", group_lr={gpt.recipe.groups[0].name: 1e-4}, frozen=("*bias*", "norms.*"), clip_norm=0.25)
+    package = trainload.open(tmp_path / "run.tl")
+    training = package.manifest.training
+    assert training is not None and training.steps == STEPS
+    assert training.data == open_dataset(gpt_data, data_specs(gpt.manifest, ""), tmp_path / "cache").fingerprint
+    told = {"clip_norm": 0.25, "frozen": ("*bias*", "norms.*"), f"lr.{gpt.recipe.groups[0].name}": 1e-4}
+    assert [(change.step, change.settings) for change in training.changed] == [(0, told)]
+    assert package.manifest.program_digest == gpt.manifest.program_digest
+    assert cli.run(["inspect", str(package.path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"trained {STEPS} steps on data {training.data[:20]}" in shown
+    assert f"settings clip_norm=0.25, frozen=*bias*,norms.*, lr.{gpt.recipe.groups[0].name}=0.0001" in shown
+
+
+def test_a_package_that_was_trained_as_it_says_tells_no_settings(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    trained(gpt, gpt_data, tmp_path / "run")
+    training = trainload.open(tmp_path / "run.tl").manifest.training
+    assert training is not None and training.changed == ()
+
+
 def test_clipping_is_changed(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     def change(job: trainload.Job) -> trainload.Job:
         return dataclasses.replace(job, clip_norm=0.01)
@@ -137,7 +160,7 @@ def test_changes_that_do_not_fit_are_refused(gpt: Package, overrides: dict[str, 
         ("schedule=steps", "--set schedule=steps: give one of constant, linear, cosine, or one of them with :WARMUP"),
         ("weight_decay=0", "weight_decay cannot be set at a launch: it is a constant of the captured update"),
         ("dropout=0", "dropout cannot be set at a launch: it is part of the captured graph"),
-        ("speed=2", "there is no speed; there are accumulate, clip_norm,"),
+        ("speed=2", "there is no speed; there are accumulate, adapters.alpha,"),
         ("keep=0", "--set keep=0: Input should be greater than or equal to 1"),
         ("lr", "--set lr: give KEY=VALUE."),
     ],

@@ -285,6 +285,10 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "state of an optimizer": lambda m: m["updates"][0]["state"][0].update(name="momentum"),
     "a schema": lambda m: m["ops"].update({"torch.ops.aten.sin.default": "aten::sin(Tensor self) -> Tensor[]"}),
     "a media type": lambda m: m["files"]["assets/LICENSE"].update(media_type="text/html"),
+    "training": lambda m: m.update(
+        features=sorted([*m["features"], "training"]),
+        training={"steps": 3, "data": "0" * 64, "changed": [{"step": 0, "settings": {"lr": 0.1}}]},
+    ),
     "a pass": lambda m: m["passes"].append(
         {"name": "a:b", "distribution": None, "version": None, "source": None, "options": {}, "preserving": True}
     ),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,6 +222,13 @@ def test_a_folder_without_manifest_is_no_package(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_with_the_cure(copied: Path) -> None:
     edit_manifest(copied, lambda m: m.update(format_version=FORMAT_VERSION + 1, surprise=1))
     with pytest.raises(PackageError, match=r"newer format.*expected format 1 to 2, got format 3.*Update trainload"):
+        open_package(copied)
+
+
+@pytest.mark.parametrize("given", [{"features": ["training"]}, {"training": {"steps": 1, "data": "0" * 64, "changed": []}}])
+def test_training_is_told_with_its_feature_or_not_at_all(copied: Path, given: dict[str, Any]) -> None:
+    edit_manifest(copied, lambda m: m.update({**given, "features": sorted({*m["features"], *given.get("features", ())})}))
+    with pytest.raises(PackageError, match="the feature training and the field of that name are not there together"):
         open_package(copied)
 
 

@@ -35,7 +35,8 @@ def read(golden: Golden) -> Manifest:
 
 def program_digest(of: dict[str, Any]) -> str:
     """As docs/format.md defines it, from what lies in the file."""
-    left = {name: value for name, value in of.items() if name != "parent"}
+    left = {name: value for name, value in of.items() if name not in ("parent", "training")}
+    left["features"] = [feature for feature in of["features"] if feature != "training"]
     left["files"] = {path: entry for path, entry in of["files"].items() if not path.startswith("weights/")}
     return sha256_bytes(canonical_json(left))
 

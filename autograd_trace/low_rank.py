@@ -1,0 +1,152 @@
+"""Low-rank adapters in a captured graph (Hu et al. 2021, "LoRA"): beside each linear layer's weight W (out, in) stand A (rank, in) and
+B (out, rank), and the layer computes x W^T + scale (x A^T) B^T.
+
+W + scale B A is never made: it would be as large as W, be kept for backward, and have a gradient as large again, which costs as much
+as the one of W that adapters are to save. By x, which is what is done, a row costs 2 rank (in + out) more multiplications forward and twice
+that backward; made whole, W's own gradient costs 2 in out. So it pays up to a rank of about in out / (3 (in + out)), a sixth of a
+square layer's width, and takes less memory at any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from trainload.capture.higher_order import CHECKPOINT, SELECTIVE
+from trainload.capture.operators import body_at, is_higher_order, is_overload
+from trainload.capture.place import place_of_node
+
+aten = torch.ops.aten
+_HOP: Any = torch.ops.higher_order
+_OPERANDS = {_HOP.wrap_with_autocast: 5, _HOP.wrap_with_set_grad_enabled: 2, CHECKPOINT: 1, SELECTIVE: 2}
+"""Regions, which run their body once on what they are given: where that begins among their arguments."""
+_TOLD = ("stack_trace", "nn_module_stack", "torch_fn")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter of a parameter. weight: the parameter's name; down, up: those of A and B; scale: what B A is multiplied by."""
+
+    weight: str
+    down: str
+    up: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What an operator does with a parameter. `linear`: it is a linear layer's weight. `place`: the user's file and line, where known."""
+
+    operator: str
+    linear: bool
+    place: str
+
+
+def uses_of(module: GraphModule, weight: Node) -> list[Use]:
+    """What a graph does with a parameter, in regions too.
+
+    Args:
+        module: the graph, or a body of it.
+        weight: the placeholder that stands for the parameter.
+    """
+    found: list[Use] = []
+    for node in weight.users:
+        regions = _regions(module, node, weight)
+        if regions is not None:
+            for body, place in regions:
+                found += uses_of(body, _placeholders(body.graph)[place])
+        elif node.op != "output":
+            found.append(Use(_spelled(node), _is_linear(node, weight), place_of_node(node)))
+        else:
+            found.append(Use("returned as it is", False, place_of_node(weight)))
+    return found
+
+
+def adapt(module: GraphModule, weight: Node, adapter: LowRank, after: Node | None = None) -> tuple[Node, Node]:
+    """Adds an adapter to a graph: two inputs, and what is computed with them.
+
+    Args:
+        module: it is changed.
+        weight: the placeholder of a parameter; all its uses are linear (`uses_of`).
+        adapter: what is added.
+        after: the placeholder that the new ones follow; None: the last one.
+
+    Returns:
+        The placeholders of A and B.
+    """
+    graph = module.graph
+    last = _placeholders(graph)[-1] if after is None else after
+    rows, columns = weight.meta["val"].shape
+    with graph.inserting_after(last):
+        up = _placeholder(graph, f"{weight.name}_up", weight, (rows, adapter.rank))
+    with graph.inserting_after(last):
+        down = _placeholder(graph, f"{weight.name}_down", weight, (adapter.rank, columns))
+    for node in list(weight.users):
+        regions = _regions(module, node, weight)
+        if regions is None:
+            _beside(graph, node, down, up, adapter)
+        elif regions:
+            for body, place in regions:
+                adapt(body, _placeholders(body.graph)[place], adapter)
+            node.args = (*node.args, *(value for _ in regions for value in (down, up)))
+    module.recompile()
+    return down, up
+
+
+def _beside(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) -> None:
+    """Has what uses a linear layer's result use it with the adapter's."""
+    value = node.meta["val"]
+    told = {key: node.meta[key] for key in _TOLD if key in node.meta}
+    narrow = (*value.shape[:-1], adapter.rank)
+    at = node
+
+    def call(target: Any, *args: Any, shape: Sequence[Any]) -> Node:
+        nonlocal at
+        with graph.inserting_after(at):
+            at = graph.call_function(target, args)
+        with value.fake_mode:
+            at.meta = {**told, "val": torch.empty(shape, dtype=value.dtype, device=value.device)}
+        return at
+
+    inner = call(aten.linear.default, node.args[0], down, shape=narrow)
+    if adapter.scale != 1.0:  # here, and not of the result: the inner value is the smallest
+        inner = call(aten.mul.Tensor, inner, adapter.scale, shape=narrow)
+    outer = call(aten.linear.default, inner, up, shape=value.shape)
+    total = call(aten.add.Tensor, node, outer, shape=value.shape)
+    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+
+
+def _regions(module: GraphModule, node: Node, weight: Node) -> list[tuple[GraphModule, int]] | None:
+    """The bodies that a node gives a parameter to, and the number of the input that it is in each; None where the node is no region."""
+    start = _OPERANDS.get(node.target)
+    if start is None or weight not in node.args[start:]:
+        return None
+    body = next(found for value in node.args[:start] if isinstance(value, Node) and (found := body_at(module, value)) is not None)
+    return [(body, place) for place, value in enumerate(node.args[start:]) if value is weight]
+
+
+def _is_linear(node: Node, weight: Node) -> bool:
+    return node.target is aten.linear.default and [value is weight for value in node.args] in ([False, True], [False, True, False])
+
+
+def _spelled(node: Node) -> str:
+    if is_overload(node.target) or is_higher_order(node.target):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _placeholders(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _placeholder(graph: Graph, name: str, like: Node, shape: Sequence[Any]) -> Node:
+    made = graph.placeholder(name)
+    value = like.meta["val"]
+    with value.fake_mode:
+        made.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    return made

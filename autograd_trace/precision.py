@@ -1,0 +1,186 @@
+"""The precision that a captured graph computes in, changed as torch.autocast would have it: the operators that torch lists for low
+precision are run in it, those that it lists for float32 in float32, and no table of ours says which.
+
+A graph is put whole into a region of autocast, as if the job's loss had been taken under one, or its regions are switched off. Then it is
+run once without values, to see which dtypes come of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from trainload.capture.errors import JobError
+from trainload.capture.higher_order import evaluate, is_ours
+from trainload.capture.operators import calls_in, graphs_in, is_higher_order, nodes_in
+from trainload.capture.place import place_of_node
+from trainload.capture.program import GraphCapture, OutputRole
+
+aten = torch.ops.aten
+_HOP: Any = torch.ops.higher_order
+_BODY = "in_autocast"
+_LOW = (torch.bfloat16, torch.float16)
+_REFREEZE = "Freeze the job again in this precision."
+
+
+def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | None:
+    """A captured graph in another precision. Its nodes have the dtypes of their new values.
+
+    Args:
+        capture: the graph. It is changed, and not to be used any more.
+        dtype: bfloat16: all of it under autocast to that, and so what was under autocast to another dtype; what stood in a region that
+            switches autocast off stays there. float32: without autocast.
+
+    Returns:
+        None where every value would have the dtype that it has.
+
+    Raises:
+        JobError: the graph does not allow it.
+    """
+    module, where, low = capture.exported.graph_module, f"precision, graph {capture.name}", dtype in _LOW
+    control = next((node for node in calls_in(module) if is_higher_order(node.target) and not _is_region(node)), None)
+    if control is not None:
+        raise JobError(
+            "the graph has control flow, whose bodies were captured for values of their dtypes",
+            where=where,
+            got=f"{control.target} at {place_of_node(control)}",
+            cure=_REFREEZE,
+        )
+    _forget_dtypes(module)
+    before = [dtype_of(node) for node in calls_in(module)]
+    declared = [dtype_of(node) for node in _results(module)]
+    for node in calls_in(module):
+        if node.target is _HOP.wrap_with_autocast and node.args[2]:
+            device, was, _, *rest = node.args
+            node.args = (device, dtype if low else was, low, *rest)
+    _Retyped(module, where).run_under(dtype if low else None)
+    if before == [dtype_of(node) for node in calls_in(module)]:
+        return None
+    strange = next((node for node in nodes_in(module) if dtype_of(node) in _LOW and dtype_of(node) is not dtype), None)
+    if strange is not None:
+        raise JobError(
+            f"a value stays in {str(dtype_of(strange)).removeprefix('torch.')}: it was made so otherwise than by autocast",
+            where=where,
+            got=f"{strange.target} at {place_of_node(strange)}",
+            cure=_REFREEZE,
+        )
+    return _in_region(module, capture, declared, dtype) if low else module
+
+
+def dtype_of(node: Node) -> torch.dtype | None:
+    """Of a node's value, where it is one tensor."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _is_region(node: Node) -> bool:
+    return node.target in (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled) or is_ours(node.target)
+
+
+def _forget_dtypes(module: GraphModule) -> None:
+    """Takes out what demands the dtypes of the capture."""
+    for part in graphs_in(module):
+        for node in list(part.graph.nodes):
+            if node.target is aten._assert_tensor_metadata.default:
+                part.graph.erase_node(node)
+        part.recompile()
+
+
+class _Retyped(Interpreter):
+    """Runs a graph on fake tensors, and gives its nodes the dtypes of what comes of them. Shapes stay as they are spelled."""
+
+    def __init__(self, module: GraphModule, where: str) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._where = where
+
+    def run_under(self, dtype: torch.dtype | None) -> None:
+        """Runs it on what its own inputs are. dtype: of autocast around it; None: without."""
+        values = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
+        mode: Any = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+        with mode, torch.no_grad(), _autocast(dtype or torch.bfloat16, enabled=dtype is not None):
+            self.run(*values)
+
+    def run_node(self, n: Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except JobError:
+            raise
+        except Exception as error:  # torch's operators may raise anything on dtypes that they do not take
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise JobError(
+                f"an operator does not take what it would be given: {first[:200]}",
+                where=self._where,
+                got=f"{n.target} at {place_of_node(n)}",
+                cure=_REFREEZE,
+            ) from error
+        if n.op != "output":
+            n.meta["val"] = _retyped(n.meta.get("val"), value)
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _HOP.wrap_with_autocast:
+            _, dtype, enabled, _, body, *operands = args
+            with _autocast(dtype, enabled=bool(enabled)):
+                return self._nested(body, operands)
+        if target is _HOP.wrap_with_set_grad_enabled:
+            enabled, body, *operands = args
+            with torch.set_grad_enabled(enabled):
+                return self._nested(body, operands)
+        if is_ours(target):
+            return evaluate(target, args, self._nested)
+        return super().call_function(target, args, kwargs)
+
+    def _nested(self, body: GraphModule, operands: Sequence[Any]) -> Any:
+        return _Retyped(body, self._where).run(*operands)
+
+
+def _retyped(before: Any, now: Any) -> Any:
+    """What a node's value was, in the dtype that it is now."""
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return before if before.dtype is now.dtype else torch.empty_like(before, dtype=now.dtype)
+    if isinstance(before, list | tuple) and isinstance(now, list | tuple):
+        return type(before)(_retyped(b, n) for b, n in zip(before, now, strict=True))
+    return before
+
+
+def _autocast(dtype: torch.dtype, *, enabled: bool) -> torch.autocast:
+    """As the capture's regions of autocast are run: on whatever device that is, and without a cache."""
+    return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _results(module: GraphModule) -> list[Node]:
+    """What a graph returns."""
+    return list(next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0])
+
+
+def _in_region(body: GraphModule, capture: GraphCapture, declared: Sequence[torch.dtype | None], dtype: torch.dtype) -> GraphModule:
+    """A graph of the same inputs and outputs that calls `body` under autocast. What it gives to other graphs has the dtype that it had."""
+    outer = GraphModule(torch.nn.Module(), Graph())
+    outer.add_module(_BODY, body)
+    graph = outer.graph
+    operands = []
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            operands.append(graph.placeholder(node.name))
+            operands[-1].meta = dict(node.meta)
+    region = graph.call_function(_HOP.wrap_with_autocast, ("cpu", dtype, True, False, graph.get_attr(_BODY), *operands))
+    found = _results(body)
+    region.meta["val"] = tuple(node.meta["val"] for node in found)
+    outputs = []
+    for number, (node, spec, was) in enumerate(zip(found, capture.outputs, declared, strict=True)):
+        value = node.meta["val"]
+        output = graph.call_function(operator.getitem, (region, number))
+        output.meta["val"] = value
+        if spec.role is OutputRole.OUTPUT and value.dtype is not was:
+            output = graph.call_function(aten.to.dtype, (output, was))
+            with value.fake_mode:
+                output.meta["val"] = torch.empty_like(value, dtype=was)
+        outputs.append(output)
+    graph.output(tuple(outputs))
+    outer.recompile()
+    return outer
