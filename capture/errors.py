@@ -23,8 +23,8 @@
         ├── CheckpointError             no checkpoint could be written or read
         └── RunInterrupted              somebody asked the run to stop
 
-A message says where, what was expected, what was found, and what to do about it. All of them survive
-pickling, since they travel from workers to the driver.
+A message says where, what was expected, what was found, and what to do about it, and holds no credentials (`redaction.py`). All of them
+survive pickling, since they travel from workers to the driver.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from trainload.capture.finding import Finding, page
+from trainload.capture.redaction import redacted
 
 
 class TrainloadError(Exception):
@@ -47,12 +48,12 @@ class TrainloadError(Exception):
     """
 
     def __init__(self, problem: str, *, where: str = "", expected: str = "", got: str = "", cure: str = "") -> None:
-        self.problem = problem
-        self.where = where
-        self.expected = expected
-        self.got = got
-        self.cure = cure
-        super().__init__(problem)
+        self.problem = redacted(problem)
+        self.where = redacted(where)
+        self.expected = redacted(expected)
+        self.got = redacted(got)
+        self.cure = redacted(cure)
+        super().__init__(self.problem)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
@@ -171,6 +172,10 @@ class WorkError(TrainloadError, RuntimeError):
 
 class TrainingError(WorkError):
     """A run ended before its last step."""
+
+
+class DivergedError(TrainingError):
+    """A loss is not finite."""
 
 
 class LostClusterError(TrainingError):

@@ -1,4 +1,6 @@
-"""Whether all ranks will call the same collectives: asked of their graphs before the first step, where a difference would be a hang."""
+"""Whether all ranks will call the same collectives, on the same data: asked before the first step, where a difference would be a hang, or
+steps on rows that nobody meant.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from trainload.capture.errors import DataError
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.sharding.collectives import Collective, as_json, of_json
 from trainload.sharding.plan import Plan
@@ -31,6 +34,31 @@ def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], pla
     if len(set(digests)) == 1:
         return
     demand_meeting([of_json(theirs) for theirs in gathered(mine, control)], plan)
+
+
+def demand_same_data(fingerprint: str, node: str, data: str, control: dist.ProcessGroup) -> None:
+    """Compares the rows that this rank has with the others'. All ranks of `control` call it.
+
+    Args:
+        fingerprint: of this rank's.
+        node: where this rank is.
+        data: what the rows are of.
+        control: all ranks.
+
+    Raises:
+        DataError: on every rank, where two of them have other rows.
+    """
+    found = gathered((fingerprint, node), control)
+    if len({each for each, _ in found}) > 1:
+        first = found[0][0]
+        others = sorted({node for each, node in found if each != first})
+        raise DataError(
+            "the nodes do not have the same data",
+            where=data,
+            expected=f"what rank 0 has on node {found[0][1]}: {first}",
+            got=f"other rows on {', '.join(others)}",
+            cure="Put it on storage that all nodes share, or copy it again.",
+        )
 
 
 def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:

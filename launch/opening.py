@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from trainload.launch.fetching import fetched, is_reference
 from trainload.launch.libraries import open_for_run
-from trainload.launch.spec import RunSpec
+from trainload.launch.spec import RunSpec, default_cache_dir
 from trainload.packaging.read import Package
 
 
 def frozen_package(spec: RunSpec) -> Package:
-    """A run's package as it was frozen: what trained weights are written into. Raises: as `open_for_run`."""
-    return open_for_run(Path(spec.package), spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
+    """A run's package as it was frozen: what trained weights are written into. One from a store is fetched into this node's cache first.
+
+    Raises: as `open_for_run` and `fetched`.
+    """
+    path, source = Path(spec.package), None
+    if is_reference(spec.package):
+        assert spec.digest is not None  # what came later than stores has one
+        path, source = fetched(spec.package, default_cache_dir(), spec.digest), spec.package
+    package = open_for_run(path, spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
+    return replace(package, source=source)
 
 
 def trained_package(spec: RunSpec) -> Package:

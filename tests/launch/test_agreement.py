@@ -9,8 +9,8 @@ import torch.distributed as dist
 from tests.ranks import on_ranks
 from tests.sharding.cases import make_plan
 
-from trainload.capture.errors import PlanError
-from trainload.launch.agreement import demand_same_collectives
+from trainload.capture.errors import DataError, PlanError
+from trainload.launch.agreement import demand_same_collectives, demand_same_data
 from trainload.sharding.collectives import Collective
 from trainload.sharding.plan import DATA
 
@@ -30,6 +30,24 @@ def compare(rank: int, world: int, folder: Path) -> None:
     except PlanError as error:
         told = str(error)
     (folder / f"{rank}.txt").write_text(told)
+
+
+def compare_data(rank: int, world: int, folder: Path) -> None:
+    assert dist.group.WORLD is not None
+    demand_same_data("same", f"node-{rank}", "rows.npz", dist.group.WORLD)
+    try:
+        demand_same_data(f"rows-of-{rank}", f"node-{rank}", "rows.npz", dist.group.WORLD)
+    except DataError as error:
+        (folder / f"{rank}.txt").write_text(str(error))
+
+
+def test_ranks_that_have_other_rows_are_told_which_nodes_they_are_on(tmp_path: Path) -> None:
+    on_ranks(WORLD, compare_data, tmp_path)
+    told = {(tmp_path / f"{rank}.txt").read_text() for rank in range(WORLD)}
+    assert len(told) == 1
+    assert (
+        "the nodes do not have the same data (expected what rank 0 has on node node-0: rows-of-0, got other rows on node-1)" in told.pop()
+    )
 
 
 @pytest.fixture(scope="module")
