@@ -40,6 +40,7 @@ class Doing:
         issued: collectives that it has begun in that call.
         collective: the last of these, in words; "" where there is none.
         place: where its Python is, innermost frame first.
+        memory: bytes that it holds.
     """
 
     phase: Phase = Phase.STARTING
@@ -49,6 +50,7 @@ class Doing:
     issued: int = 0
     collective: str = ""
     place: str = ""
+    memory: int = 0
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
@@ -57,9 +59,14 @@ class Doing:
 
 
 class Activity:
-    """What this rank is doing. Made by the thread that trains; `now` is for other threads."""
+    """What this rank is doing. Made by the thread that trains; `now` is for other threads.
 
-    def __init__(self) -> None:
+    Args:
+        memory: how many bytes this process holds.
+    """
+
+    def __init__(self, memory: Callable[[], int] = lambda: 0) -> None:
+        self._memory = memory
         self._thread = threading.get_ident()
         self._phase, self._marks = Phase.STARTING, 0
         self._step: int | None = None
@@ -101,7 +108,8 @@ class Activity:
         """What it does. It goes on meanwhile: the parts may be a moment apart."""
         begun = self._begun()
         issued = 0 if begun is None else begun[1]
-        return Doing(self._phase, self._step, self._marks, self._graph, issued, self._in_words(begun or self._last), self._place())
+        last = self._in_words(begun or self._last)
+        return Doing(self._phase, self._step, self._marks, self._graph, issued, last, self._place(), self._memory())
 
     def _begun(self) -> tuple[str, int] | None:
         """The graph, and the number among its collectives of the last one that its call has begun; None where it has begun none."""

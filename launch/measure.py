@@ -48,7 +48,7 @@ def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] 
     torch.zeros(1, device=device)  # what a process takes as soon as it uses the device
     reserved = _reserved(device)
     say("matrix products")
-    flops = {str(dtype).removeprefix("torch."): _products(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    flops = {str(dtype).removeprefix("torch."): products(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
     say("attention")
     attention = min(1.0, _attention(device) / flops["float32" if kind == "cpu" else "bfloat16"])
     say("memory")
@@ -108,7 +108,8 @@ def _nothing() -> None:
     pass
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> float:
+def products(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second that large products of matrices reach on a device."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / _timed(lambda: left @ right, device)

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
-from trainload.capture.errors import StorageError
+from trainload.capture.errors import ClusterError, StorageError
 from trainload.launch.journal import Event
 
-SinkName = Literal["tensorboard", "mlflow"]
+SinkName = Literal["tensorboard", "mlflow", "prometheus"]
 _END_SECONDS = 30.0
+_OF_STEPS = ("loss", "gradient_norm", "loss_scale", "seconds", "data_wait", "mfu", "memory", "tokens_per_second", "rows_per_second")
 
 
 class Sink(Protocol):
@@ -86,12 +87,23 @@ class _Feed(threading.Thread):
             self._failing = False
 
 
+def demand_sinks(sinks: Sequence[SinkName], backend: str) -> None:
+    """Demands sinks that go with a run's backend. Raises: ClusterError where one goes with Ray alone."""
+    if "prometheus" in sinks and backend != "ray":
+        raise ClusterError(
+            "prometheus goes with Ray, whose endpoints have the numbers",
+            where="sinks",
+            expected="the backend ray",
+            got=backend,
+            cure="Launch on Ray, or leave it out of sinks.",
+        )
+
+
 def numbers_of(event: Event) -> dict[str, float]:
     """The numbers of an event, by the names that they have everywhere: "loss", "metrics/accuracy", "evaluation/loss"."""
     data = event.data
     if event.kind == "step":
-        found = {name: data[name] for name in ("loss", "gradient_norm", "loss_scale", "seconds", "data_wait") if name in data}
-        found |= {name: data[name] for name in ("tokens_per_second", "rows_per_second") if name in data}
+        found = {name: data[name] for name in _OF_STEPS if name in data}
         return found | {f"metrics/{name}": value for name, value in data["metrics"].items()}
     if event.kind == "eval":
         return {"evaluation/loss": data["loss"], **{f"evaluation/{name}": value for name, value in data["metrics"].items()}}
@@ -115,16 +127,25 @@ def _pass_on(sink: Sink, event: Event, done: int) -> None:
         sink.text(event.kind, str(event.data["message"]), step, event.time)
 
 
+def _extra(name: SinkName) -> str:
+    """What is installed for a sink."""
+    return "ray" if name == "prometheus" else name
+
+
 def _opened(name: SinkName, run_dir: Path) -> Sink:
     try:
         if name == "tensorboard":
             from trainload.launch.sinks.tensorboard import TensorBoard
 
             return TensorBoard(run_dir)
+        if name == "prometheus":
+            from trainload.launch.sinks.prometheus import Prometheus
+
+            return Prometheus(run_dir)
         from trainload.launch.sinks.mlflow import Mlflow
 
         return Mlflow(run_dir)
     except ImportError as error:
         raise StorageError(
-            f"{name} is not installed", where="sinks", got=str(error), cure=f"pip install 'trainload[{name}]', or leave it out."
+            f"{name} is not installed", where="sinks", got=str(error), cure=f"pip install 'trainload[{_extra(name)}]', or leave it out."
         ) from error

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere; and records as tables and JSON."""
+"""What a person reads: a run's events as lines; its state, and any record, as tables and JSON. A run as it goes on: `run_view`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -22,10 +20,7 @@ if TYPE_CHECKING:
     from trainload.capture.shape_report import ShapeReport
     from trainload.launch.state import RunState
 
-PLAIN_INTERVAL = 10.0
-"""Seconds between two plain lines about steps."""
 _QUIET = frozenset({"step", "steps", "kind", "name", "workers", "nodes"})
-_SAID_AT_THE_END = frozenset({"end", "failed", "stopped"})
 
 
 class Event(Protocol):
@@ -36,67 +31,6 @@ class Event(Protocol):
 
     @property
     def data(self) -> Mapping[str, Any]: ...
-
-
-class RunView:
-    """Shows a run's events as they come. Used as a context manager; call it with each event.
-
-    On a terminal: one progress bar with loss, throughput and time left, and a line for all that is not a step. Elsewhere: lines,
-    for steps one every `PLAIN_INTERVAL` seconds and one for the last step.
-    """
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._last_line = -math.inf
-        self._unsaid: Mapping[str, Any] | None = None
-        self._task: TaskID | None = None
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=console,
-            )
-
-    def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._unsaid is not None:
-            self._say(step_line(self._unsaid))
-        if self._progress is not None:
-            self._progress.stop()
-
-    def __call__(self, event: Event) -> None:
-        """Show one event."""
-        if event.kind == "step":
-            self._step(event.data)
-        elif event.kind not in _SAID_AT_THE_END:
-            self._say(event_line(event))
-
-    def _step(self, data: Mapping[str, Any]) -> None:
-        done, total = int(data["step"]) + 1, data.get("steps")
-        if self._progress is None:
-            if self._clock() - self._last_line < PLAIN_INTERVAL:
-                self._unsaid = data
-                return
-            self._unsaid = None
-            self._last_line = self._clock()
-            self._say(step_line(data))
-            return
-        if self._task is None:
-            self._task = self._progress.add_task("training", total=total, completed=done, numbers="")
-        self._progress.update(self._task, completed=done, total=total, numbers=numbers(data))
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def step_line(data: Mapping[str, Any]) -> str:
@@ -146,6 +80,10 @@ def status_table(name: str, state: RunState) -> Table:
     rate = told.tokens_per_second or told.rows_per_second
     if rate is not None:
         rows.append(("rate", f"{rate:,.0f} {'tokens' if told.tokens_per_second else 'rows'}/s"))
+    if told.mfu is not None:
+        rows.append(("MFU", f"{told.mfu:.1%}"))
+    if told.memory is not None:
+        rows.append(("memory", f"{size(told.memory)}, the rank that holds most"))
     if told.data_wait is not None:
         rows.append(("waiting for data", f"{told.data_wait:.1%} of the time"))
     saved = "none" if told.checkpoint is None else f"step {told.checkpoint}, {duration(now - (told.checkpoint_time or now))} ago"
@@ -157,14 +95,17 @@ def status_table(name: str, state: RunState) -> Table:
     return table(rows)
 
 
-def ranks_table(state: RunState) -> Table:
-    """What each rank does."""
+def ranks_table(state: RunState, most: int | None = None) -> Table:
+    """What each rank does. `most`: of more ranks than this, those that are behind, or were not heard of for longest."""
     made = Table(box=None, pad_edge=False)
-    for title in ("rank", "node", "pid", "heard of", "does"):
-        made.add_column(title, justify="right" if title in ("rank", "pid") else "left", overflow="fold")
-    for rank, seen in sorted(state.ranks.items()):
+    for title in ("rank", "node", "pid", "heard of", "memory", "does"):
+        made.add_column(title, justify="right" if title in ("rank", "pid", "memory") else "left", overflow="fold")
+    behind = sorted(state.ranks.items(), key=lambda each: (each[1].step if each[1].step is not None else -1, -round(each[1].age), each[0]))
+    for rank, seen in sorted(behind[:most]):
         does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step}"
-        made.add_row(str(rank), seen.node[:12], str(seen.pid), f"{seen.age:.0f}s ago", does)
+        made.add_row(str(rank), seen.node[:12], str(seen.pid), f"{seen.age:.0f}s ago", size(seen.memory), does)
+    if most is not None and len(behind) > most:
+        made.add_row("", f"and {len(behind) - most} more")
     return made
 
 

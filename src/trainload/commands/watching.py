@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from trainload import view
+from trainload import run_view, view
 from trainload.capture.errors import StorageError
 from trainload.commands.shared import err, json_option, out, positive, print_json, run_argument
 
@@ -22,10 +22,11 @@ _LOOK_SECONDS = 0.2
 
 @click.command(short_help="Say how a run is.")
 @run_argument
+@click.option("--follow", is_flag=True, help="Show it as it goes on, until it is over.")
 @json_option
-def status(run_dir: Path, as_json: bool) -> None:
+def status(run_dir: Path, follow: bool, as_json: bool) -> None:
     """Say how a run is: how far, since when, what each rank does, what befell it."""
-    state = _state(run_dir)
+    state = _followed(run_dir) if follow else _state(run_dir)
     if as_json:
         print_json({"run": run_dir, "phase": state.phase, **state.model_dump(mode="json")})
         return
@@ -119,6 +120,21 @@ def _state(run_dir: Path) -> RunState:
     if state is None:
         raise StorageError("nothing is known of the run yet", where=str(run_dir), cure="Ask again when it has begun.")
     return state
+
+
+def _followed(run_dir: Path) -> RunState:
+    """Shows a run until it is over. Returns: what its driver says then."""
+    from trainload.launch.journal import Follower
+
+    follower = Follower(run_dir)
+    with run_view.RunView(err(), run_dir, past=list(follower.new())) as show:
+        while True:
+            state = _state(run_dir)
+            for event in follower.new():
+                show(event)
+            if not state.alive:
+                return state
+            time.sleep(_LOOK_SECONDS)
 
 
 def _over(run_dir: Path) -> RunState:

@@ -1,0 +1,116 @@
+"""A run's numbers as metrics of the Ray cluster that its driver is connected to, at whose endpoints Prometheus finds them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import ray
+from ray.util.metrics import Counter, Gauge
+
+from trainload.capture.errors import StorageError
+from trainload.launch.journal import stream_events
+from trainload.launch.sinks.measures import (
+    CHECKPOINT_STEP,
+    CHECKPOINT_TIME,
+    MEASURES,
+    METRIC,
+    OF_TEXTS,
+    RUNNING,
+    STEP,
+    STEPS,
+    TAGS,
+    Measure,
+    measure_of,
+)
+from trainload.launch.spec import read_spec
+from trainload.launch.state import Summary
+
+_DIGITS = 12
+_REMIND_SECONDS = 5.0
+
+
+class Prometheus:
+    """See `Sink`. Ray exports what it is given every ten seconds, unless it is told otherwise.
+
+    It forgets a gauge that it was not given again since it exported it. So a thread gives them again, until this is closed; after that the
+    run's numbers are gone from the endpoints within half a minute, and are Prometheus's alone.
+
+    Raises: StorageError where this process is connected to no cluster.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        if not ray.is_initialized():
+            raise StorageError("prometheus goes with Ray", where="sinks", got="no cluster", cure="Launch on Ray, or leave it out.")
+        spec = read_spec(run_dir)
+        tags = {"run": run_dir.name, "package": (spec.digest or spec.plan.package)[:_DIGITS]}
+        assert tuple(tags) == TAGS
+        self._made = {measure: _made(measure, tags) for measure in MEASURES}
+        self._lock = threading.Lock()
+        self._gauges: dict[tuple[Measure, str], float] = {}
+        self._closed = threading.Event()
+        known = Summary.of(stream_events(run_dir))
+        self._counts = {"failure": known.failures, "warning": known.warnings}
+        self._give(RUNNING, 1.0)
+        self._give(STEPS, float(spec.steps))
+        for kind, count in self._counts.items():
+            self._give(OF_TEXTS[kind], float(count))
+        if known.checkpoint is not None and known.checkpoint_time is not None:
+            self._give(CHECKPOINT_STEP, float(known.checkpoint))
+            self._give(CHECKPOINT_TIME, known.checkpoint_time)
+        self._thread = threading.Thread(target=self._remind, name="prometheus gauges", daemon=True)
+        self._thread.start()
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        for name, value in values.items():
+            found = measure_of(name)
+            if found is not None:
+                self._give(found[0], value, found[1])
+        if "loss" in values:
+            self._give(STEP, float(step))
+        if "checkpoint/bytes" in values:
+            self._give(CHECKPOINT_STEP, float(step))
+            self._give(CHECKPOINT_TIME, time)
+
+    def text(self, kind: str, message: str, step: int, time: float) -> None:
+        if kind in self._counts:
+            self._counts[kind] += 1
+            self._give(OF_TEXTS[kind], float(self._counts[kind]))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._give(RUNNING, 0.0)
+
+    def _give(self, measure: Measure, value: float, own: str = "") -> None:
+        """A gauge's new value, or what a counter grows by; what is no number leaves it as it was. own: name of a metric of the job's."""
+        made = self._made[measure]
+        if not math.isfinite(value):
+            return
+        if isinstance(made, Counter):
+            if value > 0:
+                made.inc(value)
+            return
+        with self._lock:
+            self._gauges[measure, own] = value
+            self._set(measure, own, value)
+
+    def _set(self, measure: Measure, own: str, value: float) -> None:
+        made = self._made[measure]
+        assert isinstance(made, Gauge)
+        made.set(value, {METRIC: own} if measure.own else {})
+
+    def _remind(self) -> None:
+        while not self._closed.wait(_REMIND_SECONDS):
+            with self._lock:
+                for (measure, own), value in self._gauges.items():
+                    self._set(measure, own, value)
+
+
+def _made(measure: Measure, tags: dict[str, str]) -> Gauge | Counter:
+    keys = (*tags, METRIC) if measure.own else tuple(tags)
+    made = (Gauge if measure.kind == "gauge" else Counter)(measure.name, measure.description, tag_keys=keys)
+    made.set_default_tags(tags)
+    return made

@@ -1,0 +1,135 @@
+"""How much of its devices a run uses: the operations that its step graphs ask for, of those that the devices could do meanwhile (MFU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from trainload.autograd_trace.graphs import Recipe, StepGraph
+from trainload.autograd_trace.rounds import calls_of
+from trainload.capture.program import Mode, graph_name
+from trainload.launch.cache import private_folder
+from trainload.launch.measure import products
+from trainload.launch.spec import replace_file
+from trainload.packaging.canonical import canonical_json
+from trainload.sharding.plan import Plan
+from trainload.sharding.planner.costs import sizes_of
+from trainload.sharding.work import flops
+
+Work = Mapping[str, Mapping[str, tuple[float, float]]]
+"""Captured graph -> dtype -> operations of matrix products in a call: those that there always are, and those of each row."""
+
+_PROMISED: Mapping[str, Mapping[str, float]] = {
+    "B200": {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12},
+    "H200": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float16": 756e12, "float32": 51e12},
+    "H100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    "A100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+    "L40S": {"bfloat16": 362e12, "float16": 362e12, "float32": 91.6e12},
+    "L4": {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12},
+    "V100": {"float16": 125e12, "float32": 15.7e12},
+}
+"""What NVIDIA's data sheets promise of dense products, by a part of the device's name; the first that fits counts; float32 without TF32."""
+
+
+def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """What step graphs ask for, before anything is divided over ranks or computed again.
+
+    Args:
+        steps: by the name of the captured graph.
+        rows: of a call; what is asked for is taken to be linear in it near this number.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, step in steps.items():
+        here, there = _operations(step, rows), _operations(step, 2 * rows)
+        found[name] = {dtype: (2 * here[dtype] - there[dtype], (there[dtype] - here[dtype]) / rows) for dtype in here}
+    return found
+
+
+def dtypes_of(work: Work) -> set[str]:
+    """The dtypes of the products."""
+    return {dtype for by_dtype in work.values() for dtype in by_dtype}
+
+
+def _operations(step: StepGraph, rows: int) -> dict[str, float]:
+    sizes = sizes_of(step.module, step.inputs, rows)
+    found: dict[str, float] = {}
+    for node in step.module.graph.nodes:
+        if count := flops(node, sizes):
+            made = node.meta["val"]
+            first = next(each for each in (made if isinstance(made, tuple | list) else (made,)) if each is not None)
+            dtype = str(first.dtype).removeprefix("torch.")
+            found[dtype] = found.get(dtype, 0.0) + count
+    return found
+
+
+class Utilisation:
+    """The model FLOPs utilisation of a run's steps.
+
+    Args:
+        work: of the run's step graphs.
+        recipe, plan: of the run.
+        peaks: dtype -> operations a second of one device, as `peaks_of` gives them.
+    """
+
+    def __init__(self, work: Work, recipe: Recipe, plan: Plan, peaks: Mapping[str, float]) -> None:
+        self._work, self._recipe, self._plan, self._peaks = work, recipe, plan, peaks
+
+    def of(self, step: int, variants: Sequence[str], seconds: float) -> float:
+        """The share of what the run's devices could have done in `seconds` that the model's products are.
+
+        Args:
+            step: its number.
+            variants: of the global batches that it drew.
+            seconds: that it took.
+        """
+        plan = self._plan
+        calls = plan.global_batch / plan.rows_per_call
+        busy = 0.0
+        for call in calls_of(self._recipe, step):
+            work = self._work[graph_name(call.graph, Mode.TRAIN, variants[call.draw])]
+            for dtype, (fixed, each_row) in work.items():
+                busy += calls * (fixed + each_row * plan.rows_per_call) / rate(self._peaks, dtype)
+        return busy / plan.world_size / seconds
+
+
+def rate(peaks: Mapping[str, float], dtype: str) -> float:
+    """Operations a second in a dtype; what is not known is taken for float32."""
+    return peaks.get(dtype) or peaks["float32"]
+
+
+def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> dict[str, float]:
+    """Operations a second that a device can do, by dtype: what its data sheet promises, where it is known; else what its largest products
+    reach, which is measured once and kept in the node's cache.
+
+    Args:
+        device: of this process, with its number of threads.
+        dtypes: that are wanted; float32 is there in any case.
+        cache_dir: the node's.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.get_num_threads()}"
+    for part, promised in _PROMISED.items():
+        if device.type == "cuda" and part in name:
+            return dict(promised)
+    folder = private_folder(cache_dir / "peaks")
+    path = folder / f"{socket.gethostname()}-{name.replace(os.sep, '-')}-torch{torch.__version__}.json"
+    kept: dict[str, float] = json.loads(path.read_bytes()) if path.exists() else {}
+    lacking = {"float32", *dtypes} - kept.keys()
+    if lacking:
+        kept |= {dtype: products(device, getattr(torch, dtype)) for dtype in sorted(lacking)}
+        replace_file(path, canonical_json(kept))
+    return kept
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes that this process holds: of the GPU, what its allocator has reserved; of the machine's memory, what is resident."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    with Path("/proc/self/statm").open("rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

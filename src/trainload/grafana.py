@@ -1,0 +1,186 @@
+"""A board for Grafana over what the sink "prometheus" exports: names come from where the sink has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainload.launch.sinks.measures import (
+    CHECKPOINT_BYTES,
+    CHECKPOINT_SECONDS,
+    CHECKPOINT_STEP,
+    CHECKPOINT_TIME,
+    DATA_WAIT,
+    EVALUATION_LOSS,
+    EVALUATION_METRICS,
+    FAILURES,
+    GRADIENT_NORM,
+    LOSS,
+    LOSS_SCALE,
+    MEMORY,
+    METRIC,
+    METRICS,
+    MFU,
+    ROWS,
+    RUNNING,
+    STEP,
+    STEP_SECONDS,
+    STEPS,
+    TOKENS,
+    WARNINGS,
+    Measure,
+)
+
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_UID = "trainload-runs"
+_SCHEMA = 39
+"""Of Grafana's boards; later Grafanas bring it up to theirs."""
+_WIDTH = 24
+"""Of Grafana's grid."""
+
+
+def board() -> dict[str, Any]:
+    """What Grafana imports (Dashboards, New, Import): a source of data and runs are chosen on the board itself."""
+    first = LOSS.exported
+    return {
+        "uid": _UID,
+        "title": "trainload runs",
+        "description": "Runs of trainload on Ray, launched with --set sinks=prometheus.",
+        "tags": ["trainload"],
+        "schemaVersion": _SCHEMA,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-3h", "to": "now"},
+        "templating": {
+            "list": [
+                {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus", "refresh": 1, "current": {}},
+                {
+                    "name": "run",
+                    "label": "Run",
+                    "type": "query",
+                    "datasource": _SOURCE,
+                    "definition": f"label_values({first}, run)",
+                    "query": {"query": f"label_values({first}, run)", "refId": "run"},
+                    "refresh": 2,
+                    "sort": 1,
+                    "multi": True,
+                    "includeAll": True,
+                    "allValue": ".*",
+                    "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+                },
+            ]
+        },
+        "panels": _placed(_panels()),
+    }
+
+
+def _of(measure: Measure, *more: str) -> str:
+    """What a measure is now, for each run: of the drivers that one may have had, the last."""
+    by = ", ".join(("run", *more))
+    return f"max by ({by}) ({_chosen(measure)})"
+
+
+def _chosen(measure: Measure) -> str:
+    return f'{measure.exported}{{run=~"$run"}}'
+
+
+def _rate(measure: Measure) -> str:
+    return f"sum by (run) (rate({_chosen(measure)}[$__rate_interval]))"
+
+
+def _panels() -> list[list[dict[str, Any]]]:
+    """The panels of each row."""
+    age = f"time() - {_of(CHECKPOINT_TIME)}"
+    return [
+        [
+            _stat("Running", [(_of(RUNNING), "{{run}}")], "none", red_below=1.0),
+            _stat("Steps done", [(f"{_of(STEP)} / {_of(STEPS)}", "{{run}}")], "percentunit"),
+            _stat("Loss", [(_of(LOSS), "{{run}}")], "none"),
+            _stat("Time since a checkpoint", [(age, "{{run}}")], "s"),
+            _stat("Failures", [(_of(FAILURES), "{{run}}")], "none", red_above=1.0),
+            _stat("Warnings", [(_of(WARNINGS), "{{run}}")], "none"),
+        ],
+        [
+            _curve("Loss", [(_of(LOSS), "{{run}}"), (_of(EVALUATION_LOSS), "{{run}}, evaluation")], "none"),
+            _curve("Gradient norm", [(_of(GRADIENT_NORM), "{{run}}"), (_of(LOSS_SCALE), "{{run}}, loss scale")], "none"),
+        ],
+        [
+            _curve("Throughput", [(_of(TOKENS), "{{run}}, tokens/s"), (_of(ROWS), "{{run}}, rows/s")], "short"),
+            _curve("Waiting for data, share of the steps", [(f"{_rate(DATA_WAIT)} / {_rate(STEP_SECONDS)}", "{{run}}")], "percentunit"),
+        ],
+        [
+            _curve("Model FLOP/s utilisation", [(_of(MFU), "{{run}}")], "percentunit"),
+            _curve("Memory, greatest of all ranks", [(_of(MEMORY), "{{run}}")], "bytes"),
+        ],
+        [
+            _curve("Metrics", [(_of(METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")], "none"),
+            _curve("Metrics of evaluations", [(_of(EVALUATION_METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")], "none"),
+        ],
+        [
+            _curve("Steps", [(_of(STEP), "{{run}}"), (_of(CHECKPOINT_STEP), "{{run}}, checkpoint")], "short"),
+            _curve("Time since a checkpoint", [(age, "{{run}}")], "s"),
+        ],
+        [
+            _curve("Writing a checkpoint", [(_of(CHECKPOINT_SECONDS), "{{run}}")], "s"),
+            _curve("Size of a checkpoint", [(_of(CHECKPOINT_BYTES), "{{run}}")], "bytes"),
+            _curve("Failures and warnings", [(_of(FAILURES), "{{run}}, failures"), (_of(WARNINGS), "{{run}}, warnings")], "none"),
+        ],
+    ]
+
+
+def _stat(
+    title: str, queries: Sequence[tuple[str, str]], unit: str, *, red_above: float | None = None, red_below: float | None = None
+) -> dict[str, Any]:
+    """The last numbers, in large."""
+    steps: list[dict[str, Any]] = [{"color": "text" if red_below is None else "red", "value": None}]
+    if red_above is not None:
+        steps.append({"color": "red", "value": red_above})
+    if red_below is not None:
+        steps.append({"color": "green", "value": red_below})
+    options = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value", "graphMode": "none"}
+    return _panel("stat", title, queries, unit, 4, options, {"thresholds": {"mode": "absolute", "steps": steps}})
+
+
+def _curve(title: str, queries: Sequence[tuple[str, str]], unit: str) -> dict[str, Any]:
+    """Numbers over time."""
+    options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "none"}}
+    return _panel("timeseries", title, queries, unit, 8, options, {"custom": {"lineWidth": 1, "fillOpacity": 5, "spanNulls": True}})
+
+
+def _panel(
+    kind: str, title: str, queries: Sequence[tuple[str, str]], unit: str, height: int, options: dict[str, Any], defaults: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "title": title,
+        "datasource": _SOURCE,
+        "targets": [
+            {
+                "refId": chr(ord("A") + number),
+                "datasource": _SOURCE,
+                "expr": query,
+                "legendFormat": legend,
+                "range": kind != "stat",
+                "instant": kind == "stat",
+            }
+            for number, (query, legend) in enumerate(queries)
+        ],
+        "options": options,
+        "fieldConfig": {"defaults": {"unit": unit, **defaults}, "overrides": []},
+        "gridPos": {"x": 0, "y": 0, "w": _WIDTH, "h": height},
+    }
+
+
+def _placed(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The panels with their places and numbers: each row fills the width."""
+    found: list[dict[str, Any]] = []
+    y = 0
+    for row in rows:
+        width = _WIDTH // len(row)
+        for column, panel in enumerate(row):
+            place = {**panel["gridPos"], "x": column * width, "y": y, "w": width}
+            found.append({**panel, "id": len(found) + 1, "gridPos": place})
+        y += int(row[0]["gridPos"]["h"])
+    return found

@@ -1,0 +1,218 @@
+"""A run's curves over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from trainload.report.history import History, Numbers
+from trainload.report.svg import drawing, shade, svg_of
+from trainload.report.thinning import Line, thin
+from trainload.report.words import count, percent
+
+_SIZE = (6.4, 2.75)
+_LOG_BEYOND = 20.0
+"""How many times the smallest number the greatest is, of most of them, where a logarithmic scale is taken."""
+_MOST_STRETCHES = 60
+_MOST_METRICS = 12
+_MOST_MARKS = 400
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A curve for the page. `legend`: (class of the page's style, words). `note`: how it was drawn, "" where that needs no word."""
+
+    name: str
+    title: str
+    svg: str
+    legend: tuple[tuple[str, str], ...]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """What one chart shows. evaluated: (step, number) of evaluations. log: on a logarithmic scale, where the numbers are far apart.
+    share: of 1, said in percent. from_zero: the scale begins there. marks: with checkpoints.
+    """
+
+    name: str
+    title: str
+    numbers: Numbers
+    evaluated: Sequence[tuple[int, float]] = ()
+    log: bool = False
+    share: bool = False
+    from_zero: bool = False
+    marks: bool = False
+
+    def words(self, value: float) -> str:
+        return percent(value) if self.share else count(value)
+
+
+def charts_of(history: History) -> list[Chart]:
+    """All curves that the run has numbers for."""
+    with drawing():
+        return [chart for curve in _curves(history) if (chart := _chart(curve, history)) is not None]
+
+
+def _curves(history: History) -> Iterable[_Curve]:
+    columns = history.steps.columns
+    evaluations = {int(event.data["step"]): event.data for event in history.of("eval")}
+    losses = [(step, float(data["loss"])) for step, data in sorted(evaluations.items())]
+    yield _Curve("loss", "Loss", columns["loss"], evaluated=losses, log=True, marks=True)
+    yield _Curve("norm", "Gradient norm", columns["gradient_norm"], log=True)
+    unit = "tokens" if np.isfinite(columns["tokens_per_second"]).any() else "rows"
+    yield _Curve("rate", f"Throughput, {unit}/s", columns[f"{unit}_per_second"], from_zero=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.clip(columns["data_wait"] / np.maximum(columns["seconds"], 1e-9), 0.0, 1.0)
+    yield _Curve("wait", "Waiting for data, share of a step", share, share=True, from_zero=True)
+    yield _Curve("memory", "Memory, greatest of all ranks, GiB", columns["memory"] / 2**30, from_zero=True)
+    yield _Curve("mfu", "Model FLOP/s utilisation", columns["mfu"], share=True, from_zero=True)
+    yield _Curve("scale", "Loss scale", columns["loss_scale"], log=True)
+    names = sorted({*history.steps.metrics, *(name for data in evaluations.values() for name in data["metrics"])})
+    for number, name in enumerate(names[:_MOST_METRICS]):
+        numbers = history.steps.metrics.get(name, np.full(len(history.steps.number), np.nan))
+        evaluated = [(step, float(data["metrics"][name])) for step, data in sorted(evaluations.items()) if name in data["metrics"]]
+        yield _Curve(f"metric{number}", name, numbers, evaluated=evaluated)
+
+
+def _chart(curve: _Curve, history: History) -> Chart | None:
+    steps = history.steps
+    kept = steps.kept()
+    line = thin(steps.done[kept], curve.numbers[kept])
+    evaluated = [(float(step), value) for step, value in curve.evaluated if np.isfinite(value)]
+    if line is None and not evaluated:
+        return None
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    legend: list[tuple[str, str]] = []
+    stretches = [(steps.done[each], curve.numbers[each]) for each in steps.discarded()[-_MOST_STRETCHES:]]
+    if _draw_discarded(axes, stretches):
+        legend.append(("again", "done again later"))
+    if line is not None:
+        _draw_line(axes, line)
+        legend.insert(0, ("train", "training" if curve.evaluated else "each step"))
+    if evaluated:
+        x, y = np.array(_fewer(evaluated)).T
+        axes.plot(x, y, color=shade("evaluation"), marker="o", markersize=3.2, zorder=4)
+        legend.append(("evaluation", "evaluation"))
+    log = curve.log and _is_wide(line, evaluated)
+    _scale(axes, curve, log)
+    if _draw_restarts(axes, history):
+        legend.append(("restart", "started again"))
+    if curve.marks and _draw_checkpoints(axes, history):
+        legend.append(("checkpoint", "checkpoint"))
+    if line is not None and len(line.broken):
+        axes.plot(line.broken, np.ones(len(line.broken)), "v", color=shade("failure"), transform=axes.get_xaxis_transform(), clip_on=False)
+        legend.append(("broken", "not a finite number"))
+    notes = ["log scale"] if log else []
+    if line is not None and line.thinned:
+        notes.append("mean, least and greatest of some steps each")
+    return Chart(curve.name, curve.title, svg_of(figure, curve.name, _label(curve, line), {}), tuple(legend), ", ".join(notes))
+
+
+def _draw_line(axes: Axes, line: Line) -> None:
+    if line.thinned:
+        axes.fill_between(line.x, line.low, line.high, color=shade("train"), alpha=0.25, linewidth=0.0, zorder=2)
+    lone = len(line.x) == 1
+    axes.plot(line.x, line.mean, color=shade("train"), marker="o" if lone else None, zorder=3)
+
+
+def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) -> bool:
+    """What steps were before they were done again: a broad, light line under the other. Whether there is any."""
+    drawn = False
+    for x, y in stretches:
+        line = thin(x, y, 60)
+        if line is not None:
+            marker = "o" if len(line.x) == 1 else None
+            axes.plot(line.x, line.mean, color=shade("again"), marker=marker, linewidth=6.0, alpha=0.55, solid_capstyle="round", zorder=1)
+            drawn = True
+    return drawn
+
+
+def _draw_restarts(axes: Axes, history: History) -> bool:
+    """Where the run went back to, or on from, when its workers were started again."""
+    found = [float(event.data["step"]) for event in history.of("start")[1:]]
+    for step in sorted(set(found))[-_MOST_STRETCHES:]:
+        axes.axvline(step, color=shade("failure"), linewidth=0.9, linestyle=(0, (3, 3)), alpha=0.7, zorder=1.5)
+    return bool(found)
+
+
+def _draw_checkpoints(axes: Axes, history: History) -> bool:
+    found = [(float(event.data["step"]), 0.0) for event in history.of("checkpoint")]
+    if found:
+        x = np.array(_fewer(found)).T[0]
+        axes.plot(x, np.zeros(len(x)), "|", color=shade("good"), markersize=9, markeredgewidth=1.4, transform=axes.get_xaxis_transform())
+    return bool(found)
+
+
+def _fewer(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most so many of them, evenly; the first and the last ones stay."""
+    if len(points) <= _MOST_MARKS:
+        return list(points)
+    return [points[int(place)] for place in np.linspace(0, len(points) - 1, _MOST_MARKS)]
+
+
+def _is_wide(line: Line | None, evaluated: Sequence[tuple[float, float]]) -> bool:
+    """Whether most of the numbers are positive and far apart: outliers alone do not count."""
+    shown = np.array([value for _, value in evaluated], dtype=np.float64)
+    low, high = (shown, shown) if line is None else (np.append(line.low, shown), np.append(line.high, shown))
+    least = np.nanmin(low) if np.isfinite(low).any() else 0.0
+    return bool(least > 0 and np.nanpercentile(high, 98) > _LOG_BEYOND * np.nanpercentile(low, 2))
+
+
+def _scale(axes: Axes, curve: _Curve, log: bool) -> None:
+    axes.margins(x=0.015)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count(value)))
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if _decades(axes) < 3 else (1.0,)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        if curve.from_zero:
+            high = axes.get_ylim()[1]
+            axes.set_ylim(0.0, high if high > 0 else 1.0)
+    axes.yaxis.set_major_formatter(_Words(100.0 if curve.share else 1.0, "%" if curve.share else ""))
+
+
+class _Words(Formatter):
+    """Numbers of an axis with as many digits as tell its ticks apart."""
+
+    def __init__(self, scale: float, unit: str) -> None:
+        self._scale, self._unit = scale, unit
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        """A tick's."""
+        assert isinstance(self.axis, Axis)
+        places = self.axis.get_majorticklocs() * self._scale
+        if self.axis.get_scale() == "log" or not len(places):
+            return count(value * self._scale) + self._unit
+        size, unit = next(((size, unit) for size, unit in _UNITS if np.abs(places).max() >= size), (1.0, ""))
+        size = 1e3 if unit == "k" else size
+        digits = next((digits for digits in range(6) if np.allclose(places / size, np.round(places / size, digits), atol=1e-9, rtol=0)), 6)
+        shown = value * self._scale / size
+        return f"{shown:,.{digits}f}{unit if shown else ''}{self._unit}"
+
+
+def _decades(axes: Axes) -> float:
+    low, high = axes.get_ylim()
+    return float(np.log10(high / low)) if low > 0 else 0.0
+
+
+def _label(curve: _Curve, line: Line | None) -> str:
+    """The curve in words."""
+    if line is None or not np.isfinite(line.mean).any():
+        return f"{curve.title} by step"
+    shown = line.mean[np.isfinite(line.mean)]
+    least, most = float(np.nanmin(line.low)), float(np.nanmax(line.high))
+    last = f"from {curve.words(float(shown[0]))} to {curve.words(float(shown[-1]))}"
+    return f"{curve.title} by step: {last}, least {curve.words(least)}, greatest {curve.words(most)}"

@@ -1,0 +1,131 @@
+"""What went wrong in a run, what each of it has cost, and where the run's time went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trainload.launch.journal import GIVEN_UP, Event
+from trainload.report.episodes import BROKE_OFF, Attempt
+from trainload.report.history import History
+from trainload.report.words import hour
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something that ended an attempt, or the run, before its time.
+
+    Laws: the `lost` of all failures between two steps add up to the seconds between these; the steps done again are the first one's.
+
+    Attributes:
+        time: when it was noticed, in seconds since 1970; where a run broke off, when it was last heard of.
+        what: death, node, hang, storage or error, of an attempt; failed or broke off, of the run.
+        message: what was said of it. action: what was done about it.
+        ranks, nodes: whose it was. doing: rank -> what it did.
+        noticed: seconds since the step before it, or the start of its attempt.
+        lost: its share of the seconds between the steps before and after it. None where no step has come after it.
+        again: steps that were done again because of it, likewise.
+    """
+
+    time: float
+    what: str
+    message: str
+    action: str
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    doing: Mapping[int, str]
+    noticed: float
+    lost: float | None
+    again: int | None
+
+
+def failures_of(history: History, attempts: Sequence[Attempt]) -> tuple[Failure, ...]:
+    """What went wrong, in order."""
+    started = attempts[0].started if attempts else math.inf
+    early = [event for event in history.others if event.kind in ("failure", "failed") and event.time < started]
+    found: list[Failure] = list(_told(early, None, None))
+    done = [0] * len(found)
+    for index, attempt in enumerate(attempts):
+        following = attempts[index + 1] if index + 1 < len(attempts) else None
+        new = list(_told(attempt.events, attempt, following))
+        found += new
+        done += [attempt.last] * len(new)
+    return tuple(_costs(history, found, done))
+
+
+def _told(events: Sequence[Event], attempt: Attempt | None, following: Attempt | None) -> Iterator[Failure]:
+    """The failures of one attempt, without their cost."""
+    given_up = False
+    for event in events:
+        data = event.data
+        if event.kind == "failure":
+            given_up = data["action"] == GIVEN_UP
+            doing = {int(rank): str(text) for rank, text in data["doing"].items()}
+            ranks, nodes = tuple(data["ranks"]), tuple(map(str, data["nodes"]))
+            yield Failure(event.time, data["what"], data["message"], data["action"], ranks, nodes, doing, 0.0, None, None)
+        elif event.kind == "failed" and not given_up:
+            yield Failure(event.time, "failed", f"{data['error']}: {data['message']}", _resumed(following), (), (), {}, 0.0, None, None)
+    if attempt is not None and attempt.outcome == "broke off":
+        yield Failure(attempt.ended, "broke off", BROKE_OFF, _resumed(following), (), (), {}, 0.0, None, None)
+
+
+def _resumed(following: Attempt | None) -> str:
+    return "it was not resumed" if following is None else f"it was resumed at {hour(following.prepared)}"
+
+
+def _costs(history: History, found: Sequence[Failure], done: Sequence[int]) -> Iterator[Failure]:
+    """The same with what each has cost. done: how many step events came before each."""
+    times, numbers = history.steps.time, history.steps.number
+    for index, (failure, place) in enumerate(zip(found, done, strict=True)):
+        first = index == 0 or done[index - 1] != place
+        last = index + 1 == len(found) or done[index + 1] != place
+        before = float(times[place - 1]) if place else history.first or failure.time
+        before = before if first else found[index - 1].time
+        noticed = max(0.0, failure.time - before)
+        if place >= len(times):
+            yield replace(failure, noticed=noticed)
+            continue
+        until = float(times[place]) if last else failure.time
+        again = max(0, int(numbers[place - 1]) + 1 - int(numbers[place])) if place and first else 0
+        yield replace(failure, noticed=noticed, lost=until - before, again=again)
+
+
+def time_spent(history: History, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> dict[str, float]:
+    """Where the time between the first and the last event went: what -> seconds, in an order for people; without what took none.
+
+    A step's seconds are those until the next one, and so hold what ranks waited for a checkpoint, which is taken out of them.
+    """
+    seconds = history.steps.columns["seconds"]
+    kept = float(seconds[history.steps.kept()].sum())
+    saving = sum(float(event.data["seconds"]) for event in history.of("stage") if event.data["name"] == "checkpoint")
+    away = sum(each.away[1] - each.away[0] for each in attempts if each.away is not None)
+    waiting = sum(until - since for since, until in waits_of(history))
+    found = {
+        "steps": max(0.0, kept - saving),
+        "steps done again": float(seconds.sum()) - kept,
+        "evaluations": sum(float(event.data["seconds"]) for event in history.of("eval")),
+        "checkpoints": saving,
+        "starting": max(0.0, sum(each.started - each.prepared for each in attempts) - waiting),
+        "waiting for nodes or storage": waiting,
+        "until failures were noticed": sum(each.noticed for each in failures if each.what != "broke off"),
+        "nobody drove it": away,
+    }
+    whole = 0.0 if history.first is None or history.last is None else history.last - history.first
+    found["other"] = max(0.0, whole - sum(found.values()))
+    return {name: spent for name, spent in found.items() if spent >= 0.05}
+
+
+def waits_of(history: History) -> list[tuple[float, float]]:
+    """When the run waited, as its driver has said: (from, to)."""
+    found: list[tuple[float, float]] = []
+    since: float | None = None
+    for event in history.others:
+        if event.kind == "waiting":
+            since = event.time if since is None else since
+        elif since is not None:
+            found.append((since, event.time))
+            since = None
+    if since is not None and history.last is not None:
+        found.append((since, history.last))
+    return found

@@ -1,0 +1,126 @@
+"""A run's journal as columns of numbers, however long it is, and all else that happened as it is."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainload.launch.journal import Event
+from trainload.launch.state import Summary
+
+Numbers = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+_COLUMNS = ("loss", "gradient_norm", "seconds", "data_wait", "tokens_per_second", "rows_per_second", "mfu", "memory", "loss_scale")
+"""Of step events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Every step event, in the order of the journal: arrays of one length.
+
+    A number that a step lacks is NaN; one that is there and no finite number is infinite.
+
+    Attributes:
+        number: which step it was, from 0 on.
+        attempt: start events before it, less one.
+        time: seconds since 1970.
+        columns: name -> numbers.
+        metrics: the job's own, name -> numbers; those of several graphs as "graph.loss".
+    """
+
+    number: Whole
+    attempt: Whole
+    time: Numbers
+    columns: Mapping[str, Numbers]
+    metrics: Mapping[str, Numbers]
+
+    @property
+    def done(self) -> Numbers:
+        """How many steps were done after each."""
+        return self.number.astype(np.float64) + 1.0
+
+    def kept(self) -> Whole:
+        """Where each step stands as it was done last, by its number."""
+        _, found = np.unique(self.number[::-1], return_index=True)
+        return (len(self.number) - 1 - found).astype(np.int64)
+
+    def discarded(self) -> list[Whole]:
+        """Where those stand that were done again later: stretches of following steps of one attempt."""
+        rest = np.ones(len(self.number), dtype=bool)
+        rest[self.kept()] = False
+        places = np.flatnonzero(rest)
+        if not len(places):
+            return []
+        apart = (np.diff(places) != 1) | (np.diff(self.attempt[places]) != 0)
+        return [each.astype(np.int64) for each in np.split(places, np.flatnonzero(apart) + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What happened in a run. summary: what all of it comes to. others: all events that are no steps. first, last: when, None of none."""
+
+    summary: Summary
+    steps: Steps
+    others: tuple[Event, ...]
+    first: float | None
+    last: float | None
+
+    def of(self, *kinds: str) -> list[Event]:
+        """The events of some kinds, in order."""
+        return [event for event in self.others if event.kind in kinds]
+
+
+def read_history(events: Iterable[Event]) -> History:
+    """Goes through events once; of the steps no more than numbers is kept."""
+    summary = Summary()
+    number, attempt = array("q"), array("q")
+    time, columns = array("d"), {name: array("d") for name in _COLUMNS}
+    metrics: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
+    others: list[Event] = []
+    starts = 0
+    first: float | None = None
+    last: float | None = None
+    for event in events:
+        summary.take(event)
+        first, last = event.time if first is None else first, event.time
+        if event.kind != "step":
+            starts += event.kind == "start"
+            others.append(event)
+            continue
+        data = event.data
+        for name, column in columns.items():
+            column.append(_number(data.get(name)))
+        for name, value in data["metrics"].items():
+            places, values = metrics[name]
+            places.append(len(number))
+            values.append(_number(value))
+        number.append(data["step"])
+        attempt.append(starts - 1)
+        time.append(event.time)
+    steps = Steps(
+        number=np.array(number, dtype=np.int64),
+        attempt=np.array(attempt, dtype=np.int64),
+        time=np.array(time, dtype=np.float64),
+        columns={name: np.array(column, dtype=np.float64) for name, column in columns.items()},
+        metrics={name: _spread(*found, len(number)) for name, found in metrics.items()},
+    )
+    return History(summary, steps, tuple(others), first, last)
+
+
+def _number(value: float | None) -> float:
+    if value is None:
+        return math.nan
+    return value if math.isfinite(value) else math.inf
+
+
+def _spread(places: array[int], values: array[float], count: int) -> Numbers:
+    found = np.full(count, np.nan)
+    found[np.array(places, dtype=np.int64)] = np.array(values, dtype=np.float64)
+    return found

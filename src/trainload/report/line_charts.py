@@ -1,0 +1,82 @@
+"""A line's metrics over its ticks: what was in use, and what was tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
+from matplotlib.figure import Figure
+
+from trainload.report.charts import Chart
+from trainload.report.svg import drawing, shade, svg_of
+from trainload.retraining.lineage import TickStory, metrics_of
+from trainload.retraining.records import time_of
+
+_SIZE = (6.4, 2.75)
+_MOST_METRICS = 12
+_MARKS = {"promoted": ("o", "good"), "rejected": ("x", "failure"), "conflict": ("D", "warning")}
+_LEGEND = (("evaluation", "champion"), ("good block", "challenger, promoted"), ("failure block", "challenger, rejected"))
+
+
+def charts_of(ticks: Sequence[TickStory], name: str) -> list[Chart]:
+    """A chart of the loss and of each metric, and one of drift. name: begins the names in the page."""
+    judged = [tick for tick in ticks if tick.evaluated is not None]
+    names = list(dict.fromkeys(metric for tick in judged for metric in metrics_of(tick)))[: 1 + _MOST_METRICS]
+    found = [_metric(judged, metric, f"{name}-{number}") for number, metric in enumerate(names)]
+    drift = _drift(judged, f"{name}-drift")
+    return [*found, *([drift] if drift is not None else [])]
+
+
+def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
+    values = [(tick, metrics_of(tick).get(metric, {})) for tick in ticks]
+    titles: dict[str, str] = {}
+    with drawing():
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        champion = [(_day(tick), _number(both.get("champion"))) for tick, both in values]
+        axes.plot([at for at, _ in champion], [value for _, value in champion], color=shade("evaluation"))
+        for number, (tick, both) in enumerate(values):
+            value = _number(both.get("challenger"))
+            outcome = tick.ended.outcome if tick.ended is not None else "under way"
+            marker, colour = _MARKS.get(outcome, (".", "muted"))
+            if math.isfinite(value):
+                (drawn,) = axes.plot([_day(tick)], [value], marker=marker, color=shade(colour), linestyle="none", markersize=5)
+                drawn.set_gid(f"{name}-tick-{number}")
+                titles[f"{name}-tick-{number}"] = f"{tick.name}: {outcome}, {value:.6g}"
+        _time_axis(axes)
+        svg = svg_of(figure, name, f"{metric} of champion and challenger over ticks", titles)
+    title = "evaluation loss" if metric == "loss" else metric
+    return Chart(name=name, title=title, svg=svg, legend=_LEGEND, note="on the same held-out rows")
+
+
+def _drift(ticks: Sequence[TickStory], name: str) -> Chart | None:
+    """How far the data of each tick was from that of its champion, of the column that was furthest."""
+    found = [(_day(tick), max(tick.decided.drift.values())) for tick in ticks if tick.decided is not None and tick.decided.drift]
+    if not found:
+        return None
+    with drawing():
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot([at for at, _ in found], [value for _, value in found], color=shade("train"), marker=".")
+        axes.set_ylim(bottom=0)
+        _time_axis(axes)
+        svg = svg_of(figure, name, "drift over ticks", {})
+    return Chart(name=name, title="drift", svg=svg, legend=(("train", "of the column that drifted most"),), note="stability index")
+
+
+def _time_axis(axes: Any) -> None:
+    locator: Any = AutoDateLocator(minticks=3, maxticks=7)  # type: ignore[no-untyped-call]  # matplotlib's dates have no types
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]  # as above
+
+
+def _day(tick: TickStory) -> float:
+    """A tick's time as matplotlib has it."""
+    found: float = date2num(time_of(tick.name))  # type: ignore[no-untyped-call]  # matplotlib's dates have no types
+    return found
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,132 @@
+"""The page of a store: its lines, what is current of each and where that is from, and what every tick came to."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+import trainload
+from trainload import view
+from trainload.packaging.stores.releases import shown
+from trainload.packaging.stores.store import Store
+from trainload.report.line_charts import charts_of
+from trainload.report.page import MARK
+from trainload.report.words import moment, span, told
+from trainload.retraining.lineage import Ancestor, LineStory, TickStory, ancestry, metrics_of, read_line
+from trainload.retraining.records import time_of
+
+_MOST_TICKS = 500
+_TONES = {
+    "promoted": "good",
+    "rejected": "failure",
+    "failed": "failure",
+    "bad data": "warning",
+    "conflict": "warning",
+    "replaced": "warning",
+}
+
+
+def store_page(store: Store, lines: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The page, and what is to be said of it.
+
+    Raises:
+        StorageError: the store cannot be reached, or has no such line.
+        IntegrityError: a record is damaged.
+    """
+    folder = files("trainload.report")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((folder / "line.html").read_text(encoding="utf-8"))
+    shown_lines = [_line(store, read_line(store, name), f"l{number}") for number, name in enumerate(lines)]
+    page = template.render(
+        mark=MARK,
+        style=Markup((folder / "page.css").read_text(encoding="utf-8")),  # our own
+        store=told(store.url),
+        lines=shown_lines,
+        made=moment(time.time()),
+        version=trainload.__version__,
+    )
+    return page, {line["name"]: {"current": line["current"], "releases": line["releases"], "ticks": line["count"]} for line in shown_lines}
+
+
+def _line(store: Store, story: LineStory, name: str) -> dict[str, Any]:
+    current = next((state for state in story.states if state.status == "current"), None)
+    outcomes = Counter("under way" if tick.ended is None else tick.ended.outcome for tick in story.ticks)
+    tiles = [
+        ("current", "none" if current is None else current.release.name, "" if current is None else f"since {story.history[-1].created}"),
+        ("releases", f"{len(story.states):,}", f"{view.size(sum(state.release.bytes for state in story.states))} if each were alone"),
+        ("ticks", f"{len(story.ticks):,}", f"until {time_of(story.ticks[-1].name):%Y-%m-%d %H:%M} UTC" if story.ticks else ""),
+        *((outcome, f"{count:,}", "") for outcome, count in outcomes.most_common()),
+    ]
+    steps = ancestry(store, story.line, current.release.name) if current is not None else ()
+    return {
+        "name": story.line,
+        "current": None if current is None else current.release.name,
+        "releases": len(story.states),
+        "count": len(story.ticks),
+        "tiles": tiles,
+        "charts": [(chart, Markup(chart.svg)) for chart in charts_of(story.ticks, name)],  # ElementTree wrote it
+        "lineage": [_step(step) for step in steps],
+        "ticks": [_tick(tick) for tick in reversed(story.ticks[-_MOST_TICKS:])],
+        "ticks_before": max(0, len(story.ticks) - _MOST_TICKS),
+        "changes": [(entry.created, shown(entry.release), told(entry.reason)) for entry in reversed(story.changes[-_MOST_TICKS:])],
+    }
+
+
+def _step(step: Ancestor) -> dict[str, Any]:
+    release, tick = step.state.release, step.tick
+    facts: list[tuple[str, str]] = [("package", release.package), ("program", release.program), ("weights", release.weights)]
+    if release.message:
+        facts.append(("said", told(release.message)))
+    if tick is not None:
+        facts += _facts(tick)
+    return {"name": f"{step.line} {release.name}", "status": step.state.status, "how": step.how, "created": release.created, "facts": facts}
+
+
+def _facts(tick: TickStory) -> list[tuple[str, str]]:
+    """What there is to say of the tick that made a release."""
+    found: list[tuple[str, str]] = [("tick", f"{tick.name}, begun {tick.begun} times")]
+    if tick.taken is not None:
+        snapshot = tick.taken.snapshot
+        found.append(("data", f"{snapshot.rows:,} rows of {len(snapshot.good):,} files, {snapshot.held_out_rows:,} held out"))
+    if tick.trained is not None:
+        found.append(("plan", ", ".join(f"{name} {value}" for name, value in sorted(tick.trained.plan.items()))))
+        found.append(
+            ("trained", f"{tick.trained.steps:,} steps, to a loss of {tick.trained.last_loss:.6g}; {tick.trained.restarts} restarts")
+        )
+        if "first step" in tick.trained.seconds:
+            found.append(("to the first step", span(tick.trained.seconds["first step"])))
+        found.append(("sent", view.size(tick.trained.sent_bytes)))
+    found += [(name, _both(both)) for name, both in metrics_of(tick).items()]
+    if tick.decided is not None:
+        found.append(("decision", told(tick.decided.reason)))
+    if tick.pinned is not None:
+        found.append(("versions", ", ".join(f"{name} {value}" for name, value in sorted(tick.pinned.versions.items()))))
+    return found
+
+
+def _tick(tick: TickStory) -> dict[str, Any]:
+    outcome = "under way" if tick.ended is None else tick.ended.outcome
+    return {
+        "time": f"{time_of(tick.name):%Y-%m-%d %H:%M:%S}",
+        "outcome": outcome,
+        "tone": _TONES.get(outcome, "idle"),
+        "release": "" if tick.trained is None else shown(tick.trained.release),
+        "rows": "" if tick.taken is None else f"{tick.taken.snapshot.rows:,}",
+        "loss": _both(metrics_of(tick).get("loss", {})),
+        "begun": tick.begun,
+        "reason": "" if tick.ended is None else told(tick.ended.reason),
+        "warnings": () if tick.ended is None else tuple(told(text) for text in tick.ended.warnings),
+    }
+
+
+def _both(values: dict[str, float | None]) -> str:
+    if not values:
+        return ""
+    champion, challenger = ("no number" if values.get(name) is None else f"{values[name]:.6g}" for name in ("champion", "challenger"))
+    return f"{champion} → {challenger}"

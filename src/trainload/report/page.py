@@ -1,0 +1,185 @@
+"""The page of a run: one HTML file that asks nobody for anything."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+import trainload
+from trainload import view
+from trainload.launch.state import RankSeen
+from trainload.report.charts import charts_of
+from trainload.report.failures import Failure
+from trainload.report.reading import Record, facts_of
+from trainload.report.timeline import ENDS, OUTCOMES, timeline_of
+from trainload.report.words import count, moment, percent, ranks, span, told
+
+MARK = "trainload report"
+"""In the first lines of every report."""
+_WIDE, _NARROW = 11.2, 4.6
+"""Inches of the timeline."""
+_MOST_FAILURES, _MOST_GROUPS, _MOST_WARNINGS, _MOST_RANKS = 100, 8, 50, 256
+_LONG = 600
+_TONES = {"ended": "good", "running": "train", "waiting": "warning", "stopped": "idle", "failed": "failure", "lost": "failure"}
+_SPENT = {
+    "steps": "train",
+    "steps done again": "again",
+    "evaluations": "evaluation",
+    "checkpoints": "good",
+    "starting": "idle",
+    "waiting for nodes or storage": "warning",
+    "until failures were noticed": "failure",
+    "nobody drove it": "away",
+    "other": "other",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A failure in words. doing: (ranks, what they did)."""
+
+    time: str
+    what: str
+    message: str
+    action: str
+    whose: str
+    nodes: Sequence[str]
+    doing: Sequence[tuple[str, str]]
+    more: int
+    noticed: str
+    lost: str
+    again: str
+
+
+def page_of(record: Record) -> str:
+    """The page."""
+    folder = files("trainload.report")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
+    return template.render(
+        mark=MARK,
+        style=Markup((folder / "page.css").read_text(encoding="utf-8")),  # our own
+        name=record.run_dir.name,
+        folder=told(str(record.run_dir)),
+        phase=record.phase,
+        tone=_TONES[record.phase],
+        because=told(_because(record)),
+        done=_share(record.history.summary.step, record.spec.steps),
+        tiles=_tiles(record),
+        facts=facts_of(record),
+        charts=[(chart, Markup(chart.svg)) for chart in charts_of(record.history)],  # ElementTree wrote it
+        timelines=_timelines(record),
+        outcomes=_outcomes(record),
+        away=any(each.away is not None for each in record.attempts),
+        spent=_spent(record.spent),
+        failures=[_shown(each) for each in record.failures[-_MOST_FAILURES:]],
+        failures_before=max(0, len(record.failures) - _MOST_FAILURES),
+        warnings=_warnings(record)[-_MOST_WARNINGS:],
+        warnings_before=max(0, len(_warnings(record)) - _MOST_WARNINGS),
+        ranks=_ranks(record),
+        heard=None if record.state is None else moment(record.state.time),
+        driver=None if record.state is None else f"process {record.state.pid} on {record.state.host}",
+        ranks_more=0 if record.state is None else max(0, len(record.state.ranks) - _MOST_RANKS),
+        made=moment(time.time()),
+        version=trainload.__version__,
+    )
+
+
+def _because(record: Record) -> str:
+    """Why the run is as it is, where that needs a word."""
+    if record.phase == "lost" and record.state is not None:
+        return f"its driver, process {record.state.pid} on {record.state.host}, was last heard of at {moment(record.state.time)}"
+    return record.history.summary.message
+
+
+def _share(part: float, whole: float) -> float:
+    return 100.0 * min(1.0, part / whole) if whole else 0.0
+
+
+def _tiles(record: Record) -> list[tuple[str, str, str]]:
+    """Name, number, remark."""
+    summary, history = record.history.summary, record.history
+    found = [("step", f"{summary.step:,}", f"of {record.spec.steps:,}")]
+    if summary.loss is not None:
+        found.append(("training loss", f"{summary.loss:.4f}", "of the last step"))
+    if summary.evaluation is not None:
+        found.append(("evaluation", f"{summary.evaluation:.4f}", f"at step {summary.evaluated_at:,}"))
+    rate = summary.tokens_per_second or summary.rows_per_second
+    if rate is not None:
+        found.append(("throughput", count(rate), "tokens/s" if summary.tokens_per_second else "rows/s"))
+    if history.first is not None and history.last is not None:
+        whole = history.last - history.first
+        driven = whole - record.spent.get("nobody drove it", 0.0)
+        found.append(("time", span(whole), f"since {moment(history.first)[5:16]}"))
+        if driven > 0:
+            found.append(("goodput", percent(record.spent.get("steps", 0.0) / driven), "of the time, in steps that count"))
+    if summary.checkpoint is not None and summary.checkpoint_time is not None:
+        found.append(("checkpoint", f"{summary.checkpoint:,}", f"at {moment(summary.checkpoint_time)[5:16]}"))
+    again = sum(each.again or 0 for each in record.failures)
+    found.append(("failures", f"{len(record.failures):,}", f"{again:,} steps done again" if record.failures else "none"))
+    return found
+
+
+def _timelines(record: Record) -> list[tuple[str, Markup]]:
+    """Class of the page's style, SVG: one for wide screens and one for narrow ones."""
+    found = []
+    for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
+        drawn = timeline_of(record.history, record.attempts, record.failures, name, width)
+        if drawn is not None:
+            found.append((name, Markup(drawn)))  # ElementTree wrote it
+    return found
+
+
+def _outcomes(record: Record) -> list[tuple[str, str]]:
+    """Class of the page's style, in words: how attempts ended."""
+    there = {each.outcome for each in record.attempts if each.outcome != "going on"}
+    return [(ENDS[outcome], words) for outcome, words in OUTCOMES.items() if outcome in there]
+
+
+def _spent(spent: Mapping[str, float]) -> list[tuple[str, str, float, str, str]]:
+    """Name, class, percent, in words, seconds in words."""
+    whole = sum(spent.values())
+    return [(name, _SPENT[name], _share(seconds, whole), percent(seconds / whole), span(seconds)) for name, seconds in spent.items()]
+
+
+def _shown(failure: Failure) -> _Shown:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, text in sorted(failure.doing.items()):
+        groups[text].append(rank)
+    doing = [(ranks(members), told(text, _LONG)) for text, members in groups.items()]
+    return _Shown(
+        time=moment(failure.time),
+        what=failure.what,
+        message=told(failure.message, _LONG),
+        action=told(failure.action, _LONG),
+        whose=ranks(failure.ranks),
+        nodes=[told(node, _LONG) for node in failure.nodes[:_MOST_GROUPS]],
+        doing=doing[:_MOST_GROUPS],
+        more=len(doing) - _MOST_GROUPS,
+        noticed="" if failure.what == "broke off" else span(failure.noticed),
+        lost="" if failure.lost is None else span(failure.lost),
+        again="" if failure.again is None else f"{failure.again:,}",
+    )
+
+
+def _warnings(record: Record) -> list[tuple[str, int, str]]:
+    """When it was said last, how often, what."""
+    found: dict[str, tuple[float, int]] = {}
+    for event in record.history.of("warning"):
+        message = str(event.data["message"])
+        found[message] = (event.time, found.pop(message, (0.0, 0))[1] + 1)
+    return [(moment(at), times, told(message, _LONG)) for message, (at, times) in found.items()]
+
+
+def _ranks(record: Record) -> list[tuple[int, RankSeen, str, str]]:
+    """Number, what is known of it, how long ago that was, what it did."""
+    if record.state is None:
+        return []
+    seen = sorted(record.state.ranks.items())[:_MOST_RANKS]
+    return [(rank, each, view.duration(each.age), told(each.doing, _LONG)) for rank, each in seen]

@@ -1,0 +1,224 @@
+"""What happened in a run, and when, along the time of the clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trainload.report.episodes import Attempt, Outcome
+from trainload.report.failures import Failure, waits_of
+from trainload.report.history import History
+from trainload.report.svg import drawing, shade, svg_of
+from trainload.report.words import count, hour, moment, span, told
+
+_LANE = 0.34
+"""Inches of each lane."""
+_LONG_AWAY, _SHOWN_AWAY = 0.15, 0.05
+"""A time away that is longer than this share of the rest is drawn as long as that share of it."""
+_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
+"""Seconds between two ticks."""
+_MARKS = 300
+"""Marks of a lane: nearer ones become one. Of more attempts, so many of the last ones are drawn."""
+ENDS: Mapping[Outcome, str] = {
+    "ended": "good",
+    "going on": "train",
+    "moved": "warning",
+    "stopped": "idle",
+    "failed": "failure",
+    "broke off": "failure",
+}
+OUTCOMES: Mapping[Outcome, str] = {
+    "ended": "did the last step",
+    "going on": "goes on",
+    "moved": "went to other nodes",
+    "stopped": "was asked to stop",
+    "failed": "failed",
+    "broke off": "broke off",
+}
+_TITLE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    since: float
+    until: float
+    shade: str
+    title: str
+    faint: bool = False
+    cap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    time: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    name: str
+    bars: Sequence[_Bar] = ()
+    marks: Sequence[_Mark] = ()
+    marker: str = "|"
+    shade: str = "ink"
+
+
+def timeline_of(
+    history: History, attempts: Sequence[Attempt], failures: Sequence[Failure], name: str, width: float, *, label: bool = True
+) -> str | None:
+    """The timeline as SVG, `width` inches wide; None where nothing has happened. name: of its own in the page."""
+    if history.first is None or history.last is None:
+        return None
+    lanes = [lane for lane in _lanes(history, attempts, failures) if lane.bars or lane.marks]
+    clock = _Clock(history.first, max(history.last, history.first + 1.0), [each.away for each in attempts if each.away is not None])
+    titles: dict[str, str] = {}
+    with drawing():
+        figure = Figure(figsize=(width, _LANE * len(lanes) + 0.45), layout="constrained")
+        axes = figure.add_subplot()
+        for row, lane in enumerate(lanes):
+            _draw(axes, lane, row, clock, titles, name)
+        for since, until in clock.cut:
+            middle = (clock.place(since) + clock.place(until)) / 2
+            axes.axvspan(clock.place(since), clock.place(until), color=shade("grid"), alpha=0.6, linewidth=0, zorder=0)
+            axes.text(middle, -0.75, span(until - since), ha="center", va="bottom", fontsize=9, color=shade("muted"))
+        axes.set_xlim(0.0, clock.length)
+        axes.set_ylim(len(lanes) - 0.5, -0.75 if clock.cut else -0.5)
+        axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
+        axes.grid(visible=False, axis="y")
+        axes.grid(visible=True, axis="x")
+        ticks = clock.ticks(5 if width < 6 else 9)
+        axes.set_xticks([clock.place(tick) for tick in ticks], clock.words(ticks))
+        said = f"What happened from {moment(history.first)} to {moment(history.last)}"
+        return svg_of(figure, name, said, titles)
+
+
+class _Clock:
+    """Where moments are drawn. Long times in which nobody drove the run are cut short."""
+
+    def __init__(self, first: float, last: float, away: Sequence[tuple[float, float]]) -> None:
+        driven = max(1.0, last - first - sum(until - since for since, until in away))
+        self.cut = [(since, until) for since, until in away if until - since > _LONG_AWAY * driven]
+        edges = [first, *(edge for gap in self.cut for edge in gap), last]
+        lengths = np.maximum(np.diff(edges), 0.0)
+        lengths[1::2] = _SHOWN_AWAY * driven
+        self._times = np.array(edges)
+        self._places = np.concatenate([[0.0], np.cumsum(lengths)])
+        self.length = float(self._places[-1])
+
+    def place(self, time: float) -> float:
+        """Where a moment is."""
+        return float(np.interp(time, self._times, self._places))
+
+    def ticks(self, most: int) -> list[float]:
+        """Moments for the axis, at most so many, on round times of the clock; none in what is cut. Of a short run: its first and last."""
+        drawn = [step for step in _STEPS if self.length / step <= most] or [math.ceil(self.length / most / 604800) * 604800]
+        found: list[float] = []
+        for since, until in zip(self._times[::2], self._times[1::2], strict=True):
+            first = math.ceil(since / drawn[0]) * drawn[0]
+            found += [float(tick) for tick in np.arange(first, until, drawn[0])]
+        return found if len(found) > 1 else [float(self._times[0]), float(self._times[-1])]
+
+    def words(self, ticks: Sequence[float]) -> list[str]:
+        """The ticks in words: with the day, where they are of several."""
+        days = {int(tick // 86400) for tick in ticks}
+        exact = any(round(tick) % 60 for tick in ticks)
+        shown = [hour(tick) if exact else hour(tick)[:5] for tick in ticks]
+        if len(days) == 1:
+            return shown
+        before = [None, *(int(tick // 86400) for tick in ticks[:-1])]
+        return [
+            f"{text}\n{moment(tick)[5:10]}" if int(tick // 86400) != day else text
+            for text, tick, day in zip(shown, ticks, before, strict=True)
+        ]
+
+
+def _lanes(history: History, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> list[_Lane]:
+    bars: list[_Bar] = []
+    for number, attempt in list(enumerate(attempts, 1))[-_MARKS:]:
+        bars.append(
+            _Bar(
+                attempt.prepared, attempt.started, "idle", f"attempt {number} is prepared, {span(attempt.started - attempt.prepared)}", True
+            )
+        )
+        done = f"steps {attempt.step} to {attempt.done}, {attempt.world} ranks, {attempt.outcome}"
+        bars.append(_Bar(attempt.started, attempt.ended, "train", f"attempt {number}: {done}"))
+        bars.append(_Bar(attempt.ended, attempt.ended, ENDS[attempt.outcome], f"attempt {number} {OUTCOMES[attempt.outcome]}", cap=True))
+    waits = [_Bar(since, until, "warning", f"waited for {span(until - since)}") for since, until in waits_of(history)]
+    evaluations = [
+        _Bar(
+            event.time - event.data["seconds"],
+            event.time,
+            "evaluation",
+            f"evaluation at step {event.data['step']}: {count(event.data['loss'])}",
+        )
+        for event in history.of("eval")
+    ]
+    return [
+        _Lane("attempts", bars),
+        _Lane("failures", marks=[_Mark(each.time, f"{each.what}: {each.message}") for each in failures], marker="X", shade="failure"),
+        _Lane("preempted", marks=_said(history, "preemption"), marker="v", shade="warning"),
+        _Lane("resized", marks=_said(history, "resize"), marker="D", shade="ink"),
+        _Lane("waiting", waits),
+        _Lane("warnings", marks=_said(history, "warning"), marker="^", shade="warning"),
+        _Lane("evaluations", _joined(evaluations, history)),
+        _Lane(
+            "checkpoints",
+            marks=[_Mark(each.time, f"checkpoint of step {each.data['step']}") for each in history.of("checkpoint")],
+            shade="good",
+        ),
+    ]
+
+
+def _said(history: History, kind: str) -> list[_Mark]:
+    return [_Mark(event.time, str(event.data["message"])) for event in history.of(kind)]
+
+
+def _joined(bars: Sequence[_Bar], history: History) -> list[_Bar]:
+    """Bars of one lane, with those that could not be told apart as one."""
+    assert history.first is not None and history.last is not None
+    least = (history.last - history.first) / _MARKS
+    found: list[_Bar] = []
+    numbers: list[int] = []
+    for bar in bars:
+        if found and bar.since - found[-1].since < least:
+            numbers[-1] += 1
+            found[-1] = _Bar(found[-1].since, bar.until, bar.shade, f"{numbers[-1]} of them, the last: {bar.title}")
+        else:
+            found.append(bar)
+            numbers.append(1)
+    return found
+
+
+def _draw(axes: Axes, lane: _Lane, row: int, clock: _Clock, titles: dict[str, str], name: str) -> None:
+    for number, bar in enumerate(lane.bars):
+        since, until = clock.place(bar.since), clock.place(bar.until)
+        width = clock.length / 120 if bar.cap else max(until - since, clock.length / 300)
+        since = max(0.0, since - width) if bar.cap else since
+        (drawn,) = axes.barh(
+            row, width, left=since, height=0.56, color=shade(bar.shade), alpha=0.45 if bar.faint else 0.9, linewidth=0, zorder=3
+        )
+        _entitle(drawn, titles, f"{name}-{row}-{number}", bar.title, bar.since)
+    places = sorted((clock.place(mark.time), number) for number, mark in enumerate(lane.marks))
+    together: list[tuple[float, list[int]]] = []
+    for place, number in places:
+        if together and place - together[-1][0] < clock.length / _MARKS:
+            together[-1][1].append(number)
+        else:
+            together.append((place, [number]))
+    for place, numbers in together:
+        (drawn,) = axes.plot(
+            [place], [row], lane.marker, color=shade(lane.shade), markersize=8, markeredgewidth=1.6 if lane.marker == "|" else 0, zorder=4
+        )
+        more = f"{len(numbers)} of them, the last: " if len(numbers) > 1 else ""
+        mark = lane.marks[numbers[-1]]
+        _entitle(drawn, titles, f"{name}-{row}-m{numbers[0]}", more + mark.title, mark.time)
+
+
+def _entitle(artist: object, titles: dict[str, str], gid: str, title: str, time: float) -> None:
+    artist.set_gid(gid)  # type: ignore[attr-defined]
+    titles[gid] = f"{hour(time)}  {told(title, _TITLE)}"

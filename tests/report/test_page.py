@@ -1,0 +1,302 @@
+"""The page of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.launch.commands import refused
+from tests.report.made import BEGIN, Read, event, failure, long_journal, made_run, start, step, steps
+
+import trainload
+from trainload import cli
+from trainload.launch.activity import Doing
+from trainload.launch.journal import Event
+from trainload.launch.state import RankSeen, Summary, write_state
+from trainload.packaging.read import Package
+from trainload.report.charts import charts_of
+from trainload.report.page import page_of
+from trainload.report.reading import read_run
+
+EVIL = """<script>alert(1)</script>"><img src=http://evil.example/x onerror=alert(2)> & '$x_1$"""
+BEFALLEN = [
+    event(2, "stage", name="data", seconds=2.0),
+    start(5, world=2),
+    event(5, "eval", step=0, loss=4.0, metrics={"accuracy": 0.1}, seconds=0.5),
+    *[step(5 + number, number, 4.0 - number * 0.1, mfu=0.3, memory=2**34, metrics={"accuracy": 0.5}) for number in range(1, 11)],
+    event(12, "checkpoint", step=6, seconds=0.5, bytes=10),
+    event(16, "warning", message="a checkpoint could not be written"),
+    failure(20, doing={"0": "in a step at step 10", "1": "saving at step 10"}, nodes=["node1"]),
+    event(21, "resize", message="2 -> 1 ranks", world=1),
+    start(30, step=6),
+    *steps(30, range(6, 20)),
+    event(40, "preemption", message="node node0 will be gone", node="node0", seconds_left=30.0),
+    event(44, "end", step=20, steps=20),
+]
+
+
+def page(run_dir: Path) -> Read:
+    return Read(page_of(read_run(run_dir)))
+
+
+def befallen(tmp_path: Path, events: Sequence[Event] = BEFALLEN, **asked: Any) -> Read:
+    return page(made_run(tmp_path / "run", events, world=2, **asked))
+
+
+def test_it_says_what_befell_the_run(tmp_path: Path) -> None:
+    found = befallen(tmp_path)
+    for text in ("death", "rank 1 died", "it starts again from its last checkpoint", "in a step at step 10", "saving at step 10"):
+        assert text in found.texts
+    assert [name for name in ("curves", "timeline", "failures", "warnings", "run") if name not in found.values("id")] == []
+    titles = "\n".join(found.texts)
+    for text in ("death: rank 1 died", "2 -> 1 ranks", "node node0 will be gone", "checkpoint of step 6", "evaluation at step 0: 4"):
+        assert text in titles
+
+
+def test_what_a_failure_has_cost_is_in_its_row(tmp_path: Path) -> None:
+    found = befallen(tmp_path)
+    row = found.texts[found.texts.index("rank 1 died") :]
+    assert row[row.index("it starts again from its last checkpoint") + 1 :][:3] == ["5.0s", "16s", "5"]
+
+
+def test_there_is_a_chart_for_every_kind_of_number(tmp_path: Path) -> None:
+    charts = charts_of(read_run(made_run(tmp_path / "run", BEFALLEN, world=2)).history)
+    assert [chart.name for chart in charts] == ["loss", "norm", "rate", "wait", "memory", "mfu", "metric0"]
+    assert charts[0].legend == (
+        ("train", "training"),
+        ("again", "done again later"),
+        ("evaluation", "evaluation"),
+        ("restart", "started again"),
+        ("checkpoint", "checkpoint"),
+    )
+
+
+def test_what_there_is_no_number_for_has_no_chart(tmp_path: Path) -> None:
+    charts = charts_of(read_run(made_run(tmp_path / "run", [start(0), *steps(0, range(3))])).history)
+    assert [chart.name for chart in charts] == ["loss", "norm", "rate", "wait"]
+    assert charts[0].legend == (("train", "each step"),)
+
+
+def test_a_loss_over_several_decades_has_a_logarithmic_scale(tmp_path: Path) -> None:
+    wide = [start(0), *(step(number, number, 10.0 * 0.9**number) for number in range(80))]
+    charts = charts_of(read_run(made_run(tmp_path / "run", wide)).history)
+    assert [chart.note for chart in charts] == ["log scale", "", "", ""]
+
+
+def test_a_single_outlier_does_not_change_the_scale(tmp_path: Path) -> None:
+    flat = [start(0), *(step(number, number, 1000.0 if number == 50 else 1.0) for number in range(200))]
+    assert charts_of(read_run(made_run(tmp_path / "run", flat)).history)[0].note == ""
+
+
+def test_a_norm_that_is_not_finite_is_marked(tmp_path: Path) -> None:
+    events = [start(0), step(1, 0), step(2, 1, gradient_norm=math.inf), step(3, 2, gradient_norm=math.nan)]
+    (norm,) = (chart for chart in charts_of(read_run(made_run(tmp_path / "run", events)).history) if chart.name == "norm")
+    assert ("broken", "not a finite number") in norm.legend
+
+
+def test_the_same_journal_gives_the_same_charts(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", BEFALLEN, world=2)
+    assert charts_of(read_run(run).history) == charts_of(read_run(run).history)
+
+
+def test_colours_are_the_pages_alone(tmp_path: Path) -> None:
+    charts = charts_of(read_run(made_run(tmp_path / "run", BEFALLEN, world=2)).history)
+    assert [re.findall(r"#[0-9a-fA-F]{6}\b|rgb\(", chart.svg) for chart in charts] == [[]] * len(charts)
+    assert "var(--train)" in charts[0].svg
+
+
+def test_names_in_the_page_are_there_once(tmp_path: Path) -> None:
+    names = befallen(tmp_path).values("id")
+    assert sorted(set(names)) == sorted(names)
+
+
+def hostile(tmp_path: Path) -> Path:
+    """A run all of whose strings try to get out of where they stand."""
+    said = [
+        start(0, world=2),
+        step(1, 0, metrics={EVIL: 0.5}),
+        step(2, 1, metrics={EVIL: 0.6}),
+        event(2, "eval", step=1, loss=1.0, metrics={EVIL: 0.5}, seconds=0.1),
+        event(3, "warning", message=EVIL),
+        event(3, "preemption", message=EVIL, node=EVIL, seconds_left=None),
+        event(3, "resize", message=EVIL, world=1),
+        failure(4, what=EVIL, message=EVIL, nodes=[EVIL], doing={"0": EVIL}, action=EVIL),
+        event(5, "waiting", message=EVIL),
+        event(6, "failed", error=EVIL, message=EVIL),
+    ]
+    name = EVIL.replace("/", "")
+    asked = {
+        "data": f"/{EVIL}",
+        "eval_data": EVIL,
+        "output": EVIL,
+        "package": f"/{EVIL}",
+        "libraries": {EVIL: None},
+        "versions": {EVIL: EVIL},
+    }
+    run = made_run(tmp_path / name, said, world=2, **asked)
+    write_state(run, 1, Summary(message=EVIL, phase="failed"), {0: RankSeen.of(EVIL, 1, 0.0, Doing(graph=EVIL, place=EVIL))}, over=True)
+    return run
+
+
+def test_strings_of_the_run_stay_texts(tmp_path: Path) -> None:
+    found = page(hostile(tmp_path))
+    assert {"script", "img"} & set(found.tags) == set()
+    assert [name for _, name, _ in found.attributes if name.startswith("on")] == []
+    assert found.text.count(EVIL) >= 12
+
+
+def test_it_points_to_nothing_outside(tmp_path: Path) -> None:
+    found = page(hostile(tmp_path))
+    assert [value for name in ("src", "href") for value in found.values(name) if not value.startswith(("#", "data:"))] == []
+    assert {"link", "iframe", "object", "embed", "form", "base", "a"} & set(found.tags) == {"link"}
+    text = page_of(read_run(hostile(tmp_path / "again")))
+    style = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert len(style) == 1
+    assert "@import" not in style[0]
+    assert "url(" not in style[0]
+
+
+def test_a_browser_is_told_to_load_nothing(tmp_path: Path) -> None:
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in befallen(tmp_path).values("content")
+
+
+def test_no_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2hunter2")
+    signed = "s3://key:hunter2hunter2@bucket/rows.parquet?X-Amz-Signature=hunter2hunter2"
+    said = [
+        start(0),
+        *steps(0, range(3)),
+        event(4, "warning", message=f"cannot read '{signed}': gone"),
+        failure(5, message=f"no {signed}."),
+    ]
+    text = page_of(read_run(made_run(tmp_path / "run", said, data=signed, eval_data=signed, output=signed)))
+    assert "hunter2" not in text
+    assert text.count("s3://…@bucket/rows.parquet?…") >= 5
+
+
+def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
+    found = page(made_run(tmp_path / "run", []))
+    assert "waiting" in found.texts
+    assert "svg" not in found.tags
+
+
+def test_a_run_whose_driver_is_gone_is_lost(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", [start(0), *steps(0, range(3))])
+    (run / "state.json").write_text(
+        json.dumps(
+            {"time": BEGIN, "host": "elsewhere", "pid": 7, "attempt": 1, "over": False, "summary": {"phase": "running"}, "ranks": {}}
+        )
+    )
+    assert "lost" in page(run).texts
+    assert "its driver, process 7 on elsewhere, was last heard of at" in page(run).text
+
+
+@pytest.mark.timeout(120)
+def test_half_a_million_steps_are_a_small_page_that_keeps_its_spike(tmp_path: Path, record_property: Any) -> None:
+    run = made_run(tmp_path / "run", [start(0)], steps=500_000)
+    long_journal(run, 500_000, 234_567, 97.0)
+    began = time.perf_counter()
+    record = read_run(run)
+    read = time.perf_counter() - began
+    text = page_of(record)
+    record_property("seconds", (round(read, 1), round(time.perf_counter() - began, 1), len(text)))
+    assert len(text.encode()) < 2_000_000
+    assert len(record.history.steps.number) == 500_000
+    assert "least 0.0588, greatest 97" in text
+    print(f"\n500,000 steps: read in {read:.1f} s, page of {len(text) / 1e6:.2f} MB after {time.perf_counter() - began:.1f} s")
+
+
+@pytest.mark.timeout(120)
+def test_many_failures_and_ranks_are_a_small_page(tmp_path: Path) -> None:
+    events: list[Event] = []
+    for number in range(120):
+        began = number * 100.0
+        doing = {str(rank): f"in a step, at {'x' * 900}{rank}" for rank in range(50)}
+        events += [start(began, world=2), *steps(began, range(3)), failure(began + 10, doing=doing)]
+    run = made_run(tmp_path / "run", events, world=2)
+    seen = {rank: RankSeen.of("n" * 56, rank, 0.0, Doing(place="y" * 900)) for rank in range(300)}
+    write_state(run, 1, Summary(), seen, over=True)
+    text = page_of(read_run(run))
+    assert len(text.encode()) < 2_000_000
+    found = Read(text)
+    assert "The last 100; 20 came before them." in found.texts
+    assert "and 42 more" in found.texts
+    assert "and 44 more" in found.texts
+
+
+@pytest.fixture(scope="module")
+def resumed(gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped and resumed."""
+    run_dir = tmp_path_factory.mktemp("runs") / "resumed"
+    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+
+    def ask(told: trainload.Event) -> None:
+        if told.kind == "step" and told.data["step"] == 3:
+            (run_dir / "stop").touch()
+
+    options: dict[str, Any] = {"eval_data": gpt_held_out, "eval_every": 20, "overrides": trainload.Overrides(lr=1e-3)}
+    with pytest.raises(trainload.RunInterrupted):
+        trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=60, compile=False, backend="local", on_event=ask, **options)
+    trainload.resume(run_dir, backend="local")
+    return run_dir
+
+
+def test_a_real_run_has_all_that_ran(resumed: Path, gpt: Package) -> None:
+    found = page(resumed).texts
+    for text in (gpt.digest, gpt.manifest.program_digest, "lr 0.001", "single", "60", "ended"):
+        assert text in found
+    assert any(f"trainload {trainload.__version__}" in text and "torch " in text for text in found)
+    record = read_run(resumed)
+    assert [attempt.outcome for attempt in record.attempts] == ["stopped", "ended"]
+    assert np.isfinite(record.history.steps.columns["loss"]).all()
+
+
+def test_the_command_writes_into_the_runs_folder_and_replaces_its_own(resumed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert cli.run(["report", str(resumed), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["report"], told["phase"], told["step"], told["attempts"]) == (str(resumed / "report.html"), "ended", 60, 2)
+        assert Path(told["report"]).stat().st_size == told["bytes"]
+
+
+def test_the_command_tells_failures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_run(tmp_path / "run", BEFALLEN, world=2)
+    assert cli.run(["report", str(tmp_path / "run"), "--output", str(tmp_path / "x.html"), "--json"]) == 0
+    ((found,), seconds) = (lambda told: (told["failures"], told["seconds"]))(json.loads(capsys.readouterr().out))
+    assert (found["what"], found["ranks"], found["lost"], found["again"]) == ("death", [1], 16.0, 5)
+    assert seconds["steps done again"] == 5.0
+    assert Read((tmp_path / "x.html").read_text()).tags[0] == "html"
+
+
+def test_what_is_no_report_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_run(tmp_path / "run", [])
+    (tmp_path / "notes.html").write_text("my own")
+    line = refused(["report", tmp_path / "run", "--output", tmp_path / "notes.html"], tmp_path, capsys)
+    assert "it exists already, and is no report" in line
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_run(tmp_path / "run", [])
+    line = refused(["report", tmp_path / "run", "--output", tmp_path / "none" / "x.html"], tmp_path, capsys)
+    assert "x.html: it cannot be written: No such file or directory" in line
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
+def test_a_library_that_is_not_there_is_named(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_run(tmp_path / "run", [])
+    for name in [name for name in sys.modules if name.startswith("trainload.report") or name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    line = refused(["report", tmp_path / "run"], tmp_path, capsys)
+    assert f"{library} is not installed" in line
+    assert "pip install 'trainload[report]'" in line
