@@ -1,0 +1,143 @@
+"""What `trainload manifest kuberay` writes, beside what KubeRay's own schemas know (`make kuberay`)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.manifest.variants import JOB, LEAST, VARIANTS
+
+from trainload import cli
+from trainload.commands.runs import launch
+from trainload.kuberay import LONGEST_NAME
+
+Capture = pytest.CaptureFixture[str]
+
+
+def said(capsys: Capture, *arguments: str) -> str:
+    assert cli.run(["manifest", "kuberay", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def written(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(said(capsys, *arguments))
+    return found
+
+
+def refused(capsys: Capture, *arguments: str) -> str:
+    """What is said, in one or more lines, by a request that cannot be."""
+    assert cli.run(["manifest", "kuberay", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return " ".join(printed.err.split())
+
+
+def cluster(manifest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
+    return found
+
+
+def containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    groups = [cluster(manifest)["headGroupSpec"], *cluster(manifest)["workerGroupSpecs"]]
+    return [container for group in groups for container in group["template"]["spec"]["containers"]]
+
+
+def launched(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The options of the launch in a job's entrypoint, read by launch itself."""
+    _, _, otherwise = manifest["spec"]["entrypoint"].partition("; else exec python -m trainload ")
+    words = shlex.split(otherwise.removesuffix("; fi"))
+    return launch.make_context("launch", words[words.index("launch") + 1 :]).params
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_yaml_and_json_say_the_same(name: str, capsys: Capture) -> None:
+    arguments = VARIANTS[name]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    assert written(capsys, *arguments) == json.loads(said(capsys, *arguments[:at], "--json", *arguments[at:]))
+
+
+def test_a_job_runs_a_launch_that_launch_itself_understands(capsys: Capture) -> None:
+    found = launched(written(capsys, *VARIANTS["a job of everything"]))
+    assert found["package"] == "/trainload/gpt.tl"
+    assert found["data"] == "/trainload/train.parquet"
+    assert found["run_dir"] == Path("/trainload/runs/a b")
+    assert (found["address"], found["steps"], found["given"]) == ("auto", 100, ("lr=3e-4",))
+    assert found["eval_data"] == "s3://bucket/held-out.parquet"
+
+
+def test_an_elastic_job_has_the_range_of_its_nodes_in_both_places(capsys: Capture) -> None:
+    found = written(capsys, *VARIANTS["an elastic job"])
+    (workers,) = cluster(found)["workerGroupSpecs"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == launched(found)["nodes"] == (2, 8)
+    assert cluster(found)["enableInTreeAutoscaling"] is True
+
+
+def test_devices_are_what_the_ranks_need(capsys: Capture) -> None:
+    found = written(capsys, *VARIANTS["a job on GPUs"])
+    _, worker = containers(found)
+    assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 8}
+    assert launched(found)["workers"] == (8, "cuda")
+
+
+def test_the_head_has_no_rank(capsys: Capture) -> None:
+    assert cluster(written(capsys, *JOB))["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_a_driver_that_is_not_the_first_goes_on_with_the_run(capsys: Capture) -> None:
+    entrypoint = written(capsys, *JOB)["spec"]["entrypoint"]
+    assert entrypoint.startswith(
+        "if [ -e /trainload/runs/gpt/run.json ]; then exec python -m trainload resume /trainload/runs/gpt --address auto;"
+    )
+
+
+def test_secrets_are_named_and_not_written(capsys: Capture) -> None:
+    found = written(capsys, *VARIANTS["a job of everything"])
+    assert all(each["envFrom"] == [{"secretRef": {"name": "s3-keys"}}, {"secretRef": {"name": "tracking"}}] for each in containers(found))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_pods_have_no_privileges(name: str, capsys: Capture) -> None:
+    for container in containers(written(capsys, *VARIANTS[name])):
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_a_cluster_asks_for_a_token(capsys: Capture) -> None:
+    assert cluster(written(capsys, *JOB))["authOptions"] == {"mode": "token"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*JOB, "--name", "My_Run"), "--name: this is no name that Kubernetes takes"),
+        ((*JOB, "--name", "a" * (LONGEST_NAME["RayJob"] + 1)), "at most 47 of a-z, 0-9 and -"),
+        ((*JOB, "--name", "7b"), "which begin with a letter"),
+        ((*JOB, "--namespace", "a.b"), "--namespace: this is no name"),
+        ((*JOB, "--memory", "lots"), "--memory: this is no quantity of memory"),
+        ((*JOB, "--claim", "shared:relative"), "--claim: nothing can be mounted there"),
+        ((*JOB, "--claim", "shared:/dev/shm"), "--claim: nothing can be mounted there"),
+        ((*JOB, "--env", "1X=2"), "--env: this is no name of an environment variable"),
+        ((*JOB, "--kind", "RayCluster"), "--kind RayCluster runs nothing"),
+        (LEAST, "--kind RayJob needs a package and --data"),
+        ((*JOB, "--", "--nodes", "2"), "--nodes is an option of this command"),
+        ((*JOB, "--", "--detach"), "--detach goes without a cluster's job"),
+        ((*JOB, "--", "--set", "speed=2"), "--set speed=2: there is no speed"),
+        ((*JOB, "--data", "s3://key:hunter2000@bucket/x.parquet"), "a URL with credentials in it would be written into files"),
+    ],
+)
+def test_what_cannot_be_says_so(arguments: tuple[str, ...], message: str, capsys: Capture) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_a_variable_that_looks_like_a_secret_is_refused_without_its_value(capsys: Capture) -> None:
+    text = refused(capsys, *JOB, "--env", "API_TOKEN=hunter2000")
+    assert "API_TOKEN looks like a secret" in text
+    assert "hunter2000" not in text
+
+
+def test_a_file_is_written_where_it_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    assert said(capsys, *JOB, "--output", str(tmp_path / "job.yaml")) == ""
+    assert yaml.safe_load((tmp_path / "job.yaml").read_text())["kind"] == "RayJob"

@@ -1,0 +1,224 @@
+"""What a manifest says, done by Ray itself: nodes that are started as KubeRay starts them, and a job that is submitted as KubeRay does."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from tests.launch.commands import TRAINLOAD
+from tests.manifest.variants import made
+
+from trainload.launch.journal import Event, losses, read_events
+from trainload.launch.state import read_state
+from trainload.packaging.read import Package
+
+STEPS = 1500
+DRAIN_SECONDS = 60.0
+SECRET = "hunter2000"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@dataclass
+class Cluster:
+    """A head without devices, and workers with one CPU each: `ray start --block`, as the container of a pod runs it."""
+
+    folder: Path
+    variables: dict[str, str]
+    port: int = field(default_factory=free_port)
+    dashboard: int = field(default_factory=free_port)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        ray = Path(sys.executable).with_name("ray")
+        own = ("--node-ip-address", "127.0.0.1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block")
+        ports = ("--dashboard-agent-listen-port", str(free_port()))
+        with (self.folder / f"ray-{len(self.started)}.log").open("wb") as log:
+            command = [str(ray), "start", *options, *own, *ports]
+            made_here = subprocess.Popen(command, env=self.variables, stdout=log, stderr=log, start_new_session=True)
+        self.started.append(made_here)
+        return made_here
+
+    def start_head(self) -> None:
+        where = ("--port", str(self.port), "--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.dashboard))
+        self.start("--head", "--num-cpus", "0", "--temp-dir", f"/tmp/tl-{secrets.token_hex(3)}", *where)
+        self.until(lambda: self.asked("/api/version"), 60)
+
+    def start_worker(self) -> subprocess.Popen[bytes]:
+        return self.start("--address", f"127.0.0.1:{self.port}", "--num-cpus", "1")
+
+    def asked(self, path: str, body: dict[str, Any] | None = None, *, token: bool = True) -> Any:
+        """What the dashboard answers; None where nobody does yet."""
+        headers = {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {self.variables['RAY_AUTH_TOKEN']}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(Request(f"http://127.0.0.1:{self.dashboard}{path}", data, headers), timeout=30) as answer:
+                return json.load(answer)
+        except HTTPError:
+            raise
+        except OSError:
+            return None
+
+    def submit(self, entrypoint: str, name: str) -> None:
+        assert self.asked("/api/jobs/", {"entrypoint": entrypoint, "submission_id": name})["submission_id"] == name
+
+    def ended(self, name: str, seconds: float) -> tuple[str, str]:
+        """A job's status when it is over, and what it printed."""
+        over = ("SUCCEEDED", "FAILED", "STOPPED")
+        job = self.until(lambda: next((job for job in (self.asked(f"/api/jobs/{name}"),) if job["status"] in over), None), seconds)
+        return job["status"], self.asked(f"/api/jobs/{name}/logs")["logs"]
+
+    @staticmethod
+    def until(ready: Any, seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := ready()):
+            assert time.monotonic() < end, "it takes too long"
+            time.sleep(0.2)
+        return found
+
+    def close(self) -> None:
+        for process in self.started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in reversed(self.started):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happened to a job's run."""
+
+    run_dir: Path
+    folder: Path
+    left: Event
+    seconds_to_leave: float
+    ray_ended: float
+    first: tuple[str, str]
+    second: tuple[str, str]
+    third: tuple[str, str]
+    stranger: int
+
+
+@pytest.fixture(scope="module")
+def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """A job starts on one of two nodes, whose `ray start` gets SIGTERM; it goes on on the other, is stopped, and submitted twice more."""
+    folder, volume = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("volume")
+    shutil.copytree(gpt.path, volume / "gpt.tl")
+    (volume / SECRET).mkdir()
+    shutil.copy(gpt_data, volume / SECRET / "train.npz")
+    manifest = made(
+        "manifest",
+        "kuberay",
+        *("gpt.tl", "--data", "${env:DATA}/train.npz", "--image", "none", "--claim", f"shared:{volume}", "--memory", "1Gi"),
+        *("--", "--steps", str(STEPS), "--no-compile"),
+    )
+    entrypoint = manifest["spec"]["entrypoint"]
+    (container,) = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert float({each["name"]: each["value"] for each in container["env"]}["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) > DRAIN_SECONDS
+    variables = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TRAINLOAD_CACHE_DIR": str(folder / "cache"),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(DRAIN_SECONDS),
+        "DATA": str(volume / SECRET),
+    }
+    cluster = Cluster(folder, variables)
+    run_dir = volume / "runs" / "gpt"
+    try:
+        cluster.start_head()
+        workers = [cluster.start_worker()]
+        try:
+            cluster.asked("/api/jobs/", {"entrypoint": "true"}, token=False)
+            stranger = 200
+        except HTTPError as error:
+            stranger = error.code
+        cluster.submit(entrypoint, "first")
+        cluster.until(lambda: (state := read_state(run_dir)) and state.summary.step > 5, 120)
+        workers.append(cluster.start_worker())
+        cluster.until(lambda: len(cluster.asked("/nodes?view=summary")["data"]["summary"]) == 3, 60)
+        asked = time.time()
+        workers[0].send_signal(signal.SIGTERM)
+        left = cluster.until(lambda: next((each for each in read_events(run_dir) if each.kind == "preemption"), None), 30)
+        cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 60)
+        workers[0].wait(DRAIN_SECONDS)
+        ray_ended = time.time() - asked
+        before_end = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]
+        subprocess.run([*TRAINLOAD, *before_end["exec"]["command"][3:]], env=variables, check=True, capture_output=True, timeout=60)
+        first = cluster.ended("first", 60)
+        cluster.submit(entrypoint, "second")
+        second = cluster.ended("second", 240)
+        cluster.submit(entrypoint, "third")
+        third = cluster.ended("third", 120)
+    finally:
+        cluster.close()
+    return Story(run_dir, volume, left, left.time - asked, ray_ended, first, second, third, stranger)
+
+
+@pytest.mark.timeout(600)
+def test_a_node_that_gets_sigterm_is_left_with_a_checkpoint(story: Story) -> None:
+    assert "will be gone in " in story.left.data["message"]
+    assert "the run goes to other nodes, with a checkpoint" in story.left.data["message"]
+    assert 0 < story.left.data["seconds_left"] <= DRAIN_SECONDS
+    assert story.seconds_to_leave < 5
+
+
+def test_ray_waits_for_the_run_to_leave_and_no_longer(story: Story) -> None:
+    assert story.ray_ended < DRAIN_SECONDS
+
+
+def test_what_runs_before_the_head_ends_stops_the_run_with_a_checkpoint(story: Story) -> None:
+    assert story.first[0] == "FAILED"
+    kinds = [each.kind for each in read_events(story.run_dir)]
+    assert kinds.index("checkpoint") < kinds.index("stopped")
+
+
+def test_the_same_job_again_goes_on_where_the_first_was(story: Story) -> None:
+    assert story.second[0] == "SUCCEEDED", story.second[1]
+    events = read_events(story.run_dir)
+    starts = [each.data["step"] for each in events if each.kind == "start"]
+    assert starts[0] == 0
+    assert starts == sorted(starts)
+    assert 5 < starts[1] < starts[2] < STEPS
+    assert len(losses(events)) == STEPS
+    done = [each.data["step"] for each in events if each.kind == "step"]
+    assert done == list(range(STEPS)), "no step was done twice"
+
+
+def test_a_run_that_has_ended_is_no_failure_of_a_third_job(story: Story) -> None:
+    assert story.third[0] == "SUCCEEDED", story.third[1]
+
+
+def test_who_has_no_token_submits_nothing(story: Story) -> None:
+    assert story.stranger in (401, 403)
+
+
+def test_neither_the_run_nor_the_jobs_output_has_the_secret(story: Story) -> None:
+    files = [path for path in story.folder.rglob("*") if path.is_file() and path.parent.name != SECRET]
+    assert [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in "".join(text for _, text in (story.first, story.second, story.third))

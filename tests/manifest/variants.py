@@ -1,0 +1,58 @@
+"""Command lines of `trainload manifest kuberay`, and what they make."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+LEAST = ("--image", "registry.example/trainload:1", "--claim", "shared", "--memory", "16Gi")
+JOB = ("gpt.tl", "--data", "train.parquet", *LEAST)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "a job": JOB,
+    "a job on GPUs": (*JOB, "--workers", "8/cuda", "--nodes", "4"),
+    "an elastic job": (*JOB, "--workers", "8/cuda", "--nodes", "2:8"),
+    "an elastic job on CPUs": (*JOB, "--workers", "4", "--nodes", "1:3"),
+    "a job of everything": (
+        *("--name", "gpt-7b", "--namespace", "research", "--run-dir", "/trainload/runs/a b", "--retries", "0", *JOB),
+        *("--secret", "s3-keys", "--secret", "tracking", "--env", "NCCL_DEBUG=INFO", "--env", "EMPTY=", "--service-account", "trainer"),
+        *("--", "--steps", "100", "--eval-data", "s3://bucket/held-out.parquet", "--set", "lr=3e-4", "--output", "trained.tl"),
+    ),
+    "a job under a plan": (*JOB, "--workers", "2", "--nodes", "2", "--", "--plan", "plan.json"),
+    "a cluster": ("--kind", "RayCluster", "--name", "shared", *LEAST),
+    "a growing cluster": ("--kind", "RayCluster", *LEAST, "--workers", "8/cuda", "--nodes", "1:16", "--secret", "s3-keys"),
+}
+
+
+RETRAINING = {
+    "store": "s",
+    "line": "gpt",
+    "data": {"files": "x/*.parquet"},
+    "evaluation": {"hold_out": 0.1},
+    "schedule": {"cron": "30 2 * * *", "zone": "Europe/Berlin"},
+    "cluster": {"address": "auto", "nodes": 2, "workers": 8, "device": "cuda"},
+}
+
+
+@cache
+def manifests() -> dict[str, dict[str, Any]]:
+    """All kinds of manifests for KubeRay, by name."""
+    found = {name: made("manifest", "kuberay", *arguments) for name, arguments in VARIANTS.items()}
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "retrain.yaml"
+        file.write_text(yaml.safe_dump(RETRAINING))
+        found["a retraining"] = made("retrain", "manifest", "raycronjob", str(file), *LEAST, "--secret", "s3-keys")
+    return found
+
+
+def made(*arguments: str) -> dict[str, Any]:
+    """What a command line prints, read again."""
+    command = [sys.executable, "-m", "trainload", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = yaml.safe_load(done.stdout)
+    return found
