@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +16,28 @@ from trainload.launch.data.sampler import sequential
 from trainload.launch.engine import Engine
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What held-out rows were evaluated to.
+
+    Attributes:
+        loss: the main graph's.
+        metrics: its metrics, and the other graphs' losses and metrics as "graph.name".
+        rows: that were evaluated.
+        parts: the same of each part of the data that has a name.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    rows: int
+    parts: Mapping[str, Evaluated] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """What the journal has of it."""
+        parts = {"parts": {name: part.as_json() for name, part in self.parts.items()}} if self.parts else {}
+        return {"loss": self.loss, "metrics": self.metrics, "rows": self.rows, **parts}
 
 
 class Evaluation:
@@ -35,33 +59,42 @@ class Evaluation:
         self._engine, self._package, self._plan, self._rank = engine, package, plan, rank
         self._data, self._where, self._batches, self._mean = data, where, batches, mean
 
-    def __call__(self) -> tuple[float, dict[str, float]]:
-        """The main graph's loss; its metrics, and the other graphs' losses and metrics as "graph.name".
-
-        Raises: DataError where there are too few rows for one batch.
-        """
+    def __call__(self) -> Evaluated:
+        """All of the data, and each part that has a name. Raises: DataError where there are too few rows for one batch."""
         totals: dict[str, Tensor] = {}
+        rows = 0
+        parts: dict[str, Evaluated] = {}
         with self._engine.averaged() if self._mean else nullcontext():
             for part in self._data.parts:
-                for microbatch, share in self._microbatches(part):
+                own: dict[str, Tensor] = {}
+                count = 0
+                for microbatch, share, of_all in self._microbatches(part):
+                    count += of_all
                     for graph, found in self._engine.evaluate(microbatch, part.variant).items():
                         weighed = found.double().cpu() * share
-                        totals[graph] = totals[graph] + weighed if graph in totals else weighed
+                        for sums in (totals, own):
+                            sums[graph] = sums[graph] + weighed if graph in sums else weighed
+                rows += count
+                if part.name is not None and own:
+                    parts[part.name] = self._evaluated(own, count)
         if not totals:
             raise DataError("the held-out data has too few rows for one batch", where=self._where)
+        return self._evaluated(totals, rows, parts)
+
+    def _evaluated(self, totals: Mapping[str, Tensor], rows: int, parts: Mapping[str, Evaluated] | None = None) -> Evaluated:
         means = {graph: self._means(graph, values.tolist()) for graph, values in totals.items()}
         own = means.pop(self._package.recipe.main)
         metrics = {name: value for name, value in own.items() if name != "loss"}
         metrics |= {f"{graph}.{name}": value for graph, values in means.items() for name, value in values.items()}
-        return own["loss"], metrics
+        return Evaluated(own["loss"], metrics, rows, parts or {})
 
     def _means(self, graph: str, totals: Sequence[float]) -> dict[str, float]:
         """The means of loss and metrics, out of what `Engine.evaluate` gives for a graph."""
         names = ["loss", *self._engine.metric_names(graph)]
         return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
-    def _microbatches(self, part: OpenPart) -> Iterator[tuple[Microbatch, float]]:
-        """Pairs of this rank's batch and the share of the sum over ranks that counts.
+    def _microbatches(self, part: OpenPart) -> Iterator[tuple[Microbatch, float, int]]:
+        """The batches of this rank, with the share of the sum over ranks that counts, and how many rows of all ranks that is.
 
         Every row of a part is evaluated; the last few, fewer than there are ranks, by all ranks alike.
         """
@@ -78,8 +111,8 @@ class Evaluation:
                 return
             if count:
                 first = start + lane * count
-                yield Microbatch(data.batch(sequential(data.size, first, count)), first), 1.0
+                yield Microbatch(data.batch(sequential(data.size, first, count)), first), 1.0, count * lanes
                 start += count * lanes
             else:
-                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / lanes
+                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / lanes, left
                 start += left

@@ -7,17 +7,20 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import RunInterrupted, StorageError
+from trainload.capture.redaction import redacted_data
 
 JOURNAL = "events.jsonl"
 LOGS = "logs"
 """The folder of a run's folder with what each rank has printed."""
+GIVEN_UP = "the run ends"
+"""What is done about a failure after which there is no other attempt."""
 POLL_SECONDS = 0.1
 """How often a journal is looked at by those who follow it."""
 
@@ -33,16 +36,19 @@ class Event:
 
     `kind`: start (of an attempt), stage, step, eval, checkpoint (one was published), warning, waiting (for nodes), failure (of an attempt:
     what happened, and what is done about it), preemption (of a node, announced), resize (of the world), end (of the last
-    step), failed or stopped (of the run).
+    step), failed or stopped (of the run). Its texts hold no credentials.
     """
 
     kind: str
     data: Mapping[str, Any]
     time: float = 0.0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", redacted_data(self.data))
+
 
 def event_of(line: str | bytes) -> Event | None:
-    """What a line of the journal says; None for the torn line of a worker that was killed, with the next worker's line after it."""
+    """What a line of the journal says; None for a torn one: its writer was killed, or its disk full."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -64,20 +70,34 @@ class Journal:
         """
         self.append([Event(kind, data, time.time())])
 
-    def append(self, events: Sequence[Event]) -> None:
-        """Appends events that have happened. Raises: as `write`."""
-        lines = "".join(
+    def append(self, events: list[Event]) -> None:
+        """Appends events that have happened, and takes them out of the list: all of them, or those that were written before it raises.
+
+        Raises: as `write`.
+        """
+        lines = [
             json.dumps({"kind": each.kind, "time": each.time, "data": dict(each.data)}, separators=(",", ":")) + "\n" for each in events
-        )
+        ]
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(descriptor, lines.encode())
+                torn = "" if _ends_whole(descriptor) else "\n"
+                data = "".join((torn, *lines)).encode()
+                written = os.write(descriptor, data)
+                del events[: data[len(torn) : written].count(b"\n")]
+                if written < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
         except OSError as error:
             cure = "Make room, and resume the run." if error.errno == errno.ENOSPC else ""
             raise StorageError(f"the journal cannot be written: {error.strerror}", where=str(self._path), cure=cure) from error
+
+
+def _ends_whole(descriptor: int) -> bool:
+    """Whether the last line of a file is whole: that of a process that was killed, or whose disk was full, need not be."""
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 class Follower:
@@ -122,6 +142,17 @@ def followed(run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]
         thread.join()
         for event in follower.new():
             on_event(event)
+
+
+def stream_events(run_dir: Path) -> Iterator[Event]:
+    """All events of a run so far, one by one: a journal may be larger than the memory that there is. Only whole lines count."""
+    path = run_dir / JOURNAL
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                event = event_of(line) if line.endswith(b"\n") else None
+                if event is not None:
+                    yield event
 
 
 def read_events(run_dir: Path) -> list[Event]:

@@ -12,12 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from trainload.capture.errors import StorageError, TrainingError, TrainloadError
-from trainload.launch.checkpoints.load import full_parameters
+from trainload.launch.adapters import merged, write_adapters
+from trainload.launch.changes import settings_of
+from trainload.launch.checkpoints.place import Where, place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.journal import Event, losses, read_events
+from trainload.launch.probe import demand_writable_folder
 from trainload.launch.spec import RunSpec
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.manifest import MANIFEST, Manifest
+from trainload.packaging.manifest import MANIFEST, Manifest, TrainingEntry
 from trainload.packaging.read import Package, open_package, read_manifest
 from trainload.packaging.write import with_weights
 
@@ -34,7 +37,7 @@ class RunResult:
         evaluations: {step, loss, metrics, seconds} of each evaluation on the held-out data, in order.
         seconds: stage -> seconds.
         restarts: how often the workers were started again.
-        checkpoint: the last checkpoint.
+        checkpoint: the last checkpoint: its folder, or its URL.
         output: the package with the trained weights, if one was asked for.
         output_digest: its digest.
     """
@@ -46,27 +49,37 @@ class RunResult:
     evaluations: Sequence[dict[str, Any]]
     seconds: dict[str, float]
     restarts: int
-    checkpoint: Path
+    checkpoint: Where
     output: Path | None = None
     output_digest: str | None = None
 
 
 def finish(spec: RunSpec, package: Package) -> RunResult:
-    """Writes the trained package, if the spec asks for one, and sums up the run.
+    """Writes the trained package, if the spec asks for one, with adapters merged into its weights, and the adapters; sums up the run.
+
+    Args:
+        spec: the run.
+        package: what was frozen.
 
     Raises:
         TrainingError: the run has no last checkpoint.
-        StorageError: the output's path is taken, or the disk is full.
+        StorageError: the output's path is taken, the disk is full, or the checkpoints cannot be reached.
     """
     run_dir = Path(spec.run_dir)
-    usable = usable_checkpoint(run_dir)
+    place = place_of(run_dir, spec.checkpoints)
+    usable = usable_checkpoint(place, patience=spec.storage_patience)
     if usable.path is None:
-        raise TrainingError("the run has left no checkpoint", where=str(run_dir), got="; ".join(usable.rejected) or "none")
+        raise TrainingError("the run has left no checkpoint", where=place.where, got="; ".join(usable.rejected) or "none")
     checkpoint = Checkpoint.open(usable.path)
+    mean = spec.weights == "mean"
+    asked = spec.overrides.adapters
+    adapters = () if asked is None else asked.chosen(package.manifest)
+    if adapters:
+        write_adapters(checkpoint, adapters, run_dir, mean=mean)
     trained = None
     if spec.output is not None:
-        tensors = chain(full_parameters(checkpoint, mean=spec.weights == "mean"), checkpoint.buffers().items())
-        trained = _write_trained(package, Path(spec.output), tensors)
+        tensors = chain(merged(checkpoint, adapters, mean=mean), checkpoint.buffers().items())
+        trained = _write_trained(package, Path(spec.output), tensors, _training(spec, checkpoint))
     events = read_events(run_dir)
     curve = losses(events)
     evaluations = {int(e.data["step"]): dict(e.data) for e in events if e.kind == "eval"}
@@ -88,9 +101,15 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
     """Demands a place for the trained package. A run that goes on may have been killed after it wrote it: `finish` compares.
 
     Raises:
-        StorageError: something else lies there.
+        StorageError: something else lies there, or nothing can be written there.
     """
-    if spec.output is None or not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
+    if spec.output is None:
+        return
+    folder = Path(spec.output).parent
+    if not folder.is_dir():
+        raise StorageError("there is no such folder", where=str(folder), cure="Make it, or choose another --output.")
+    demand_writable_folder(folder, "the trained package cannot be written there", "Choose another --output.")
+    if not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
         return
     raise StorageError("it exists already", where=spec.output, cure="Choose another --output, or remove it.")
 
@@ -103,16 +122,22 @@ def _parent(path: Path) -> str | None:
         return None
 
 
-def _write_trained(package: Package, output: Path, tensors: Iterable[tuple[str, Tensor]]) -> Package:
+def _training(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
+    """What the trained package says of the run."""
+    index = checkpoint.index
+    return TrainingEntry(steps=index.step, data=index.data.fingerprint, changed=settings_of(spec))
+
+
+def _write_trained(package: Package, output: Path, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry) -> Package:
     """Writes the trained package. Where it lies there already, since the run was killed after that and is finished now, it stays.
 
     Raises:
         StorageError: something else lies there.
     """
     if not output.exists():
-        return with_weights(package, output, tensors)
+        return with_weights(package, output, tensors, training=training)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        again = with_weights(package, Path(folder) / output.name, tensors)
+        again = with_weights(package, Path(folder) / output.name, tensors, training=training)
         if sha256_bytes(read_manifest(output)) != again.digest:
             raise StorageError(
                 "the run's result cannot be written: something else lies there",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainload.capture.errors import PackageError, StorageError
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
+from trainload.launch.probe import demand_writable_folder
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.signatures.policy import Policy
@@ -20,6 +21,17 @@ from trainload.sharding.plan import Plan
 
 RUN_FILE = "run.json"
 Weights = Literal["mean", "last"]
+
+
+class Change(BaseModel):
+    """What was changed of a run when it was resumed: from a step on, settings by the names that --set has for them. The first one has
+    step 0, and what the run was launched with.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = Field(ge=0)
+    settings: dict[str, bool | int | float | str | tuple[str, ...] | None]
 
 
 class RunSpec(BaseModel):
@@ -34,8 +46,13 @@ class RunSpec(BaseModel):
     """Of an elastic run: `plan` and those for other numbers of ranks, the smallest first."""
     data: str
     run_dir: str
-    steps: int = Field(ge=1)
+    checkpoints: str | None = None
+    """Where its checkpoints lie: a folder or fsspec URL; None: in the run's folder."""
+    steps: int = Field(ge=0)
+    """Updates; 0: the held-out data is evaluated, and that is all."""
     eval_data: str | None = None
+    made: dict[Literal["data", "eval_data"], str] = Field(default_factory=dict)
+    """Of data that was in no file, and lies in the run's folder: what it was made from."""
     eval_every: int | None = Field(default=None, ge=1)
     eval_batches: int | None = Field(default=None, ge=1)
     checkpoint_every: int | None = Field(default=None, ge=1)
@@ -51,6 +68,8 @@ class RunSpec(BaseModel):
     """Where its numbers go beside the journal."""
     overrides: Overrides = Overrides()
     """What of the package's training is changed."""
+    changes: tuple[Change, ...] = ()
+    """In order; () where nothing was changed since the run was launched. `overrides` and the other fields have what holds now."""
     max_failures: int = Field(default=3, ge=0)
     """In a row, without a new checkpoint between them."""
     hang_timeout: float = Field(default=300.0, gt=0)
@@ -64,6 +83,10 @@ class RunSpec(BaseModel):
     """Whether every worker loads the operator libraries that the package brings."""
     had_checkpoint: bool = False
     """Whether the run has published one: then it does not begin again where none is found."""
+    optimizer_from: str | None = None
+    """The checkpoint of another run whose optimizer's state it begins with."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    """What it was launched with: python, trainload, torch, ray -> version. Empty in runs from before it was kept."""
     digest: str | None = None
     """The package's; None in runs from before it was kept."""
     policies: tuple[Policy, ...] = ()
@@ -80,6 +103,11 @@ def least_plan(spec: RunSpec) -> Plan:
     return spec.plans[0] if spec.plans else spec.plan
 
 
+def made_file(run_dir: Path, name: Literal["data", "eval_data"]) -> Path:
+    """Where a run has data that was in no file."""
+    return run_dir / "data" / ("train.arrow" if name == "data" else "eval.arrow")
+
+
 def default_cache_dir() -> Path:
     """Where a node keeps compiled graphs and converted data: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache folder."""
     named = os.environ.get("TRAINLOAD_CACHE_DIR")
@@ -89,11 +117,6 @@ def default_cache_dir() -> Path:
 def resume_command(run_dir: str | Path) -> str:
     """What a person types to continue a run."""
     return f"trainload resume {shlex.quote(str(run_dir))}"
-
-
-def existing_folder(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def check_new_run(run_dir: Path) -> None:
@@ -108,15 +131,7 @@ def check_new_run(run_dir: Path) -> None:
             where=str(run_dir),
             cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
         )
-    existing = existing_folder(run_dir)
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise StorageError(
-            "the run's folder cannot be written",
-            where=str(run_dir),
-            expected=f"{existing} to be a folder that you may write to",
-            got="a file" if not existing.is_dir() else "no permission",
-            cure="Choose another --run-dir.",
-        )
+    demand_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
 
 
 def write_spec(spec: RunSpec) -> None:
@@ -155,7 +170,8 @@ def read_spec(run_dir: Path) -> RunSpec:
             got=str(error).splitlines()[0],
             cure="Resume with the trainload that launched it.",
         ) from error
-    return spec.model_copy(update={"run_dir": str(run_dir.absolute())})
+    own: dict[str, str] = {name: str(made_file(run_dir.absolute(), name)) for name in spec.made}
+    return spec.model_copy(update={"run_dir": str(run_dir.absolute()), **own})
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:

@@ -7,8 +7,9 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch.distributed as dist
 
 from trainload.autograd_trace.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.rounds import draws_before
-from trainload.capture.errors import CheckpointError, DataError, RunInterrupted, TrainingError
+from trainload.capture.errors import CheckpointError, DataError, DivergedError, RunInterrupted
 from trainload.launch.activity import Activity, Phase
-from trainload.launch.agreement import demand_same_collectives, gathered
+from trainload.launch.agreement import demand_same_collectives, demand_same_data, gathered
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
+from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launch.contact import Contact, Request
@@ -36,6 +38,7 @@ from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
+from trainload.launch.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 
@@ -64,9 +67,12 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
     """What is done once per node before the workers meet: compile into the node's cache, convert the data. `ranks`: the node's. `quiet`:
     does not tell how long it took.
 
-    Raises: what compiling and reading data raise; nothing of it depends on other nodes.
+    Raises: what compiling and reading data raise; StorageError where this node cannot write the run's checkpoints; nothing of it depends on
+    other nodes.
     """
     set_threads(len(ranks))
+    if spec.checkpoints is not None:
+        place_of(Path(spec.run_dir), spec.checkpoints).demand_writable()
     package = trained_package(spec)
     check_plan(spec.plan, package)
     for warning in library_warnings(package, spec.libraries):
@@ -109,7 +115,7 @@ def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
 
     Raises:
         RunInterrupted: the run was asked to stop; a checkpoint was written.
-        TrainingError: the loss is not finite.
+        DivergedError: the loss is not finite.
         TrainloadError: whatever package, plan, data or checkpoints raise.
     """
     with deterministic():
@@ -122,29 +128,37 @@ class _Worker:
         self._plan = spec.plan
         self._place = place
         self._contact = contact
-        self._activity = Activity()
+        self._device = device_of(spec.plan)
+        self._activity = Activity(partial(used_bytes, self._device))
         contact.report(self._activity)
         self._run_dir = Path(spec.run_dir)
+        self._checkpoints = place_of(self._run_dir, spec.checkpoints)
         self._control = dist.new_group(backend="gloo") if place.world > 1 else None
-        self._attempt, path = self._agree(self._begin)
+        self._attempt, path = self._begin()
         set_threads(place.local_world)
         if place.world > 1:
             bind_groups(self._plan.groups())
         self._package = trained_package(spec)
         check_plan(self._plan, self._package)
         self._data, self._eval_data = open_data(spec, self._package)
+        if self._control is not None:
+            for name, opened in ((spec.data, self._data), (spec.eval_data, self._eval_data)):
+                if opened is not None:
+                    demand_same_data(opened.fingerprint, place.node, str(name), self._control)
         self._dispatcher = run_dispatcher(self._package)
-        self._device = device_of(self._plan)
         built = self._build()
         if self._control is not None:
             demand_same_collectives(built.collectives, self._plan, self._control)
         if place.world > 1:
             self._activity.know(built.collectives, begun_collectives(self._plan.groups()))
         self._engine = Engine(self._package, self._plan, place.rank, self._device, built, on_call=self._activity.calling)
+        peaks = peaks_of(self._device, dtypes_of(built.work), default_cache_dir())
+        self._utilisation = Utilisation(built.work, self._package.recipe, self._plan, peaks)
+        self._memory = 0
         self._start = 0
         self._load(path)
         writer = CheckpointWriter(
-            self._run_dir,
+            self._checkpoints,
             self._plan,
             place.rank,
             self._attempt,
@@ -168,26 +182,20 @@ class _Worker:
 
     # Beginning
 
-    def _agree(self, decide: Callable[[], tuple[str, str | None]]) -> tuple[str, str | None]:
-        """What rank 0 decides, on every rank."""
-        decided: list[Any] = [decide() if self._place.rank == 0 else None]
-        if self._control is not None:
-            dist.broadcast_object_list(decided, src=0, group=self._control)
-        found: tuple[str, str | None] = decided[0]
-        return found
-
     def _begin(self) -> tuple[str, str | None]:
-        usable = usable_checkpoint(self._run_dir, patience=self._spec.storage_patience)
-        for reason in usable.rejected:
-            self._contact.write("warning", message=f"a checkpoint cannot be used: {reason}")
+        """What this attempt is called, and the checkpoint that it goes on from."""
+        usable = usable_checkpoint(self._checkpoints, patience=self._spec.storage_patience, control=self._control)
+        if self._place.rank == 0:
+            for reason in usable.rejected:
+                self._contact.write("warning", message=f"a checkpoint cannot be used: {reason}")
         if usable.path is None and (usable.rejected or self._spec.had_checkpoint):
             raise CheckpointError(
                 "none of the run's checkpoints can be used",
-                where=str(self._run_dir),
+                where=self._checkpoints.where,
                 got="; ".join(usable.rejected) or "none is there",
                 cure="Restore one of them, or launch a new run: this one does not begin again by itself.",
             )
-        return uuid.uuid4().hex, None if usable.path is None else str(usable.path)
+        return gathered(uuid.uuid4().hex, self._control)[0], None if usable.path is None else str(usable.path)
 
     def _build(self) -> Built:
         if self._spec.compile and not can_compile() and self._place.rank == 0:
@@ -197,8 +205,12 @@ class _Worker:
     def _load(self, path: str | None) -> None:
         if path is None:
             self._engine.held.load_package()
+            if self._spec.optimizer_from is not None:
+                before = Checkpoint.open(self._spec.optimizer_from)
+                state = load_sharded(before, self._plan, self._place.rank, state_alone=True)
+                self._engine.held.load_optimizer(state, before.index.user.get(SCALING))
             return
-        checkpoint = Checkpoint.open(Path(path))
+        checkpoint = Checkpoint.open(path)
         if checkpoint.index.data.fingerprint != self._data.fingerprint:
             raise DataError(
                 "the data is not what the run began with",
@@ -247,7 +259,7 @@ class _Worker:
                 due = spec.checkpoint_every is not None and step % spec.checkpoint_every == 0
                 if (due or request is Request.CHECKPOINT) and step < spec.steps:
                     self._checkpoint(step)
-        if step == spec.steps:
+        if step == spec.steps > 0:
             self._evaluate(step)
         self._activity.at(Phase.ENDING)
         if step > self._start:  # one that was done already has its checkpoint, perhaps the only one: it is not replaced
@@ -273,7 +285,7 @@ class _Worker:
         losses = {self._package.recipe.main: result.loss} | {graph: other.loss for graph, other in result.others.items()}
         broken = next((graph for graph, loss in losses.items() if not math.isfinite(loss)), None)
         if broken is not None:
-            raise TrainingError(
+            raise DivergedError(
                 f"the loss is {losses[broken]}",
                 where=f"step {step}" + (f", graph {broken}" if result.others else ""),
                 expected="a finite number",
@@ -281,6 +293,7 @@ class _Worker:
                 cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",
             )
         if self._place.rank == 0:
+            rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
             self._contact.write(
                 "step",
                 step=step,
@@ -289,9 +302,11 @@ class _Worker:
                 metrics=_metrics(result),
                 gradient_norm=result.gradient_norm,
                 data_wait=waited,
+                mfu=self._utilisation.of(step, [draw.variant for draw in draws], rates["seconds"]),
+                memory=max(self._memory, used_bytes(self._device)),
                 **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
                 **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
-                **clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch),
+                **rates,
             )
 
     def _tokens_per_row(self) -> int | None:
@@ -303,15 +318,16 @@ class _Worker:
         return None
 
     def _asked(self) -> Request:
-        """What the run is asked for, the same on every rank."""
+        """What the run is asked for, the same on every rank; they also tell each other of the memory that they hold."""
         self._activity.at(Phase.AGREEING)
-        flag = torch.zeros(1, dtype=torch.int64)
+        request = Request.NONE
         if self._place.rank == 0:
-            wanted = Request.CHECKPOINT if self._saver.wanted else Request.NONE
-            flag += max(wanted, self._contact.asked())
+            request = max(Request.CHECKPOINT if self._saver.wanted else Request.NONE, self._contact.asked())
+        said = torch.tensor([request, used_bytes(self._device)])
         if self._control is not None:
-            dist.broadcast(flag, src=0, group=self._control)
-        return Request(int(flag.item()))
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
+        self._memory = int(said[1])
+        return Request(int(said[0]))
 
     def _checkpoint(self, step: int) -> None:
         self._activity.at(Phase.SAVING)
@@ -331,10 +347,10 @@ class _Worker:
             return
         self._activity.at(Phase.EVALUATING, step)
         began = time.perf_counter()
-        loss, metrics = self._evaluation()
-        self._evaluated = (step, loss)
+        found = self._evaluation()
+        self._evaluated = (step, found.loss)
         if self._place.rank == 0:
-            self._contact.write("eval", step=step, loss=loss, metrics=metrics, seconds=time.perf_counter() - began)
+            self._contact.write("eval", step=step, **found.as_json(), seconds=time.perf_counter() - began)
 
 
 def _metrics(result: StepResult) -> dict[str, float]:

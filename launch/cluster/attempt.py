@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import sys
 import threading
@@ -30,6 +31,7 @@ from trainload.launch.cluster.output import heard
 from trainload.launch.journal import POLL_SECONDS
 from trainload.launch.spec import RunSpec
 from trainload.launch.worker import Place, prepare_node, run_worker
+from trainload.packaging.credentials import no_secrets_raised
 
 _ANSWER_SECONDS = 3.0
 _END_SECONDS = 15.0
@@ -140,7 +142,8 @@ def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
 def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
     contact = orders.contact(ranks[0], f"node of {ranks[0]}")
     try:
-        prepare_node(orders.spec, ranks, contact, quiet=quiet)
+        with no_secrets_raised():
+            prepare_node(orders.spec, ranks, contact, quiet=quiet)
     except TrainloadError as error:
         orders.fail(error)
         raise
@@ -157,7 +160,7 @@ def _loop(config: dict[str, Any]) -> None:
     try:
         if orders.seats.index(place.node) == rank:
             compile_ahead(orders.spec, local_world, contact)
-        with heard(contact.printed):
+        with heard(contact.printed), no_secrets_raised():
             run_worker(orders.spec, place, contact)
     except RunInterrupted:
         return  # the driver says so; for Ray it is no failure
@@ -171,21 +174,22 @@ def _loop(config: dict[str, Any]) -> None:
         contact.close()
 
 
-class Attempt(threading.Thread):
-    """Ray Train's fit, in a thread, so that the driver can listen meanwhile and keep Ctrl-C for itself.
+class Attempt:
+    """Ray Train's fit, called from another thread, so that the driver can listen meanwhile and keep Ctrl-C for itself.
 
-    `ended` says whether it is over. `is_alive` does not: where Ctrl-C interrupts a `join`, Python 3.11 takes the thread for ended. `error`:
-    what it ended with.
+    `ended` says whether it is over. `error`: what it ended with.
     """
 
     def __init__(self, spec: RunSpec, mailbox: ActorHandle[Mailbox], number: int, seats: Sequence[str]) -> None:
-        super().__init__(name="fit", daemon=True)
         self._trainer = _trainer(Orders(spec, mailbox, number, tuple(seats)))
+        self._caller: int | None = None
         self.seats = tuple(seats)
         self.error: Exception | None = None
         self.ended = threading.Event()
 
-    def run(self) -> None:
+    def fit(self) -> None:
+        """Calls it. Raises nothing."""
+        self._caller = threading.get_ident()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Ray's own, which fail the run where the caller has made warnings errors
@@ -204,7 +208,7 @@ class Attempt(threading.Thread):
         until = time.monotonic() + _END_SECONDS
         killed: set[ActorHandle[Any]] = set()
         while not self.ended.is_set() and time.monotonic() < until:
-            frame = sys._current_frames().get(self.ident or 0)
+            frame = sys._current_frames().get(self._caller or 0)
             while frame is not None:
                 held = {value for value in list(frame.f_locals.values()) if isinstance(value, ActorHandle)}
                 for actor in held - killed:
@@ -212,6 +216,31 @@ class Attempt(threading.Thread):
                 killed |= held
                 frame = frame.f_back
             self.ended.wait(POLL_SECONDS)
+
+
+class Fits:
+    """The thread from which fits are called, one after another: one thread for each would leave 1.7 MiB behind in Ray's library."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Attempt | None] = queue.SimpleQueue()
+        self._last: Attempt | None = None
+
+    def start(self, attempt: Attempt) -> None:
+        """Has an attempt's fit called. One before it that could not be ended keeps its thread."""
+        if self._last is None or not self._last.ended.is_set():
+            self._asked = queue.SimpleQueue()
+            threading.Thread(target=_call, args=(self._asked,), name="fit", daemon=True).start()
+        self._last = attempt
+        self._asked.put(attempt)
+
+    def close(self) -> None:
+        """The thread ends, when the fit that it has called last does."""
+        self._asked.put(None)
+
+
+def _call(asked: queue.SimpleQueue[Attempt | None]) -> None:
+    while (attempt := asked.get()) is not None:
+        attempt.fit()
 
 
 def _trainer(orders: Orders) -> TorchTrainer:

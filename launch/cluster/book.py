@@ -76,7 +76,7 @@ class Book:
         if self._unwritten:
             try:
                 self._journal.append(self._unwritten)
-                self._unwritten, self._warned = [], False
+                self._warned = False
             except StorageError as error:
                 if not self._warned:
                     self._warned = True

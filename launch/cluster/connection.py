@@ -9,6 +9,7 @@ import time
 import warnings
 from typing import Any
 
+import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
@@ -16,6 +17,7 @@ from trainload.capture.errors import ClusterError
 
 _LISTEN_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
+_QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
 def connect(address: str | None) -> bool:
@@ -34,8 +36,9 @@ def connect(address: str | None) -> bool:
     began = time.monotonic()
     try:
         if address is not None:
-            show_token()
             demand_listener(address)
+            if asks_for_token(address):
+                show_token()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}
@@ -56,6 +59,19 @@ def show_token() -> None:
     """
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it says so each time
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def asks_for_token(address: str) -> bool:
+    """Whether the cluster at host:port turns away those who show no token. A driver that has one, of a cluster that has none, would itself
+    turn away what the cluster sends it, and its actors would be gone as soon as they are made.
+    """
+    with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
+        ask = channel.unary_unary(_QUESTION, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            ask(b"", timeout=_LISTEN_SECONDS)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
 
 
 def demand_listener(address: str) -> None:

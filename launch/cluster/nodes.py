@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import ray
 import ray._private.state
+from ray.autoscaler.sdk import request_resources
 
-from trainload.capture.errors import ClusterError
+from trainload.capture.errors import ClusterError, LostClusterError
 from trainload.sharding.plan import DeviceKind, Plan
 
 NODE_LABEL = "ray.io/node-id"
@@ -111,6 +113,26 @@ class Leave:
     def without_us(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes as they would be if this attempt were over."""
         return [replace(node, free=node.free + self._taken[node.id]) for node in nodes]
+
+
+@contextmanager
+def room_asked_for(plan: Plan | None) -> Iterator[None]:
+    """Within it a cluster that grows by itself is asked for the nodes of a plan; None: for nothing. Another cluster takes no notice.
+
+    Ray's autoscaler keeps one wish for the whole cluster, the last one that was said.
+    """
+    if plan is None:
+        yield
+        return
+    request_resources(bundles=[{resource_of(plan.cluster.device): plan.cluster.devices_per_node}] * plan.cluster.nodes)
+    try:
+        yield
+    except LostClusterError:  # there is nobody who could be told
+        raise
+    except BaseException:
+        request_resources()
+        raise
+    request_resources()
 
 
 def demand_seats(plan: Plan, nodes: Sequence[Node]) -> None:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from trainload.capture.redaction import redacted
+
 _LOOK_SECONDS = 0.2
 _READ_BYTES = 1 << 16
 _FILE_BYTES = 64 << 20
@@ -77,11 +79,15 @@ class _Output:
         self._read_from(self._file)
 
     def _read_from(self, descriptor: int) -> None:
+        """All that there is. It is read up to the end of a word, since what it holds of secrets is taken out."""
         while data := os.pread(descriptor, _READ_BYTES, self._at):
+            if len(data) == _READ_BYTES:
+                data = data[: max(data.rfind(b" "), data.rfind(b"\n")) + 1] or data
             self._at += len(data)
+            text = redacted(data.decode(errors="replace"))
             with suppress(OSError):  # Ray's log may be on a full disk
-                os.write(self._before[1], data)
-            self._hear(data.decode(errors="replace"))
+                os.write(self._before[1], text.encode())
+            self._hear(text)
 
 
 def _flush() -> None:

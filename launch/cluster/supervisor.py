@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +26,13 @@ from trainload.capture.errors import (
     TrainloadError,
 )
 from trainload.launch.activity import Phase
-from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt
+from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launch.cluster.book import Book
 from trainload.launch.cluster.mailbox import Beat, Mailbox
 from trainload.launch.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
 from trainload.launch.cluster.tasks import end_workers, on_node, unreachable
 from trainload.launch.contact import Request, asked_by_file, take_back
-from trainload.launch.journal import POLL_SECONDS, Event, last_word
+from trainload.launch.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor, in_words
 from trainload.launch.spec import RunSpec, least_plan, replace_file, resume_command
 from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
@@ -75,6 +75,7 @@ class Supervisor:
         self._book = Book(self._run_dir, on_event)
         self._spec = spec
         self._mailbox = on_node(ray.get_runtime_context().get_node_id())(Mailbox).remote()
+        self._fits = Fits()
         self._number = 0
         self._failures = 0
         self._storage_failed_at: float | None = None
@@ -110,8 +111,9 @@ class Supervisor:
 
     def _run(self) -> None:
         try:
-            while not self._attempt():
-                pass
+            with closing(self._fits):
+                while not self._attempt():
+                    pass
         except LostClusterError:
             raise
         except RayError as error:  # it was asked something else than what workers have said
@@ -146,7 +148,7 @@ class Supervisor:
         saving = spec.storage_patience + spec.hang_timeout
         monitor = Monitor(spec.plan.world_size, spec.hang_timeout, spec.start_timeout, saving)
         attempt = Attempt(spec, self._mailbox, self._number, places)
-        attempt.start()
+        self._fits.start(attempt)
         try:
             failed = self._follow(attempt, monitor, leave)
         except LostClusterError:
@@ -271,7 +273,7 @@ class Supervisor:
             nodes=list(failed.nodes),
             doing={str(rank): text for rank, text in (failed.doing or {}).items()},
             attempt=self._number,
-            action="the run ends" if over else "it starts again from its last checkpoint",
+            action=GIVEN_UP if over else "it starts again from its last checkpoint",
         )
         if over:
             if isinstance(failed.cause, TrainloadError):

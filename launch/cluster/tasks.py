@@ -16,6 +16,7 @@ from trainload.capture.errors import TrainloadError
 from trainload.launch.cluster.nodes import NODE_LABEL
 from trainload.launch.spec import RunSpec
 from trainload.launch.trial import Trial, try_out
+from trainload.packaging.credentials import no_secrets_raised
 
 _ANSWER_SECONDS = 5.0
 
@@ -58,7 +59,8 @@ def end_workers(workers: Iterable[tuple[str, int]]) -> None:
 
 def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
     try:
-        return try_out(spec, local_world)
+        with no_secrets_raised():
+            return try_out(spec, local_world)
     except TrainloadError as error:  # as it is, and not in Ray's words
         return error
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.launch.checkpoint_places import Kept, s3_kept, use
 from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
+from tests.packaging.places import KEYS, s3_server
 
 import trainload
 from trainload.launch.result import RunResult
@@ -18,3 +22,40 @@ def undisturbed(ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path_factor
     plan = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), "zero3")
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     return trainload.launch(gpt, plan, gpt_data, run_dir=folder, steps=STEPS, checkpoint_every=CHECKPOINT_EVERY, compile=False)
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    """The S3 server of moto, with a bucket."""
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same; this process, and who inherits its environment, uses it."""
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3_url, "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    use(s3_url)
+    return s3_url
+
+
+@pytest.fixture(params=["folder", "file", "memory", "s3"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
+    """A place of checkpoints where nothing is yet."""
+    match request.param:
+        case "s3":
+            request.getfixturevalue("s3")
+            return s3_kept()
+        case "memory":
+            return Kept(f"memory://{secrets.token_hex(8)}/run")
+        case "file":
+            return Kept(f"file://{tmp_path}/kept")
+        case _:
+            return Kept(str(tmp_path / "kept"))
+
+
+@pytest.fixture
+def bucket(s3: str) -> Kept:
+    """The same, in S3."""
+    return s3_kept()

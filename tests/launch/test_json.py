@@ -15,8 +15,8 @@ from tests.launch.test_bad_input import SOUND
 from tests.laws.processes import ray_workers
 
 import trainload
-from trainload import cli, view
-from trainload.launch.journal import losses, read_events
+from trainload import cli, run_view
+from trainload.launch.journal import Event, losses, read_events
 from trainload.packaging.read import Package
 
 Capture = pytest.CaptureFixture[str]
@@ -71,15 +71,15 @@ def test_launch_on_ray_even_where_a_worker_dies(
     gpt: Package, gpt_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     killed: list[int] = []
-    tell = view.RunView.__call__
+    tell = run_view.RunView.__call__
 
-    def kill(shown: view.RunView, event: view.Event) -> None:
+    def kill(shown: run_view.RunView, event: Event) -> None:
         tell(shown, event)
         if event.kind == "step" and not killed:
             killed.extend(ray_workers()[:1])
             os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(view.RunView, "__call__", kill)
+    monkeypatch.setattr(run_view.RunView, "__call__", kill)
     options = ("--steps", "200", "--workers", "2", "--strategy", "zero1", "--no-compile")
     found = said(capfd, "launch", gpt.path, "--data", gpt_data, "--run-dir", tmp_path / "run", *options)
     assert killed

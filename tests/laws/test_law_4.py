@@ -24,10 +24,10 @@ EVERY = 4
 OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY}
 
 
-def drawn(low: int, high: int) -> int:
-    """A step, of a seed that is printed."""
+def drawn() -> int:
+    """A step, of a seed that is printed, by which one checkpoint is whole: the second one waits for the first."""
     seed = random.SystemRandom().randrange(10**6)
-    step = random.Random(seed).randrange(low, high)
+    step = random.Random(seed).randrange(2 * EVERY + 1, STEPS - 4)
     print(f"seed {seed}: step {step}")
     return step
 
@@ -55,7 +55,7 @@ def test_a_killed_run_resumes(
     (whole,) = train(world, [Run(tmp_path / "whole", gpt, plan, gpt_data, OPTIONS)], tmp_path)
     killed = Run(tmp_path / "killed", gpt, plan, gpt_data, OPTIONS)
     with ranks(world, [killed], tmp_path) as processes:
-        wait_for_step(killed.run_dir, drawn(EVERY + 2, STEPS - 4), processes)
+        wait_for_step(killed.run_dir, drawn(), processes)
         for process in processes:
             process.send_signal(signal.SIGKILL)
     moved = move(killed.run_dir, tmp_path / "moved")
@@ -96,7 +96,7 @@ def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
 
 @pytest.mark.timeout(600)
 def test_a_ray_worker_that_is_killed_changes_no_bit(gpt: Package, gpt_data: Path, whole_on_ray: RunResult, ray_folder: Path) -> None:
-    chosen = drawn(EVERY + 2, STEPS - 4)
+    chosen = drawn()
     victims: list[int] = []
 
     def kill(event: Event) -> None:

@@ -17,6 +17,7 @@ from tests.packaging.tampering import flip
 import trainload
 from trainload.capture.errors import CheckpointError, IntegrityError, PackageError
 from trainload.launch.checkpoints.load import load_sharded
+from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.journal import read_events
 from trainload.packaging.canonical import sha256_file
@@ -166,8 +167,8 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(tmp_path: Path, last
         flip_somewhere(newest / file, last)
         with pytest.raises(CheckpointError, match=file):
             load_all(newest)
-        usable = usable_checkpoint(tmp_path)
+        usable = usable_checkpoint(place_of(tmp_path))
         assert usable.path == earlier
         assert file in usable.rejected[0]
         (newest / file).write_bytes(before)
-    assert usable_checkpoint(tmp_path).path == newest
+    assert usable_checkpoint(place_of(tmp_path)).path == newest
