@@ -1,0 +1,178 @@
+"""Two machines' worth of processes fight for the lease of a line: never two of them may act at once.
+
+    python benchmarks/lease_fight.py [--leases 1000] [--processes 8]
+
+Half of the processes cannot see whether those of the other half live, as if they were on another machine. Each takes the lease, acts a
+few times, promotes, and gives it back. At random one is paused for longer than its lease lasts, and tries to act and to promote when it
+wakes; or it is killed. An act is a look at the lease (`Held.demand`) and a line in the process's own log, with the time. Two leases overlap
+where an act under an earlier one comes after an act under a later one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS, ROOT, alone, machine, save, screen, table
+
+SECONDS = 0.6
+"""Of a lease."""
+PAUSED, KILLED = 0.02, 0.02
+"""The share of leases in which that befalls the owner."""
+
+
+def prepare(folder: str) -> None:
+    """A store with two releases."""
+    sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
+    import torch
+    from retrain_job import job
+
+    import trainload
+    from trainload.packaging.write import with_weights
+
+    package = trainload.freeze(job(), Path(folder) / "1.tl")
+    tensors = {name: package.weights.tensor(name) for name in package.weights.names()}
+    changed = with_weights(package, Path(folder) / "2.tl", ((name, torch.zeros_like(tensor)) for name, tensor in tensors.items()))
+    trainload.push(package.path, Path(folder) / "store", line="main")
+    trainload.push(changed.path, Path(folder) / "store", line="main", promote=False)
+
+
+def fight(store: str, log: Path, seed: int, far: bool, leases: int) -> None:
+    """What each process does until there were so many leases."""
+    from trainload.capture.errors import ConflictError
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining import lease
+    from trainload.retraining.lease import Held, Leases
+
+    chance = random.Random(seed)
+    if far:
+        real = lease._process
+        lease._process = lambda: real().replace(" ", "-far ", 1)  # another start of another machine
+    place = Store(store)
+    line = Leases(place, "main", f"process {os.getpid()}")
+    with log.open("a", buffering=1) as out:
+
+        def act(held: Held, what: str) -> None:
+            try:
+                held.demand()
+                out.write(json.dumps([time.monotonic(), int(held.id), what]) + "\n")
+            except ConflictError:
+                out.write(json.dumps([time.monotonic(), int(held.id), "knew that it had lost it"]) + "\n")
+
+        while int(line.last() or 0) < leases:
+            held = line.take("20260101T000000Z", SECONDS)
+            if not isinstance(held, Held):
+                time.sleep(chance.uniform(0.0, 0.02))
+                continue
+            act(held, "taken")
+            fate = chance.random()
+            if fate < PAUSED:
+                if os.fork() == 0:  # somebody who wakes it
+                    time.sleep(chance.uniform(2.0, 4.0) * SECONDS)
+                    os.kill(os.getppid(), signal.SIGCONT)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                act(held, "after a pause")
+                promote(place, held, out, "paused")
+                os.wait()
+            elif fate < PAUSED + KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for _ in range(chance.randrange(3)):
+                time.sleep(chance.uniform(0.0, 0.005))
+                act(held, "acted")
+            if chance.random() < 0.2:
+                promote(place, held, out, "owner")
+            held.close()
+
+
+def promote(place: Any, held: Any, out: Any, who: str) -> None:
+    """Promotes without a look at the lease."""
+    from trainload.capture.errors import ConflictError
+
+    try:
+        pointer = place.promote("main", 1 + int(held.id) % 2, after=held.after, reason=f"owner of {int(held.id)}")
+        held.after = pointer.id
+        out.write(json.dumps([time.monotonic(), int(held.id), f"promoted as {who}"]) + "\n")
+    except ConflictError:
+        out.write(json.dumps([time.monotonic(), int(held.id), f"could not promote as {who}"]) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--leases", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--output", type=Path, default=RESULTS / "lease_fight.json")
+    options = parser.parse_args()
+    sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
+    with tempfile.TemporaryDirectory() as folder:
+        alone(prepare, folder)
+
+        began = time.monotonic()
+        killed, number = 0, 0
+        running: dict[int, tuple[int, bool]] = {}
+        while True:
+            while len(running) < options.processes and killed >= 0:
+                far = sum(each for _, each in running.values()) < options.processes // 2
+                number += 1
+                child = os.fork()
+                if child == 0:
+                    try:
+                        fight(f"{folder}/store", Path(folder) / f"{number}.log", number, far, options.leases)
+                    finally:
+                        os._exit(0)
+                running[child] = (number, far)
+            child, status = os.wait()
+            running.pop(child)
+            if status == 0:
+                break
+            killed += 1
+        for child in running:
+            os.waitpid(child, 0)
+        seconds = time.monotonic() - began
+        result = judged(Path(folder))
+    result = {"processes": options.processes, "seconds": seconds, "killed": killed, **result}
+    screen().print(table("Who has the lease", ("", "value"), [(name.replace("_", " "), str(value)) for name, value in result.items()]))
+    save({"machine": machine(), **result}, options.output)
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    """What the logs and the store say."""
+    from collections import Counter
+    from itertools import pairwise
+
+    from trainload.packaging.stores.store import Store
+
+    acts = sorted(tuple(json.loads(line)) for log in folder.glob("*.log") for line in log.read_text().splitlines())
+    said = Counter(what for _, _, what in acts)
+    overlaps, greatest = 0, 0
+    for _, lease, what in acts:
+        if what in ("taken", "acted", "after a pause"):
+            overlaps += lease < greatest
+            greatest = max(greatest, lease)
+    store = Store(folder / "store")
+    promoted = [int(entry.reason.rpartition(" ")[2]) for entry in store.history("main") if entry.reason.startswith("owner of ")]
+    taken_over = sum(entry.reason.startswith("lease ") for entry in store.history("main"))
+    return {
+        "leases": len(store.files.names("lines/main/leases")),
+        "acts": said["taken"] + said["acted"] + said["after a pause"],
+        "overlaps": overlaps,
+        "taken_over_from_the_silent": taken_over,
+        "knew_that_they_had_lost_it": said["knew that it had lost it"],
+        "acted_after_a_pause": said["after a pause"],
+        "promotions": len(promoted),
+        "promotions_of_the_paused": said["promoted as paused"],
+        "promotions_of_the_paused_that_failed": said["could not promote as paused"],
+        "promotions_out_of_order": sum(later < earlier for earlier, later in pairwise(promoted)),
+    }
+
+
+if __name__ == "__main__":
+    main()

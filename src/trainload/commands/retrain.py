@@ -1,0 +1,254 @@
+"""Commands of retraining: a file of keys, one tick, the loop over ticks."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload import view
+from trainload.capture.errors import RequestError, StorageError
+from trainload.capture.versions import demand_supported_torch
+from trainload.commands import shared
+from trainload.commands.shared import DONE, FAILED, err, json_option, out, positive, print_json, write_text
+
+if TYPE_CHECKING:
+    from trainload.retraining.config import Config
+    from trainload.retraining.records import Ended
+    from trainload.retraining.tick import Scheduler
+
+NOW = "now"
+config_argument = click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+
+
+@click.group(short_help="Train again on new data.")
+def retrain() -> None:
+    """Train a line's current release again on new data, and promote what is better."""
+
+
+@retrain.command(short_help="Write a commented file.")
+@config_argument
+@json_option
+def init(file: Path, as_json: bool) -> None:
+    """Write a retraining's FILE (YAML) with all keys and what they mean."""
+    from trainload.retraining.template import TEMPLATE
+
+    if file.exists():
+        raise StorageError("it exists already", where=str(file), cure="Choose another path, or remove it.")
+    write_text(file, TEMPLATE)
+    if as_json:
+        print_json({"file": str(file)})
+    else:
+        out().print(view.table([("written", str(file)), ("next", f"trainload retrain check {file}")]))
+
+
+@retrain.command(short_help="Check a file.")
+@config_argument
+@json_option
+def check(file: Path, as_json: bool) -> None:
+    """Say whether FILE is right: keys, values, expressions, and what its package and store say."""
+    demand_supported_torch()
+    from trainload.retraining.checks import check as checked
+    from trainload.retraining.config import read_config
+
+    config = read_config(file)
+    with redirect_stdout(sys.stderr):
+        found = checked(config, _stages(as_json=True))
+    if as_json:
+        print_json({"config": config.to_json(), **found})
+    else:
+        out().print(view.table([("line", f"{config.line} of {config.store}"), *found.items()]))
+
+
+@retrain.command(short_help="Run one scheduled time.")
+@config_argument
+@click.option("--at", metavar="TIME", default=NOW, help="2026-11-23T06:00:00Z. Default: the last one that was due.")
+@json_option
+def tick(file: Path, at: str, as_json: bool) -> int:
+    """Run one scheduled time: data, training, comparison, promotion.
+
+    Repeated, or run again after it was killed, it goes on where it stopped, and ends as it would have ended. Where there is no new data
+    it says so. Exit status 1: the tick failed.
+    """
+    demand_supported_torch()
+    from trainload.retraining.config import read_config
+
+    config = read_config(file)
+    scheduled = _time(config, at)
+    with redirect_stdout(sys.stderr):
+        ended = _scheduler(config, as_json).tick(scheduled)
+    _show(ended, as_json)
+    return FAILED if ended.outcome == "failed" else DONE
+
+
+@retrain.command(short_help="Run ticks as they are due.")
+@config_argument
+@click.option("--every", metavar="TIME", help="6h. In place of the file's schedule.")
+@click.option("--cron", metavar="TEXT", help="A crontab's five fields, in its place.")
+@click.option("--zone", metavar="NAME", help="Of --cron: Europe/Berlin. Default: UTC.")
+@click.option("--ticks", type=positive, metavar="N", help="End after so many.")
+@json_option
+def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks: int | None, as_json: bool) -> None:
+    """Run ticks as they are due, until SIGTERM or Ctrl-C: the tick under way is ended first."""
+    demand_supported_torch()
+    from trainload.retraining.config import checked, read_config
+    from trainload.retraining.service import serve
+
+    config = read_config(file)
+    if every is not None or cron is not None:
+        given = {"every": every, "cron": cron, "zone": zone or "UTC"}
+        missed = {} if config.schedule is None else {"missed": config.schedule.missed}
+        schedule = {name: value for name, value in given.items() if value is not None} | missed
+        config = checked(config.to_json() | {"schedule": schedule}, "the command line")
+    timing = _timing(config)
+    scheduler = _scheduler(config, as_json)
+
+    def one(scheduled: datetime) -> None:
+        with redirect_stdout(sys.stderr):
+            ended = scheduler.tick(scheduled)
+        _show(ended, as_json)
+
+    assert config.schedule is not None
+    serve(timing, config.schedule.missed, one, scheduler.last_done, on_event=_say, ticks=ticks)
+
+
+@retrain.command(short_help="Write what calls ticks.")
+@click.argument("kind", type=click.Choice(["cronjob", "raycronjob", "systemd"]), metavar="KIND")
+@config_argument
+@click.option("--image", metavar="IMAGE", help="With trainload and Ray.")
+@click.option("--claim", metavar="NAME[:PATH]", help="Volume of FILE, store, runs, data. PATH: /trainload.")
+@click.option("--memory", default="8Gi", metavar="SIZE", help="Of each pod. Default: 8Gi.")
+@click.option("--name", help="Its name. Default: retrain-LINE.")
+@click.option("--namespace", help="Default: kubectl's.")
+@click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A Secret whose entries become variables.")
+@click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable that is no secret.")
+@click.option("--service-account", metavar="NAME", help="Default: the namespace's.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="A file; of systemd a folder.")
+@json_option
+def manifest(
+    kind: str,
+    file: Path,
+    image: str | None,
+    claim: str | None,
+    memory: str,
+    name: str | None,
+    namespace: str | None,
+    secrets: tuple[str, ...],
+    env: tuple[str, ...],
+    service_account: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write a cronjob or raycronjob for Kubernetes, or a systemd timer.
+
+    Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes FILE lies in the claim's volume, under its name.
+    """
+    from trainload.retraining.config import read_config
+    from trainload.retraining.manifests import as_text, cron_job, described, ray_cron_job, systemd_units
+
+    config = read_config(file)
+    _timing(config)
+    assert config.schedule is not None, "it has a schedule, or there would be no timing"
+    name = name or f"retrain-{config.line.replace('_', '-').replace('.', '-')}"
+    if kind == "systemd":
+        if image is not None or claim is not None or secrets or env or service_account or namespace:
+            raise click.UsageError("systemd goes without pods: leave out --image, --claim and the like.")
+        command = [sys.executable, "-m", "trainload", "retrain", "tick", str(file.absolute())]
+        units = systemd_units(name, config.schedule, command, str(file.absolute().parent))
+        if as_json:
+            print_json(units)
+        elif output is None:
+            click.echo(as_text(units), nl=False)
+        else:
+            output.mkdir(parents=True, exist_ok=True)
+            for unit, text in units.items():
+                write_text(output / unit, text)
+        return
+    if image is None or claim is None:
+        raise click.UsageError(f"{kind} needs --image and --claim.")
+    from trainload.commands.manifest import variables_of
+    from trainload.kuberay import Pods
+
+    volume, _, mount = claim.partition(":")
+    cluster = config.cluster
+    pods = Pods(
+        name=name,
+        image=image,
+        nodes=(cluster.nodes, cluster.nodes),
+        devices=cluster.workers,
+        gpu=cluster.device == "cuda",
+        memory=memory,
+        claim=volume,
+        mount=mount or "/trainload",
+        namespace=namespace,
+        secrets=secrets,
+        env=variables_of(env),
+        service_account=service_account,
+    )
+    if kind == "raycronjob" and (cluster.backend, cluster.address) != ("ray", "auto"):
+        raise RequestError(
+            "a RayCronJob's ticks run on the cluster that it makes", where="cluster.address", expected="auto", got=str(cluster.address)
+        )
+    made = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, f"{pods.mount}/{file.name}")
+    if as_json:
+        print_json(made)
+    elif output is None:
+        click.echo(described(made), nl=False)
+    else:
+        write_text(output, described(made))
+
+
+def _timing(config: Config) -> Any:
+    from trainload.retraining.schedule import schedule_of
+
+    if config.schedule is None:
+        raise RequestError("there is no schedule", where="schedule", cure="Give the key schedule, or --every or --cron.")
+    return schedule_of(config.schedule)
+
+
+def _time(config: Config, at: str) -> datetime:
+    if at == NOW:
+        found: datetime = _timing(config).last_until(datetime.now(UTC))
+        return found
+    try:
+        when = datetime.fromisoformat(at)
+    except ValueError as error:
+        raise RequestError("this is no time", where="--at", expected="a time such as 2026-11-23T06:00:00Z", got=at) from error
+    if when.tzinfo is None:
+        raise RequestError("a time needs a zone", where="--at", expected=f"{at}Z, or {at}+01:00", got=at)
+    return when.astimezone(UTC)
+
+
+def _scheduler(config: Config, as_json: bool) -> Scheduler:
+    from trainload.retraining.checks import demand_right
+    from trainload.retraining.tick import Scheduler
+
+    demand_right(config)
+    return Scheduler(config, _stages(as_json=as_json), _say)
+
+
+def _stages(*, as_json: bool) -> Any:
+    from trainload.retraining.stages import Opening, Stages
+
+    policy = shared.policy()
+    return Stages(Opening(shared.libraries(), shared.trusts_extensions(), None if policy is None else Path(policy)), _say)
+
+
+def _say(text: str) -> None:
+    err().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(ended: Ended, as_json: bool) -> None:
+    if as_json:
+        print_json(ended)
+        return
+    from trainload.packaging.stores.releases import shown
+
+    rows: list[tuple[str, Any]] = [("tick", ended.tick), ("outcome", ended.outcome), ("reason", ended.reason)]
+    if ended.release is not None:
+        rows.append(("release", f"{ended.line} {shown(ended.release)}"))
+    out().print(view.table(rows))

@@ -1,0 +1,211 @@
+"""Expressions over metrics, such as "eval.loss <= champion.eval.loss * 1.01 and eval.steps >= 500": parsed into a tree, never executed.
+
+    condition  = condition "or" condition | condition "and" condition | "not" condition | comparison | "(" condition ")"
+    comparison = value (("<" | "<=" | ">" | ">=" | "==" | "!=") value)+
+    value      = number | name | "-" value | value ("+" | "-" | "*" | "/") value | ("abs" | "min" | "max") "(" value, ... ")"
+               | "(" value ")"
+
+A comparison of something that is no finite number is unknown, and so is what depends on it: `not` of it too, `and` unless another part is
+false, `or` unless another part is true. What is unknown does not hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from trainload.capture.errors import RequestError
+from trainload.packaging.canonical import nesting
+
+MAX_LENGTH = 2000
+_MAX_DEPTH = 50
+_COMPARE: Mapping[type[ast.cmpop], tuple[str, Callable[[float, float], bool]]] = {
+    ast.Lt: ("<", operator.lt),
+    ast.LtE: ("<=", operator.le),
+    ast.Gt: (">", operator.gt),
+    ast.GtE: (">=", operator.ge),
+    ast.Eq: ("==", operator.eq),
+    ast.NotEq: ("!=", operator.ne),
+}
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_FUNCTIONS: Mapping[str, Callable[..., float]] = {"abs": abs, "min": min, "max": max}
+_FORM = "comparisons of numbers and metrics, with and, or, not, + - * /, abs, min and max"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One comparison, as it came out.
+
+    Attributes:
+        text: of it. left, right: its sides. holds: None where a side is no finite number.
+    """
+
+    text: str
+    left: float
+    right: float
+    holds: bool | None
+
+    def __str__(self) -> str:
+        verdict = {True: "true", False: "false", None: "unknown"}[self.holds]
+        sign = next(f" {sign} " for sign in ("<=", ">=", "==", "!=", "<", ">") if f" {sign} " in self.text)
+        return f"{self.text}: {self.left:.6g}{sign}{self.right:.6g} is {verdict}"
+
+
+class Expression:
+    """A condition over named numbers.
+
+    Attributes:
+        text: as it was written. names: that it uses.
+    """
+
+    def __init__(self, text: str, where: str) -> None:
+        self.text, self._where = text, where
+        if len(text) > MAX_LENGTH:
+            raise self._wrong("it is too long", expected=f"at most {MAX_LENGTH} characters", got=f"{len(text)}")
+        if nesting(text.replace("(", "[").replace(")", "]").encode()) > _MAX_DEPTH:
+            raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            column = getattr(error, "offset", None)
+            raise self._wrong("it is no expression" + (f", at column {column}" if column else "")) from error
+        self.names: frozenset[str] = frozenset(self._check(tree, 0))
+        self._tree = tree
+
+    def check(self, known: Collection[str]) -> None:
+        """Demands that all names are known. Raises: RequestError, with the nearest one."""
+        for name in sorted(self.names - set(known)):
+            close = difflib.get_close_matches(name, known, n=1)
+            cure = f"Did you mean {close[0]}?" if close else ""
+            raise RequestError(
+                "there is no such metric", where=self._where, expected=f"one of {', '.join(sorted(known))}", got=name, cure=cure
+            )
+
+    def evaluate(self, values: Mapping[str, float]) -> tuple[bool | None, tuple[Comparison, ...]]:
+        """Whether it holds; None: that is unknown. And every comparison in it, in order.
+
+        Args:
+            values: of all names.
+        """
+        found: list[Comparison] = []
+        return self._holds(self._tree, values, found), tuple(found)
+
+    # Parsing
+
+    def _wrong(self, problem: str, *, expected: str = _FORM, got: str = "") -> RequestError:
+        return RequestError(f"an expression is not allowed: {problem}", where=self._where, expected=expected, got=got or self.text[:200])
+
+    def _check(self, node: ast.expr, depth: int) -> set[str]:
+        """The names of a condition."""
+        if depth > _MAX_DEPTH:
+            raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+        match node:
+            case ast.BoolOp(values=parts):
+                return {name for part in parts for name in self._check(part, depth + 1)}
+            case ast.UnaryOp(op=ast.Not(), operand=part):
+                return self._check(part, depth + 1)
+            case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
+                return {name for part in (left, *rights) for name in self._check_value(part, depth + 1)}
+        raise self._wrong(f"this is no comparison: {self._spelled(node)}")
+
+    def _check_value(self, node: ast.expr, depth: int) -> set[str]:
+        """The names of a number."""
+        if depth > _MAX_DEPTH:
+            raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+        match node:
+            case ast.Constant(value=int() | float() as value) if type(value) is not bool and abs(value) < 1e300:
+                return set()
+            case ast.Name() | ast.Attribute():
+                return {self._name(node)}
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=part):
+                return self._check_value(part, depth + 1)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return self._check_value(left, depth + 1) | self._check_value(right, depth + 1)
+            case ast.Call(func=ast.Name(id=function), args=[_, *_] as parts, keywords=[]) if function in _FUNCTIONS:
+                if (function == "abs") == (len(parts) == 1):
+                    return {name for part in parts for name in self._check_value(part, depth + 1)}
+        raise self._wrong(f"this is no number: {self._spelled(node)}")
+
+    def _name(self, node: ast.expr) -> str:
+        """The dotted name that a node is."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            raise self._wrong(f"this is no name: {self._spelled(node)}")
+        name = ".".join((node.id, *reversed(parts)))
+        if not name.isascii() or "__" in name:
+            raise self._wrong(f"this is no name of a metric: {name}")
+        return name
+
+    def _spelled(self, node: ast.expr) -> str:
+        return (ast.get_source_segment(self.text.strip(), node) or type(node).__name__)[:80]
+
+    # Evaluating
+
+    def _holds(self, node: ast.expr, values: Mapping[str, float], found: list[Comparison]) -> bool | None:
+        match node:
+            case ast.BoolOp(op=op, values=parts):
+                told = [self._holds(part, values, found) for part in parts]
+                decisive = isinstance(op, ast.Or)
+                return decisive if decisive in told else None if None in told else not decisive
+            case ast.UnaryOp(operand=part):
+                inner = self._holds(part, values, found)
+                return None if inner is None else not inner
+            case ast.Compare(left=left, ops=ops, comparators=rights):
+                return self._compared([left, *rights], ops, values, found)
+        raise AssertionError("it was checked when it was parsed")
+
+    def _compared(self, sides: list[ast.expr], ops: list[ast.cmpop], values: Mapping[str, float], found: list[Comparison]) -> bool | None:
+        numbers = [self._value(side, values) for side in sides]
+        told: list[bool | None] = []
+        for index, op in enumerate(ops):
+            left, right = numbers[index], numbers[index + 1]
+            sign, compare = _COMPARE[type(op)]
+            holds = compare(left, right) if math.isfinite(left) and math.isfinite(right) else None
+            text = f"{self._spelled(sides[index])} {sign} {self._spelled(sides[index + 1])}"
+            found.append(Comparison(" ".join(text.split()), left, right, holds))
+            told.append(holds)
+        return False if False in told else None if None in told else True
+
+    def _value(self, node: ast.expr, values: Mapping[str, float]) -> float:
+        match node:
+            case ast.Constant(value=value):
+                assert isinstance(value, (int, float))
+                return float(value)
+            case ast.Name() | ast.Attribute():
+                return values[self._name(node)]
+            case ast.UnaryOp(op=op, operand=part):
+                return -self._value(part, values) if isinstance(op, ast.USub) else self._value(part, values)
+            case ast.BinOp(left=left, op=op, right=right):
+                try:
+                    return _ARITHMETIC[type(op)](self._value(left, values), self._value(right, values))
+                except ZeroDivisionError:
+                    return math.nan
+            case ast.Call(func=ast.Name(id=function), args=parts):
+                given = [self._value(part, values) for part in parts]
+                return math.nan if any(math.isnan(each) for each in given) else _FUNCTIONS[function](*given)
+        raise AssertionError("it was checked when it was parsed")
+
+
+def parse(text: str, where: str) -> Expression:
+    """An expression.
+
+    Args:
+        text: of it.
+        where: what holds it, for errors.
+
+    Raises:
+        RequestError: it is none, or holds something that is not allowed.
+    """
+    return Expression(text, where)

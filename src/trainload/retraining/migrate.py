@@ -1,0 +1,225 @@
+"""Carrying weights to another program: new code was frozen, and begins with what was trained of the old code."""
+
+from __future__ import annotations
+
+import fnmatch
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainload.capture.errors import PackageError, RequestError
+from trainload.packaging.read import Package, demand_weights
+from trainload.packaging.write import with_weights
+from trainload.retraining.lineage import LINE, RELEASE, STORE
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """A tensor whose shape is another one. copied: whether the part that both have was carried over."""
+
+    name: str
+    source: str
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    copied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """What became of the tensors of a program.
+
+    Law: every parameter and buffer of the new program is in exactly one of the lists `matched`, `converted`, `reshaped` and `missing`.
+
+    Attributes:
+        package: what was written. digest: its digest.
+        matched: carried over as they were. converted: carried over into another dtype.
+        reshaped: of another shape. missing: the old program has none: they have the values of the new package.
+        left: tensors of the old program that nothing takes.
+        elements: of the new program; carried: of those, how many have old values.
+    """
+
+    package: Path
+    digest: str
+    matched: tuple[str, ...]
+    converted: tuple[str, ...]
+    reshaped: tuple[Reshaped, ...]
+    missing: tuple[str, ...]
+    left: tuple[str, ...]
+    elements: int
+    carried: int
+
+
+def migrate(
+    new: Package,
+    old: Package,
+    output: str | Path,
+    *,
+    rename: Mapping[str, str] | None = None,
+    overlap: bool = False,
+    strict: bool = False,
+) -> Migration:
+    """Writes a package with the program of one and, by name, the weights of another.
+
+    Args:
+        new: the package of the new code.
+        old: the package whose weights are carried over.
+        output: the package to write; it does not exist.
+        rename: name, or pattern with one `*`, of the old program -> what it is called in the new one.
+        overlap: of tensors with another shape but as many dims, carry over the part that both have; a vocabulary that grew keeps its rows.
+        strict: demand that all is carried over.
+
+    Raises:
+        PackageError: a package is abstract; or `strict`, and something is missing, left or reshaped.
+        RequestError: a name of `rename` is not in the old program, or two tensors would have one name.
+        StorageError: `output` is taken or cannot be written.
+    """
+    demand_weights(new)
+    demand_weights(old)
+    names = _renamed(old, rename or {})
+    plan = [_fate(new, old, name, names.get(name)) for name in new.weights.names()]
+    taken = {source for fate, source, _ in plan if fate != "missing"}
+    left = tuple(sorted(source for source in names.values() if source not in taken))
+    kinds = {kind: tuple(name for fate, _, name in plan if fate == kind) for kind in ("matched", "converted", "reshaped", "missing")}
+    if strict and (left or kinds["reshaped"] or kinds["missing"]):
+        raise PackageError(
+            "not all weights can be carried over",
+            where=str(new.path),
+            expected="the same names and shapes",
+            got="; ".join(
+                f"{what}: {', '.join(found[:5])}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+                for what, found in (("missing", kinds["missing"]), ("reshaped", kinds["reshaped"]), ("left", left))
+                if found
+            ),
+            cure="Say how they are called now with --rename, or leave out --strict.",
+        )
+    count = _Count()
+    written = with_weights(new, Path(output), _tensors(new, old, plan, count, overlap=overlap))
+    reshaped = tuple(
+        Reshaped(name, source, tuple(old.weights.shape(source)), tuple(new.weights.shape(name)), name in count.overlapped)
+        for fate, source, name in plan
+        if fate == "reshaped"
+    )
+    return Migration(
+        package=written.path,
+        digest=written.digest,
+        matched=kinds["matched"],
+        converted=kinds["converted"],
+        reshaped=reshaped,
+        missing=kinds["missing"],
+        left=left,
+        elements=count.elements,
+        carried=count.carried,
+    )
+
+
+class _Count:
+    """How much was carried over. overlapped: names of tensors of which a part was."""
+
+    def __init__(self) -> None:
+        self.elements = self.carried = 0
+        self.overlapped: set[str] = set()
+
+
+def _renamed(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
+    """Name in the new program -> name in the old one."""
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for name in old.weights.names():
+        target = name
+        for pattern, replacement in rename.items():
+            if (filled := _filled(pattern, replacement, name)) is not None:
+                target = filled
+                used.add(pattern)
+                break
+        if target in found:
+            raise RequestError("two tensors would have one name", where=target, got=f"{found[target]} and {name}", cure="Change --rename.")
+        found[target] = name
+    for pattern in rename:
+        if pattern not in used:
+            raise RequestError("nothing has this name", where=f"--rename {pattern}", expected="a name of the old program, or a pattern")
+    return found
+
+
+def _filled(pattern: str, replacement: str, name: str) -> str | None:
+    """The new name of a tensor, where a pattern is of it. Raises: RequestError where the pattern is none."""
+    if pattern.count("*") > 1 or pattern.count("*") != replacement.count("*"):
+        raise RequestError("a renaming has one * on both sides, or none", where=f"--rename {pattern}={replacement}")
+    if not fnmatch.fnmatchcase(name, pattern.replace("[", "[[]").replace("?", "[?]")):
+        return None
+    before, _, after = pattern.partition("*")
+    return replacement.replace("*", name[len(before) : len(name) - len(after)]) if "*" in pattern else replacement
+
+
+def _fate(new: Package, old: Package, name: str, source: str | None) -> tuple[str, str, str]:
+    """What becomes of a tensor of the new program: how, of which of the old one's, its name."""
+    if source is None:
+        return "missing", "", name
+    if tuple(new.weights.shape(name)) != tuple(old.weights.shape(source)):
+        return "reshaped", source, name
+    return "matched" if new.weights.dtype(name) == old.weights.dtype(source) else "converted", source, name
+
+
+def _tensors(
+    new: Package, old: Package, plan: Sequence[tuple[str, str, str]], count: _Count, *, overlap: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the new program, one at a time."""
+    for fate, source, name in plan:
+        own = new.weights.tensor(name)
+        count.elements += own.numel()
+        if fate in ("matched", "converted"):
+            count.carried += own.numel()
+            yield name, old.weights.tensor(source).to(own.dtype)
+        elif fate == "reshaped" and overlap and own.dim() == len(old.weights.shape(source)):
+            given = old.weights.tensor(source)
+            corner = tuple(slice(0, min(a, b)) for a, b in zip(own.shape, given.shape, strict=True))
+            with torch.no_grad():
+                made = own.clone()
+                made[corner] = given[corner].to(own.dtype)
+            count.carried += made[corner].numel()
+            count.overlapped.add(name)
+            yield name, made
+        else:
+            yield name, own
+
+
+def publish(made: Migration, old: Package, store: str, line: str) -> str:
+    """Publishes what was carried over as the first release of a line, whose lineage goes on where the weights are from.
+
+    Args:
+        made: it.
+        old: whose weights it has.
+        store: a folder or fsspec URL.
+        line: a line that has no releases yet.
+
+    Returns:
+        The release's number.
+
+    Raises:
+        ConflictError: the line has releases already.
+        StorageError: the store cannot be written.
+    """
+    from trainload.packaging.stores.push import push
+    from trainload.packaging.stores.store import NOBODY
+
+    facts: dict[str, bool | int | float | str] = {"migrated.carried": made.carried, "migrated.elements": made.elements}
+    if old.source is not None and "#" in old.source:
+        url, _, rest = old.source.partition("#")
+        name, _, number = rest.partition("/")
+        facts |= {LINE: name, RELEASE: number, STORE: url}
+    message = f"the weights of {old.source or old.digest[:12]}"
+    return push(made.package, store, line=line, only_if=NOBODY, message=message, facts=facts).release
+
+
+@contextmanager
+def written_to(output: Path | None) -> Iterator[Path]:
+    """Where a package is written: to `output`, or into a folder that goes again."""
+    if output is not None:
+        yield output
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "migrated.tl"

@@ -1,0 +1,144 @@
+"""The loop that runs ticks as they are due, through clocks that jump, machines that sleep, and ticks that fail."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Literal, Protocol
+
+from trainload.capture.errors import TrainloadError
+from trainload.retraining.schedule import Schedule
+
+LONGEST_WAIT = 60.0
+"""Seconds after which the clock is looked at again, since it may have been set, and the machine may have slept."""
+
+_LATE = timedelta(seconds=2 * LONGEST_WAIT)
+"""A tick that is later than this, or than half the time to the next one, was missed."""
+
+Missed = Literal["skip", "once"]
+
+
+class Clock(Protocol):
+    """What time it is, and waiting for it."""
+
+    def now(self) -> datetime:
+        """The time, in UTC."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits. Returns: whether to end."""
+
+
+class WallClock:
+    """The machine's clock. SIGTERM and SIGINT end the waiting; a second one ends the process as it always does."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def now(self) -> datetime:
+        """As of every clock."""
+        return datetime.now(UTC)
+
+    def wait(self, seconds: float) -> bool:
+        """As of every clock."""
+        return self._ended.wait(seconds)
+
+    @contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Within it the first SIGTERM or SIGINT asks the loop to end, after the tick that is under way."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def ask(number: int, frame: object) -> None:
+            self._ended.set()
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+        for number in before:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(
+    schedule: Schedule,
+    missed: Missed,
+    tick: Callable[[datetime], object],
+    last_done: Callable[[], datetime | None],
+    *,
+    on_event: Callable[[str], None],
+    clock: Clock | None = None,
+    ticks: int | None = None,
+) -> int:
+    """Runs ticks as they are due, until it is asked to end.
+
+    Laws: a scheduled time is run once at most, in their order, and none that is not scheduled. Of several that passed while nothing ran,
+    one is run, the last; where `missed` is "skip", none that has passed for longer than a moment.
+
+    Args:
+        schedule: when.
+        missed: what happens to times that have passed before it began, or while a tick ran or the machine slept.
+        tick: runs one. Where it raises a TrainloadError, that is told, and the next one is waited for.
+        last_done: the last time that was run, by whomever; None: there was none.
+        on_event: told what happens.
+        clock: the time; None: the machine's, which heeds signals.
+        ticks: end after so many; None: do not.
+
+    Returns:
+        How many were run.
+    """
+    if clock is None:
+        wall = WallClock()
+        with wall.heeding_signals():
+            return _serve(schedule, missed, tick, last_done, on_event, wall, ticks)
+    return _serve(schedule, missed, tick, last_done, on_event, clock, ticks)
+
+
+def _serve(
+    schedule: Schedule,
+    missed: Missed,
+    tick: Callable[[datetime], object],
+    last_done: Callable[[], datetime | None],
+    on_event: Callable[[str], None],
+    clock: Clock,
+    ticks: int | None,
+) -> int:
+    began = clock.now()
+    after = last_done() or (schedule.last_until(began) if missed == "skip" else _before(schedule, began))
+    done = 0
+    told: datetime | None = None
+    while ticks is None or done < ticks:
+        now = clock.now()
+        due = schedule.next_after(after)
+        if due > now:
+            if due != told:
+                on_event(f"the next tick is due at {due:%Y-%m-%dT%H:%M:%SZ}")
+                told = due
+            if clock.wait(min(LONGEST_WAIT, (due - now).total_seconds())):
+                break
+            continue
+        last = schedule.last_until(now)
+        after = last
+        if missed == "skip" and (now - last) > min(_LATE, (schedule.next_after(last) - last) / 2):
+            on_event(f"missed, and skipped: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} to {last:%Y-%m-%dT%H:%M:%SZ}")
+            continue
+        if last > due:
+            on_event(f"missed: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} on; {last:%Y-%m-%dT%H:%M:%SZ} is run for them")
+        try:
+            tick(last)
+        except TrainloadError as error:
+            on_event(f"tick {last:%Y-%m-%dT%H:%M:%SZ} failed: {error}")
+        done += 1
+        if clock.wait(0.0):
+            break
+        after = max(after, last_done() or after)
+    return done
+
+
+def _before(schedule: Schedule, moment: datetime) -> datetime:
+    """A time after which the last scheduled one until a moment comes."""
+    return schedule.last_until(moment) - timedelta(microseconds=1)

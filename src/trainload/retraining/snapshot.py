@@ -1,0 +1,279 @@
+"""The data of a tick: which files, whether they are fit to be trained on, and what their values are like."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from pydantic import Field
+
+from trainload.capture.errors import DataError, MissingDataError
+from trainload.capture.program import InputSpec
+from trainload.launch.data.columns import FileSchema, Sizes, check_file
+from trainload.launch.data.dataset import READERS
+from trainload.launch.data.files import DataFile, find_files
+from trainload.launch.spec import default_cache_dir, replace_file
+from trainload.packaging.entries import data_specs
+from trainload.packaging.guards import Record
+from trainload.retraining.config import Config
+from trainload.retraining.drift import ColumnStatistics, Sampled
+from trainload.retraining.rows import RowFiles, chosen_rows, extra_columns
+from trainload.retraining.windows import files_of, one_format
+
+if TYPE_CHECKING:
+    from trainload.packaging.read import Package
+
+Words = Annotated[str, Field(max_length=8192)]
+TRAIN, HELD = "train", "held-out"
+
+
+class FileOf(Record):
+    """A file of a snapshot.
+
+    Attributes:
+        name: its path or URL. identity: its sha256, or what a URL's file system says of its version. size: bytes. rows: of it.
+        problem: why it cannot be trained on; "": it can.
+    """
+
+    name: Words
+    identity: Words
+    size: int
+    rows: int
+    problem: Words = ""
+
+
+class Snapshot(Record):
+    """The data of a tick.
+
+    Attributes:
+        files: that are trained on, and those that were left out since they are bad.
+        held_out: those that champion and challenger are compared on; () where a share of `files` is held out.
+        rows: that are trained on. held_out_rows: that are held out.
+        slices: value -> held-out rows that have it.
+        statistics: of the columns that are trained on.
+        made: whether rows were chosen, and written anew into the tick's folder.
+        first, stop: of a window by column: seconds since 1970, the first one of it, and the first one after it.
+        empty: why there is nothing new to train on; refused: why the data is not trained on. "": there is, and it is.
+    """
+
+    files: Annotated[tuple[FileOf, ...], Field(max_length=100_000)]
+    held_out: Annotated[tuple[FileOf, ...], Field(max_length=100_000)]
+    rows: int
+    held_out_rows: int
+    slices: dict[str, int]
+    statistics: dict[str, ColumnStatistics]
+    made: bool
+    first: float | None = None
+    stop: float | None = None
+    empty: Words = ""
+    refused: Words = ""
+
+    @property
+    def good(self) -> tuple[FileOf, ...]:
+        """The files that are trained on."""
+        return tuple(file for file in self.files if not file.problem)
+
+
+def take(config: Config, scheduled: datetime, package: Package, had: Collection[tuple[str, str]], folder: Path) -> Snapshot:
+    """Looks at the data of a tick.
+
+    Args:
+        config: the retraining.
+        scheduled: the tick's time.
+        package: what is trained.
+        had: name and identity of the files that ticks before have had; of a window of the kind new they are left out.
+        folder: of the tick, where rows that are chosen are written.
+
+    Raises:
+        RequestError: what is asked for does not go with the files' format.
+        StorageError: a URL cannot be reached, or the folder not be written.
+    """
+    nothing = Snapshot(files=(), held_out=(), rows=0, held_out_rows=0, slices={}, statistics={}, made=False)
+    try:
+        files = files_of(config, scheduled, ())
+    except MissingDataError as error:
+        return nothing.model_copy(update={"empty": f"no new data: {error}"})
+    identities = {file.name: _identity(file) for file in files}
+    if config.data.window.kind == "new":
+        files = tuple(file for file in files if (file.name, identities[file.name]) not in had)
+    if not files:
+        return nothing.model_copy(update={"empty": f"no new data: nothing in {', '.join(config.data.files)} that no tick has had"})
+    specs = data_specs(package.manifest, "")
+    looked = _Look(specs, extra_columns(config, held=config.evaluation.hold_out is not None), config.data.inspect_rows, len(files))
+    told = tuple(looked.at(file, identities[file.name]) for file in files)
+    snapshot = nothing.model_copy(update={"files": told, "statistics": looked.statistics})
+    refused = _refusal(config, files, told)
+    held: tuple[FileOf, ...] = ()
+    if config.evaluation.files is not None:
+        held, problem = _held_out(config, specs)
+        refused = refused or problem
+    snapshot = snapshot.model_copy(update={"held_out": held})
+    if refused:
+        return snapshot.model_copy(update={"refused": refused})
+    if config.data.window.kind == "column":
+        assert config.data.window.span is not None, "a window by column has one"
+        first, stop = (scheduled - config.data.window.span).timestamp(), scheduled.timestamp()
+        snapshot = snapshot.model_copy(update={"first": first, "stop": stop})
+    return _counted(config, snapshot, folder)
+
+
+def train_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
+    """What a run of a tick is given as data: made again where it is not there."""
+    return _source(config, snapshot, folder, TRAIN)
+
+
+def evaluation_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
+    """What a run of a tick is given as held-out data: made again where it is not there."""
+    return _source(config, snapshot, folder, HELD)
+
+
+def demand_unchanged(snapshot: Snapshot) -> None:
+    """Demands that the files are those that were looked at.
+
+    Raises:
+        DataError: one has changed, or is gone.
+    """
+    for wanted in (*snapshot.good, *snapshot.held_out):
+        (file,) = _found(wanted)
+        identity = _identity(file)
+        if identity != wanted.identity:
+            raise DataError(
+                "a file of the tick's data has changed since it was looked at",
+                where=wanted.name,
+                expected=wanted.identity,
+                got=identity,
+                cure="Restore it; new data goes into new files.",
+            )
+
+
+def _found(wanted: FileOf) -> tuple[DataFile, ...]:
+    try:
+        return find_files(wanted.name, READERS)
+    except MissingDataError as error:
+        raise DataError("a file of the tick's data is gone", where=wanted.name, expected=wanted.identity, cure="Restore it.") from error
+
+
+def _identity(file: DataFile) -> str:
+    cache = default_cache_dir() / "data"
+    cache.mkdir(parents=True, exist_ok=True)
+    return file.identity(cache)
+
+
+class _Look:
+    """Looks at files, one after another: whether they fit, and what their values are like."""
+
+    def __init__(self, specs: Sequence[InputSpec], extra: Collection[str], rows: int, files: int) -> None:
+        self._specs, self._extra = specs, extra
+        self._each = max(1, -(-rows // files))
+        self._sizes = Sizes(specs)
+        self._samples = {spec.name: Sampled(spec.dtype) for spec in specs}
+
+    @property
+    def statistics(self) -> dict[str, ColumnStatistics]:
+        """Of the files that fit."""
+        return {name: sampled.statistics() for name, sampled in self._samples.items()}
+
+    def at(self, file: DataFile, identity: str) -> FileOf:
+        """What is to be said of a file."""
+        with file.opened() as stream:
+            size = stream.seek(0, 2)
+        sizes, samples = copy.deepcopy(self._sizes), copy.deepcopy(self._samples)
+        rows, problem = 0, ""
+        try:
+            schema = READERS[file.suffix].read_schema(file) if file.suffix in READERS else None
+            if schema is None:
+                raise DataError("no reader knows a file of this name", where=file.name, expected=", ".join(READERS))
+            rows = schema.rows
+            self._demand(schema, sizes)
+            problem = self._values(file, sizes, samples) if rows else ""
+        except DataError as error:
+            problem = " ".join(str(error).split())[:8192]
+        if not problem:
+            self._sizes, self._samples = sizes, samples
+        return FileOf(name=file.name, identity=identity, size=size, rows=rows, problem=problem)
+
+    def _demand(self, schema: FileSchema, sizes: Sizes) -> None:
+        lacking = sorted(set(self._extra) - set(schema.columns))
+        if lacking and schema.columns:
+            raise DataError(f"the data has no column {lacking[0]!r}", where=schema.name, got=", ".join(sorted(schema.columns)))
+        kept = {name: column for name, column in schema.columns.items() if name not in self._extra}
+        if schema.rows or schema.columns:
+            check_file(FileSchema(schema.name, schema.rows, kept), self._specs, sizes)
+
+    def _values(self, file: DataFile, sizes: Sizes, samples: dict[str, Sampled]) -> str:
+        """Looks at the first rows of a file. Returns: what is wrong with them."""
+        start = 0
+        for block in READERS[file.suffix].read_blocks(file, self._specs, sizes):
+            rows = len(next(iter(block.values())))
+            for name, values in block.items():
+                part = values[: self._each - start]
+                if part.dtype.kind == "f" and not np.isfinite(part).all():
+                    broken = ~np.isfinite(part.reshape(len(part), -1)).all(axis=1)
+                    row = start + int(np.flatnonzero(broken)[0])
+                    return f"{file.name}, column {name!r}: {int(broken.sum())} rows hold NaN or infinity, the first is row {row}"
+                samples[name].add(part)
+            start += rows
+            if start >= self._each:
+                break
+        return ""
+
+
+def _refusal(config: Config, files: Sequence[DataFile], told: Sequence[FileOf]) -> str:
+    """Why a tick's data is not trained on."""
+    try:
+        one_format(files)
+    except DataError as error:
+        return str(error)
+    bad = [file for file in told if file.problem]
+    if not bad or (config.data.bad == "skip" and len(bad) < len(told)):
+        return ""
+    return f"{len(bad)} of {len(told)} files are bad: {bad[0].problem}"
+
+
+def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf, ...], str]:
+    """The files that are held out, and why they cannot be used."""
+    assert config.evaluation.files is not None, "else a share of the rows is"
+    try:
+        files = find_files(config.evaluation.files, READERS)
+    except MissingDataError as error:
+        return (), f"there is no held-out data: {error}"
+    look = _Look(specs, extra_columns(config, held=True, trained=False), config.data.inspect_rows, len(files))
+    told = tuple(look.at(file, _identity(file)) for file in files)
+    bad = [file for file in told if file.problem]
+    return told, f"the held-out data is bad: {bad[0].problem}" if bad else ""
+
+
+def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
+    """The snapshot with its numbers of rows; rows that are chosen are written."""
+    if chosen_rows(config):
+        counts = RowFiles(config, snapshot, folder).write()
+        held = {name: rows for name, rows in counts.items() if name != TRAIN}
+        slices = {name: rows for name, rows in held.items() if name != HELD}
+        changed = {"rows": counts.get(TRAIN, 0), "held_out_rows": sum(held.values()), "slices": slices, "made": True}
+    else:
+        changed = {"rows": sum(file.rows for file in snapshot.good), "held_out_rows": sum(file.rows for file in snapshot.held_out)}
+    snapshot = snapshot.model_copy(update=changed)
+    least = config.data.least_rows
+    if snapshot.rows < least:
+        return snapshot.model_copy(update={"empty": f"no new data: {snapshot.rows} rows, and a tick needs {least}"})
+    if not snapshot.held_out_rows:
+        return snapshot.model_copy(update={"empty": f"no new data: of {snapshot.rows} rows none is held out"})
+    return snapshot
+
+
+def _source(config: Config, snapshot: Snapshot, folder: Path, which: str) -> str:
+    if snapshot.made:
+        files = RowFiles(config, snapshot, folder)
+        if not files.there():
+            files.write()
+        return files.source(which)
+    named = snapshot.good if which == TRAIN else snapshot.held_out
+    path = folder / f"{which}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps({"parts": [{"data": [file.name for file in named]}]}).encode())
+    return str(path)

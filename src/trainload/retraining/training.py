@@ -1,0 +1,176 @@
+"""The run of a tick: launched, or gone on with, and stopped where the tick has to stop."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainload.capture.errors import ConflictError, RequestError
+from trainload.retraining.config import Config
+from trainload.retraining.snapshot import Snapshot, evaluation_source, train_source
+from trainload.retraining.tick import Say, Trail
+
+if TYPE_CHECKING:
+    from trainload.launch.journal import Event
+    from trainload.launch.result import RunResult
+    from trainload.packaging.read import Package
+    from trainload.sharding.plan import Plan
+
+_WATCH_SECONDS = 0.5
+
+
+class TickRun:
+    """The training of a tick: a run in a folder of the tick, gone on with where there is one that nobody drives.
+
+    Args:
+        trail: the tick.
+        snapshot: its data.
+        package: what is trained.
+        options: what the run is given of how packages are opened.
+        say: told what is done.
+        on_event: told what happens in the run.
+
+    Attributes:
+        plan: how it is trained.
+        folder: the run's.
+        first_step: when its first step had ended, as `time.monotonic` has it; None: it has not.
+    """
+
+    def __init__(
+        self, trail: Trail, snapshot: Snapshot, package: Package, options: dict[str, Any], say: Say, on_event: Callable[[Event], None]
+    ) -> None:
+        self._trail, self._snapshot, self._package, self._options = trail, snapshot, package, options
+        self._say, self._on_event = say, on_event
+        self._settings = settings_of(trail.config)
+        overrides = self._settings.changes
+        self.plan = plan_of(trail.config, overrides.apply(package, trail.config.train.steps), self._settings.batch)
+        self.folder = self._place()
+        self.first_step: float | None = None
+
+    def _place(self) -> Path:
+        """The first of the tick's folders for runs that has no run, or one that nobody drives."""
+        from trainload.launch.spec import RUN_FILE
+        from trainload.launch.state import read_state
+
+        number = 1
+        while True:
+            folder = folder_of(self._trail) / f"run-{number}"
+            state = read_state(folder)
+            if not (folder / RUN_FILE).exists() or state is None or not state.alive:
+                return folder
+            number += 1
+
+    def result(self, optimizer_from: str | None) -> RunResult:
+        """Trains, or goes on with it. optimizer_from: the run whose optimizer's state it begins with.
+
+        Raises:
+            TrainloadError: as `trainload.launch` and `resume`.
+        """
+        with _stopped_for(self._trail, self.folder):
+            return self._result(optimizer_from)
+
+    def _result(self, optimizer_from: str | None) -> RunResult:
+        from trainload.launch.spec import RUN_FILE
+        from trainload.running import launch, resume
+
+        config = self._trail.config
+        place: dict[str, Any] = {"backend": config.cluster.backend, "address": config.cluster.address}
+        if (self.folder / RUN_FILE).exists():
+            self._say(f"tick {self._trail.name}: going on with {self.folder}")
+            return resume(self.folder, on_event=self._heard, policy=self._options["policy"], **place)
+        data = folder_of(self._trail) / "data"
+        return launch(
+            self._package,
+            self.plan,
+            train_source(config, self._snapshot, data),
+            on_event=self._heard,
+            run_dir=self.folder,
+            steps=self._steps(),
+            eval_data=evaluation_source(config, self._snapshot, data),
+            eval_batches=config.evaluation.batches,
+            checkpoint_every=config.train.checkpoint_every,
+            output=self.folder.with_name(f"{self.folder.name}.tl"),
+            compile=config.cluster.compile,
+            overrides=self._settings.changes,
+            optimizer_from=optimizer_from,
+            **place,
+            **self._options,
+            **self._settings.run,
+        )
+
+    def _steps(self) -> int | None:
+        train = self._trail.config.train
+        if train.epochs is None:
+            return train.steps
+        return max(1, math.ceil(train.epochs * self._snapshot.rows / self.plan.global_batch))
+
+    def _heard(self, event: Event) -> None:
+        if event.kind == "step" and self.first_step is None:
+            self.first_step = time.monotonic()
+        self._on_event(event)
+
+
+def settings_of(config: Config) -> Any:
+    """What `train.set` says.
+
+    Raises:
+        RequestError: a setting is not allowed.
+    """
+    import click
+
+    from trainload.commands.settings import Settings
+
+    try:
+        return Settings(config.train.given)
+    except click.UsageError as error:
+        raise RequestError("a setting is not allowed", where="train.set", got=error.message.removeprefix("--set ")) from error
+
+
+def plan_of(config: Config, package: Package, batch: dict[str, Any]) -> Plan:
+    """The plan for a package on the retraining's cluster."""
+    from trainload.api import plan
+    from trainload.commands.planning import read_plan
+    from trainload.sharding.plan import Cluster
+
+    cluster = config.cluster
+    if cluster.plan is not None:
+        return read_plan(Path(cluster.plan)).model_copy(update={"package": package.digest})
+    shape = {"nodes": cluster.nodes, "devices_per_node": cluster.workers, "device": cluster.device}
+    return plan(package, Cluster.model_validate(shape), cluster.strategy, **batch)
+
+
+def folder_of(trail: Trail) -> Path:
+    """Where a tick keeps its runs, and data that was made for it."""
+    return Path(trail.config.runs) / trail.line / trail.name
+
+
+@contextmanager
+def _stopped_for(trail: Trail, run_dir: Path) -> Iterator[None]:
+    """Within it a run is asked to stop, with a checkpoint, when the tick is, or when its lease is lost."""
+    from trainload.launch.contact import Request
+
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_WATCH_SECONDS):
+            stop = trail.held.asked_to_stop is not None
+            try:
+                trail.held.demand()
+            except ConflictError:
+                stop = True
+            if stop and run_dir.is_dir():
+                with suppress(OSError):
+                    (run_dir / Request.STOP.file).touch()
+
+    thread = threading.Thread(target=watch, name="retraining", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

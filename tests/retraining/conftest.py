@@ -1,0 +1,52 @@
+"""A small package, and days of data for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import trainload
+from trainload.packaging.read import Package
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
+    logits = model(batch["x"])
+    with torch.no_grad():
+        accuracy = (logits.argmax(-1) == batch["cls"]).float().mean()
+    return trainload.Loss(functional.cross_entropy(logits, batch["cls"]), metrics={"accuracy": accuracy})
+
+
+def classifier(width: int = 8) -> trainload.Job:
+    torch.manual_seed(0)
+    return trainload.Job(
+        model=nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)),
+        batch={"x": torch.randn(4, 4), "cls": torch.tensor([0, 1, 2, 0])},
+        loss=loss,
+        predict=lambda model, batch: model(batch["x"]),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
+        steps=6,
+        global_batch=8,
+    )
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """A classifier of four numbers, frozen. No test changes it."""
+    return trainload.freeze(classifier(), tmp_path_factory.mktemp("small") / "small.tl")
+
+
+def write_day(path: Path, rows: int = 40, seed: int = 0, shift: float = 0.0, **columns: object) -> Path:
+    """Rows of three classes, around points of their own. columns: further ones, or in place of those."""
+    draw = np.random.default_rng(seed)
+    classes = draw.integers(0, 3, rows)
+    points = np.eye(4, dtype=np.float32)[classes] * 3
+    values = points + draw.normal(shift, 0.5, (rows, 4))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    given = {"x": values.astype(np.float32), "cls": classes.astype(np.int64), **columns}
+    trainload.write_rows([{name: value for name, value in given.items() if value is not None}], path)
+    return path

@@ -1,0 +1,51 @@
+"""Run by a test, in a child of its own.
+
+    leasing.py STORE LINE SECONDS TICK      takes the lease, says "ID" or "other", then obeys lines: "demand", "promote N", "close", "asked"
+
+Prints a line of JSON for each: what was done, or the name of the error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from trainload.capture.errors import TrainloadError
+from trainload.packaging.stores.store import Store
+from trainload.retraining.lease import Held, Leases
+
+
+def say(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def obey(store: Store, line: str, held: Held, words: list[str]) -> object:
+    match words:
+        case ["demand"]:
+            held.demand()
+        case ["promote", release]:
+            return store.promote(line, release, after=held.after).id
+        case ["asked"]:
+            return held.asked_to_stop
+        case ["close"]:
+            held.close()
+    return "done"
+
+
+def main(url: str, line: str, seconds: str, tick: str) -> None:
+    store = Store(url)
+    held = Leases(store, line, owner=f"child {tick}").take(tick, float(seconds))
+    if not isinstance(held, Held):
+        say("other")
+        return
+    say(held.id)
+    for command in sys.stdin:
+        try:
+            say(obey(store, line, held, command.split()))
+        except TrainloadError as error:
+            say(type(error).__name__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,206 @@
+"""Ticks whose training is pretended, in real stores: what they leave behind, and processes that die at a write."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.packaging.places import retrained
+
+from trainload.capture.errors import DivergedError, StorageError
+from trainload.packaging.read import Package
+from trainload.packaging.stores.folder import FolderFiles
+from trainload.packaging.stores.push import push
+from trainload.packaging.stores.releases import shown
+from trainload.packaging.stores.store import Store
+from trainload.retraining import lease
+from trainload.retraining.config import Config, checked
+from trainload.retraining.gate import Verdict, decide
+from trainload.retraining.records import Ended, Evaluated, Scores, Trained
+from trainload.retraining.snapshot import Snapshot
+from trainload.retraining.tick import Scheduler, Trail
+
+LINE = "main"
+FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
+WRITES = ("create", "replace", "send", "delete")
+
+
+def at(number: int) -> datetime:
+    """The time of the so-manieth tick."""
+    return FIRST + timedelta(days=number)
+
+
+def config_of(store: Path, **changes: Any) -> Config:
+    given: dict[str, Any] = {
+        "store": str(store),
+        "line": LINE,
+        "data": {"files": "data/*.parquet"},
+        "evaluation": {"hold_out": 0.1},
+        "lease": {"seconds": "60s"},
+        "gate": {"require": "eval.loss < champion.eval.loss"},
+        "runs": str(store.parent / "runs"),
+    }
+    return checked({**given, **changes}, "the test")
+
+
+@dataclass
+class Pretended:
+    """`Work` that trains by adding to a weight. losses: release -> what it is evaluated to.
+
+    What a tick finds is told by its number: `empty`, `bad` and `diverging` have no new data, bad data, a loss that is no number; `worse`
+    gives a challenger that is worse than the champion.
+    """
+
+    package: Package
+    folder: Path
+    empty: set[str] = field(default_factory=set)
+    bad: set[str] = field(default_factory=set)
+    diverging: set[str] = field(default_factory=set)
+    worse: set[str] = field(default_factory=set)
+    fail: Callable[[str], None] = lambda _stage: None
+    told: list[tuple[str, str]] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def first(self, config: Config, store: Store) -> None:
+        if store.current(config.line) is None:
+            push(self.package.path, config.store, line=config.line, message="the first")
+
+    def snapshot(self, trail: Trail) -> Snapshot:
+        self.fail("snapshot")
+        return made_snapshot(
+            empty="no new data: no file" if trail.name in self.empty else "", refused="a.parquet: a NaN" if trail.name in self.bad else ""
+        )
+
+    def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+        self.fail("train")
+        if trail.name in self.diverging:
+            raise DivergedError("the loss is nan", where="step 3")
+        path = self.folder / f"{trail.name}-{next(self._numbers)}.tl"
+        seed = int(trail.name[4:8])  # the same whoever trains
+        retrained(self.package, path, "lin.weight", by=1.0 + seed)
+        report = push(path, trail.config.store, line=trail.line, promote=False, facts={"tick": trail.name})
+        self.trained.append(trail.name)
+        return {
+            "release": f"{int(report.release):08d}",
+            "package": report.digest,
+            "run_dir": "gone",
+            "checkpoint": "gone",
+            "steps": 5,
+            "first_loss": 2.0,
+            "last_loss": 1.0,
+            "rows": snapshot.rows,
+            "plan": {"strategy": "single", "ranks": 1},
+            "seconds": {},
+            "sent_bytes": report.sent_bytes,
+            "restarts": 0,
+        }
+
+    def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+        self.fail("evaluate")
+        better = trail.name not in self.worse
+        return _scores(1.0), _scores(0.9 if better else 1.1)
+
+    def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+        self.fail("decide")
+        champion, challenger = evaluated.champion.loss, evaluated.challenger.loss
+        assert champion is not None
+        assert challenger is not None
+        values = {"eval.loss": challenger, "champion.eval.loss": champion, "train.loss": trained.last_loss}
+        return decide(trail.config.gate.require, values), {}
+
+    def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
+        self.fail("after")
+        self.told.append((trail.name, ended.outcome))
+        return ()
+
+
+def _scores(loss: float) -> Scores:
+    return Scores(loss=loss, metrics={}, rows=10, slices={})
+
+
+def made_snapshot(*, empty: str = "", refused: str = "") -> Snapshot:
+    return Snapshot(files=(), held_out=(), rows=100, held_out_rows=10, slices={}, statistics={}, made=False, empty=empty, refused=refused)
+
+
+class DeadError(StorageError):
+    """The process that asks was killed a while ago."""
+
+
+class Writes:
+    """Counts what is written to stores in folders, and lets the process that writes die before or after one of them.
+
+    Attributes:
+        count: how many there were. die_at: the number of the one at which the process dies; None: it does not. after: once it was done.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.die_at: int | None = None
+        self.after = False
+        self.dead = False
+
+    def arm(self, die_at: int | None, *, after: bool = False) -> None:
+        """Another process, which has written nothing yet."""
+        self.count, self.die_at, self.after, self.dead = 0, die_at, after, False
+
+    def _met(self, *, done: bool) -> None:
+        if self.dead:
+            raise DeadError("killed", where="the store")
+        if not done:
+            self.count += 1
+        if self.die_at == self.count and done == self.after:
+            self.dead = True
+            raise DeadError("killed", where="the store")
+
+    @contextmanager
+    def counted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for name in WRITES:
+                patch.setattr(FolderFiles, name, self._wrapped(getattr(FolderFiles, name)))
+            patch.setattr(FolderFiles, "read", self._read(FolderFiles.read))
+            patch.setattr(lease, "_is_dead", lambda _process: True)  # of two of our processes one is always gone
+            yield
+
+    def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def write(files: FolderFiles, path: str, *arguments: Any) -> Any:
+            if path.startswith(f"lines/{LINE}/heartbeats"):  # they come when they come
+                if self.dead:
+                    raise DeadError("killed", where="the store")
+                return real(files, path, *arguments)
+            self._met(done=False)
+            result = real(files, path, *arguments)
+            self._met(done=True)
+            return result
+
+        return write
+
+    def _read(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def read(files: FolderFiles, path: str, limit: int) -> Any:
+            if self.dead:
+                raise DeadError("killed", where="the store")
+            return real(files, path, limit)
+
+        return read
+
+
+def scheduler(config: Config, work: Pretended, said: list[str] | None = None, **more: Any) -> Scheduler:
+    return Scheduler(config, work, (said if said is not None else []).append, now=lambda: at(10_000), **more)
+
+
+def summary(store: Store) -> dict[str, Any]:
+    """What a store says of its line, without times, random numbers and who did it."""
+    from trainload.retraining.records import Ticks
+
+    ticks = Ticks(store, LINE)
+    return {
+        "current": [shown(entry.release) for entry in store.history(LINE) if not entry.reason.startswith("lease ")],
+        "releases": [(state.release.package, state.status) for state in store.releases(LINE)],
+        "ended": {name: (each.outcome, each.reason, each.release) for name, each in ticks.of_all(Ended).items()},
+    }

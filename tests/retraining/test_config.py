@@ -1,0 +1,171 @@
+"""The file of a retraining: what is wrong in it is named, with what is allowed, before anything runs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainload.capture.errors import RequestError
+from trainload.retraining.checks import demand_right
+from trainload.retraining.config import Config, checked, read_config
+from trainload.retraining.template import TEMPLATE
+
+LEAST: dict[str, Any] = {"store": "s", "line": "gpt", "data": {"files": "x/*.parquet"}, "evaluation": {"hold_out": 0.1}}
+
+
+def refused(**changes: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        checked({**LEAST, **changes}, "retrain.yaml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lin": "x"}, ["retrain.yaml, lin: there is no such key", "Did you mean line?"]),
+        ({"data": {"files": "x", "windw": {}}}, ["data.windw: there is no such key", "Did you mean window?"]),
+        ({"train": {"steps": 0}}, ["train.steps: a value is not allowed", "greater than or equal to 1", "got 0"]),
+        ({"train": {"steps": 5, "epochs": 1}}, ["train: a value is not allowed", "steps or epochs, not both"]),
+        ({"train": {"optimizer": "kept", "start": "first"}}, ["kept where a run starts from the current release"]),
+        ({"evaluation": {}}, ["evaluation: a value is not allowed", "give files, or a share to hold_out"]),
+        ({"evaluation": {"hold_out": 1.5}}, ["evaluation.hold_out", "less than 1", "got 1.5"]),
+        ({"lease": {"seconds": "5 parsecs"}}, ["lease.seconds", "such as 90s, 30m, 6h, 7d or 2w", "got 5 parsecs"]),
+        ({"lease": {"taken": "wait"}}, ["lease.taken", "'forbid', 'queue' or 'replace'", "got wait"]),
+        ({"cluster": {"strategy": "zero9"}}, ["cluster.strategy", "zero3", "got zero9"]),
+        ({"cluster": {"backend": "local", "workers": 2}}, ["the backend local is one process"]),
+        ({"schedule": {"every": "1h", "cron": "* * * * *"}}, ["schedule", "every or cron, and not both"]),
+        ({"data": {"files": "x", "window": {"kind": "column", "span": "1d"}}}, ["data.window", "a column goes with the kind column"]),
+        ({"line": "Not A Line"}, ["line: a value is not allowed", "small letters", "got Not A Line"]),
+        ({"notify": {"command": []}}, ["notify.command"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(changes: dict[str, Any], words: list[str]) -> None:
+    said = refused(**changes)
+    assert [each for each in words if each not in said] == [], said
+
+
+def test_a_key_that_is_missing_is_named() -> None:
+    with pytest.raises(RequestError, match=r"retrain.yaml, store: a key is missing"):
+        checked({name: value for name, value in LEAST.items() if name != "store"}, "retrain.yaml")
+
+
+@pytest.mark.parametrize(("text", "span"), [("90s", 90), ("30m", 1800), ("6h", 21_600), ("7d", 604_800), ("2w", 1_209_600)])
+def test_a_time_is_written_with_its_unit(text: str, span: int) -> None:
+    assert checked({**LEAST, "lease": {"seconds": text}}, "").lease.seconds == timedelta(seconds=span)
+
+
+def test_what_a_tick_pins_is_read_back() -> None:
+    config = checked({**LEAST, "train": {"set": {"lr": 1e-3, "frozen": ["a.*", "b"]}}, "schedule": {"every": "1h"}}, "")
+    assert Config.model_validate(config.to_json()) == config
+
+
+def test_settings_are_those_of_a_launch() -> None:
+    config = checked({**LEAST, "train": {"set": {"lr": 1e-3, "frozen": ["a.*", "b"], "keep": 3}}}, "")
+    assert config.train.given == ("frozen=a.*,b", "keep=3", "lr=0.001")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"set": {"dropout": 0.1}}}, ["train.set", "dropout cannot be set at a launch"]),
+        ({"train": {"set": {"lrr": 0.1}}}, ["train.set", "there is no lrr"]),
+        ({"gate": {"require": "eval.loss <"}}, ["gate.require", "no expression"]),
+        ({"evaluation": {"hold_out": 0.1, "slices": {"column": "c", "require": "print(1)"}}}, ["evaluation.slices.require"]),
+        ({"schedule": {"cron": "61 * * * *"}}, ["schedule.cron", "Bad minute"]),
+        ({"schedule": {"cron": "* * * * *", "zone": "Europe/Atlantis"}}, ["schedule.zone", "Europe/Berlin", "Europe/Atlantis"]),
+        ({"data": {"files": "x", "window": {"kind": "path", "span": "1d"}}}, ["data.files", "the time in the path"]),
+        ({"data": {"files": "x/{time:%q}", "window": {"kind": "path", "span": "1d"}}}, ["data.files", "no form of a time", "%Y"]),
+        ({"data": {"files": "x/{time:%Y}"}}, ["data.files", "goes with a window of the kind path"]),
+        ({"data": {"files": "mixture.json"}}, ["data.files", "no mixture"]),
+    ],
+)
+def test_what_only_other_parts_can_judge_is_judged_before_anything_runs(changes: dict[str, Any], words: list[str]) -> None:
+    config = checked({**LEAST, **changes}, "")
+    with pytest.raises(RequestError) as caught:
+        demand_right(config)
+    assert [each for each in words if each not in str(caught.value)] == [], str(caught.value)
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_file_may_be_yaml_or_toml(tmp_path: Path) -> None:
+    one = read_config(written(tmp_path, "a.yaml", yaml.safe_dump(LEAST)))
+    toml = 'store = "s"\nline = "gpt"\n[data]\nfiles = "x/*.parquet"\n[evaluation]\nhold_out = 0.1\n'
+    assert read_config(written(tmp_path, "a.toml", toml)) == one
+
+
+def test_relative_paths_start_at_the_files_folder(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    text = yaml.safe_dump({**LEAST, "package": "gpt.tl", "handover": {"place": "serving"}})
+    config = read_config(written(tmp_path / "inner", "a.yaml", text))
+    inner = tmp_path / "inner"
+    assert (config.store, config.package, config.data.files) == (str(inner / "s"), str(inner / "gpt.tl"), (str(inner / "x/*.parquet"),))
+    assert config.handover is not None
+    assert config.handover.place == str(inner / "serving")
+
+
+def test_urls_and_references_stay_as_they_are(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**LEAST, "store": "s3://models/store", "package": "s3://models/store#gpt/1", "runs": "${env:RUNS}"})
+    config = read_config(written(tmp_path, "a.yaml", text))
+    assert (config.store, config.package, config.runs) == ("s3://models/store", "s3://models/store#gpt/1", "${env:RUNS}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "store: [", "this is no YAML"),
+        ("a.toml", "store = [", "this is no TOML"),
+        ("a.yaml", "- a\n- b\n", "the file is no mapping"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "this is no YAML"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, text: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        read_config(written(tmp_path, name, text))
+
+
+def test_there_must_be_a_file(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="trainload retrain init"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_the_file_that_init_writes_is_right(tmp_path: Path) -> None:
+    demand_right(read_config(written(tmp_path, "a.yaml", TEMPLATE)))
+
+
+def every_key(kind: Any, place: str = "") -> set[str]:
+    """The keys of a section, and of those in it."""
+    from trainload.retraining.config import _section_of
+
+    found = set()
+    for name, field in kind.model_fields.items():
+        inner = _section_of(field.annotation)
+        key = f"{place}{field.alias or name}"
+        found |= every_key(inner, f"{key}.") if hasattr(inner, "model_fields") else {key}
+    return found
+
+
+def test_the_file_that_init_writes_tells_of_every_key() -> None:
+    text = TEMPLATE.replace("# ", "").replace("#", "")
+    assert [key for key in sorted(every_key(Config)) if f"{key.rpartition('.')[2]}:" not in text] == []
+
+
+def test_what_is_commented_out_in_it_is_allowed() -> None:
+    lines = []
+    for line in TEMPLATE.splitlines():
+        bare = line.replace("# ", "", 1) if line.lstrip().startswith("# ") and ":" in line.split("#")[1] else line
+        lines.append(bare)
+    text = "\n".join(lines[3:])
+    raw = yaml.safe_load(text.replace("  hold_out: 0.1", "  # hold_out: 0.1"))
+    raw["data"]["window"] = {"kind": "new", "since": "tick"}
+    raw["schedule"].pop("every", None)
+    raw["cluster"].update(backend="ray")
+    checked(raw, "the template")

@@ -1,0 +1,238 @@
+"""One process at a time runs a line's ticks, and one that was paused for too long cannot promote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.packaging.places import retrained
+
+from trainload.capture.errors import ConflictError, StorageError
+from trainload.packaging.read import Package
+from trainload.packaging.stores.folder import FolderFiles
+from trainload.packaging.stores.push import push
+from trainload.packaging.stores.store import Store
+from trainload.retraining import lease
+from trainload.retraining.lease import Held, LeaseLostError, Leases, Other
+
+LINE = "main"
+SHORT = 1.5
+
+
+@pytest.fixture(scope="module")
+def pushed(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with release 1, which is current, and release 2. No test changes it."""
+    folder = tmp_path_factory.mktemp("stores")
+    push(packaged.path, folder / "store", line=LINE)
+    push(retrained(packaged, folder / "second.tl", "lin.weight").path, folder / "store", line=LINE, promote=False)
+    return folder / "store"
+
+
+@pytest.fixture
+def store(pushed: Path, tmp_path: Path) -> Store:
+    """A copy of it."""
+    subprocess.run(["cp", "-r", str(pushed), str(tmp_path / "store")], check=True)
+    return Store(tmp_path / "store")
+
+
+def taken(store: Store, owner: str, seconds: float = 30.0) -> Held:
+    held = Leases(store, LINE, owner).take("20261123T060000Z", seconds)
+    assert isinstance(held, Held)
+    return held
+
+
+@contextmanager
+def child(store: Store, seconds: float = 30.0) -> Iterator[subprocess.Popen[str]]:
+    """A process that has taken the lease."""
+    command = [sys.executable, str(Path(__file__).with_name("leasing.py")), store.url, LINE, str(seconds), "20261123T060000Z"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert answer(process) == "00000001"
+            yield process
+        finally:
+            process.kill()
+
+
+def answer(process: subprocess.Popen[str], command: str | None = None) -> object:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if command is not None:
+        process.stdin.write(command + "\n")
+        process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+def test_one_process_has_the_lease(store: Store) -> None:
+    first = taken(store, "first")
+    other = Leases(store, LINE, "second").take("20261123T070000Z", 30.0)
+    assert isinstance(other, Other)
+    assert (other.owner, other.tick) == ("first", "20261123T060000Z")
+    assert 0 < other.left <= 30.0
+    first.close()
+
+
+def test_a_lease_that_was_given_back_can_be_taken_at_once(store: Store) -> None:
+    taken(store, "first").close()
+    second = taken(store, "second")
+    assert second.id == "00000002"
+    second.close()
+
+
+def test_after_one_that_was_given_back_the_history_of_current_does_not_go_on(store: Store) -> None:
+    taken(store, "first").close()
+    taken(store, "second").close()
+    assert len(store.history(LINE)) == 1
+
+
+def test_lines_have_leases_of_their_own(store: Store) -> None:
+    first = taken(store, "first")
+    other = Leases(store, "another", "second").take("20261123T060000Z", 30.0)
+    first.close()
+    assert isinstance(other, Held)
+    other.close()
+
+
+def test_an_owner_renews_its_lease(store: Store) -> None:
+    first = taken(store, "first", SHORT)
+    time.sleep(3 * SHORT)
+    first.demand()
+    assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
+    first.close()
+
+
+def test_an_owner_that_was_killed_on_this_machine_is_replaced_at_once(store: Store) -> None:
+    with child(store) as process:
+        process.kill()
+        process.wait()
+        began = time.monotonic()
+        taken(store, "second").close()
+        assert time.monotonic() - began < 5.0
+
+
+def test_an_owner_of_another_machine_that_was_killed_is_replaced_when_its_time_is_over(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with child(store, SHORT) as process:
+        process.kill()
+    monkeypatch.setattr(lease, "_is_dead", lambda _process: False)
+    assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
+    time.sleep(SHORT)
+    taken(store, "second", SHORT).close()
+
+
+def test_who_takes_the_place_of_a_silent_owner_says_so_in_the_history_of_current(store: Store) -> None:
+    with child(store) as process:
+        process.kill()
+    held = taken(store, "second")
+    history = store.history(LINE)
+    assert [entry.release for entry in history] == ["00000001", "00000001"]
+    assert "lease 2 takes the place of lease 1" in history[-1].reason
+    assert held.after == history[-1].id
+    held.close()
+
+
+def test_an_owner_that_was_paused_for_too_long_knows_that_it_lost_its_lease(store: Store) -> None:
+    with child(store, SHORT) as process:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2 * SHORT)
+        process.send_signal(signal.SIGCONT)
+        assert answer(process, "demand") == "LeaseLostError"
+
+
+def test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask(store: Store) -> None:
+    with child(store, SHORT) as process:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2 * SHORT)
+        second = taken(store, "second")
+        process.send_signal(signal.SIGCONT)
+        assert answer(process, "promote 2") == "ConflictError"
+        second.close()
+    pointer = store.current(LINE)
+    assert pointer is not None
+    assert pointer.release == "00000001"
+
+
+def test_the_owner_can_promote(store: Store) -> None:
+    with child(store) as process:
+        assert answer(process, "promote 2") == "00000002"
+
+
+def test_a_promotion_that_must_follow_another_entry_fails(store: Store) -> None:
+    store.promote(LINE, 2, after="00000001")
+    with pytest.raises(ConflictError, match="the line's history has gone on"):
+        store.promote(LINE, 1, after="00000001")
+
+
+def test_a_living_lease_is_not_taken_by_a_clock_that_is_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with child(store, SHORT):
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+        assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
+
+
+def test_an_owner_hears_that_it_is_asked_to_stop(store: Store) -> None:
+    first = taken(store, "first", SHORT)
+    Leases(store, LINE, "second").ask_to_stop(first.id)
+    until = time.monotonic() + 5.0
+    while first.asked_to_stop is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert first.asked_to_stop == "second"
+    first.close()
+
+
+def test_an_owner_whose_store_fails_loses_its_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = taken(store, "first", SHORT)
+
+    def broken(self: FolderFiles, path: str, data: bytes) -> None:
+        raise StorageError("the store cannot be written", where=path)
+
+    monkeypatch.setattr(FolderFiles, "replace", broken)
+    time.sleep(SHORT)
+    with pytest.raises(LeaseLostError, match=r"nothing could be written for 1\.5 s"):
+        first.demand()
+    first.close()
+
+
+def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with child(store) as process:
+        process.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(lease, "_is_dead", lambda _process: True)
+
+            def broken(self: Store, line: str, reason: str) -> None:
+                raise StorageError("the store cannot be written", where=line)
+
+            patch.setattr(Store, "confirm", broken)
+            with pytest.raises(StorageError):
+                Leases(store, LINE, "second").take("20261123T070000Z", SHORT)
+        time.sleep(2 * SHORT)
+        taken(store, "third").close()
+        process.send_signal(signal.SIGCONT)
+        assert answer(process, "promote 2") == "ConflictError"
+
+
+def test_a_store_that_cannot_keep_two_writers_apart_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FolderFiles, "exclusive", False)
+    with pytest.raises(StorageError, match="cannot write under a condition"):
+        Leases(Store(store.url), LINE)
+
+
+def test_this_process_is_not_taken_for_dead() -> None:
+    assert not lease._is_dead(lease._process())
+
+
+def test_a_process_of_another_machine_is_not_taken_for_dead() -> None:
+    assert not lease._is_dead("another-boot pid:[1] 1 1")
+
+
+def test_a_process_whose_number_is_used_again_is_taken_for_dead() -> None:
+    parts = lease._process().split(" ")
+    assert lease._is_dead(" ".join([*parts[:2], str(os.getpid()), "1"]))

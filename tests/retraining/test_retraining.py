@@ -1,0 +1,386 @@
+"""Retraining from end to end: real runs in this process, a store in a folder, and what follows a promotion."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from tests.retraining.conftest import classifier, write_day
+
+import trainload
+from trainload import cli
+from trainload.capture.errors import PackageError, RequestError, StorageError
+from trainload.launch.journal import Event
+from trainload.packaging.read import Package
+from trainload.packaging.stores.store import Store
+from trainload.retraining.config import Config, checked
+from trainload.retraining.lease import Leases
+from trainload.retraining.lineage import ancestry, read_line, rollback
+from trainload.retraining.migrate import migrate
+from trainload.retraining.records import Decided, Ended, Evaluated, Ticks, Trained, name_of
+from trainload.retraining.stages import Opening, Stages
+from trainload.retraining.tick import Scheduler
+
+LINE = "small"
+FIRST = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def day(number: int) -> datetime:
+    return FIRST + timedelta(days=number)
+
+
+def name(number: int) -> str:
+    return name_of(day(number))
+
+
+def config_of(folder: Path, package: Package, **changes: Any) -> Config:
+    least = {
+        "store": str(folder / "store"),
+        "line": LINE,
+        "package": str(package.path),
+        "runs": str(folder / "runs"),
+        "data": {"files": str(folder / "data" / "*.arrow")},
+        "evaluation": {"hold_out": 0.25},
+        "train": {"epochs": 2},
+        "cluster": {"backend": "local", "compile": False},
+        "gate": {"require": "eval.loss <= champion.eval.loss * 1.05"},
+    }
+    return checked({**least, **changes}, "the test")
+
+
+def tick(config: Config, number: int, said: list[str] | None = None) -> Ended:
+    say = (said if said is not None else []).append
+    return Scheduler(config, Stages(Opening(), say), say).tick(day(number))
+
+
+@pytest.fixture(scope="module")
+def lived(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A line of three ticks: promoted, without new data, promoted. No test changes it."""
+    folder = tmp_path_factory.mktemp("lived")
+    config = config_of(folder, small)
+    write_day(folder / "data" / "0.arrow", rows=120)
+    tick(config, 0)
+    tick(config, 1)
+    write_day(folder / "data" / "2.arrow", rows=120, seed=2, shift=0.6)
+    tick(config, 2)
+    return folder
+
+
+@pytest.fixture
+def ticks(lived: Path) -> Ticks:
+    return Ticks(Store(lived / "store"), LINE)
+
+
+def test_ticks_end_as_their_data_is(ticks: Ticks) -> None:
+    assert {tick: each.outcome for tick, each in ticks.of_all(Ended).items()} == {
+        name(0): "promoted",
+        name(1): "no data",
+        name(2): "promoted",
+    }
+
+
+def test_the_challenger_starts_from_the_champion(ticks: Ticks) -> None:
+    first, last = ticks.demand(Evaluated, name(0)), ticks.demand(Evaluated, name(2))
+    assert first.challenger.loss is not None
+    assert last.champion.loss is not None
+    assert last.champion.loss < 0.8 * (first.champion.loss or 0.0)
+
+
+def test_champion_and_challenger_are_evaluated_on_the_same_rows_as_by_themselves(lived: Path, ticks: Ticks) -> None:
+    evaluated, trained = ticks.demand(Evaluated, name(2)), ticks.demand(Trained, name(2))
+    held = lived / "runs" / LINE / name(2) / "data" / "held-out.arrow"
+    for release, scores in ((2, evaluated.champion), (int(trained.release), evaluated.challenger)):
+        package = trainload.open(f"{lived / 'store'}#{LINE}/{release}")
+        plan = trainload.plan(package, trainload.Cluster(devices_per_node=1), "single")
+        found = trainload.evaluate(package, plan, held, backend="local", compile=False)
+        assert (found.loss, found.metrics, found.rows) == (scores.loss, scores.metrics, scores.rows)
+
+
+def test_drift_is_told_against_the_champions_data(ticks: Ticks) -> None:
+    assert ticks.demand(Decided, name(0)).drift == {}
+    decided = ticks.demand(Decided, name(2))
+    assert decided.drift["x"] > 0.2
+    assert decided.warnings == (f"column x has drifted: {decided.drift['x']:.3g}, from 0.2 on that is much",)
+
+
+def test_only_weights_and_records_are_sent_again(lived: Path, ticks: Ticks) -> None:
+    weights = sum(path.stat().st_size for path in (lived / "runs" / LINE / name(2) / "run-1.tl" / "weights").iterdir())
+    manifest = (lived / "runs" / LINE / name(2) / "run-1.tl" / "manifest.json").stat().st_size
+    assert ticks.demand(Trained, name(2)).sent_bytes <= weights + manifest
+
+
+def test_a_lineage_goes_back_to_the_first_freeze(lived: Path) -> None:
+    found = ancestry(Store(lived / "store"), LINE)
+    assert [(step.state.release.name, step.how) for step in found] == [("3", "retrained"), ("2", "retrained"), ("1", "frozen")]
+    assert [None if step.tick is None else step.tick.name for step in found] == [name(2), name(0), None]
+
+
+def test_a_finished_tick_is_the_same_when_it_is_run_again(small: Package, lived: Path) -> None:
+    before = sorted(str(path) for path in (lived / "store").rglob("*") if "leases" not in str(path) and "heartbeats" not in str(path))
+    assert tick(config_of(lived, small), 2).outcome == "promoted"
+    after = sorted(str(path) for path in (lived / "store").rglob("*") if "leases" not in str(path) and "heartbeats" not in str(path))
+    assert after == before
+
+
+@pytest.fixture
+def folder(small: Package, tmp_path: Path) -> Path:
+    write_day(tmp_path / "data" / "0.arrow", rows=60)
+    return tmp_path
+
+
+def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, train={"steps": 100_000}, lease={"seconds": "12s"})
+    store = Store(folder / "store", create=True)
+
+    def heard(event: Event) -> None:
+        if event.kind == "step" and event.data["step"] == 20:
+            Leases(store, LINE, "somebody").ask_to_stop("00000001")
+
+    ended = Scheduler(config, Stages(Opening(), print, heard), print).tick(day(0))
+    assert (ended.outcome, ended.reason) == ("replaced", "somebody asked it to stop")
+    assert list((folder / "runs" / LINE / name(0) / "run-1" / "checkpoints").glob("step-*"))
+
+
+def test_a_release_is_handed_over_when_it_is_promoted(small: Package, folder: Path) -> None:
+    told = folder / "told.json"
+    script = f"import sys, pathlib; pathlib.Path({str(told)!r}).write_text(sys.stdin.read() + sys.argv[1])"
+    place = {"form": "huggingface", "place": str(folder / "serving"), "command": [sys.executable, "-c", script]}
+    assert tick(config_of(folder, small, handover=place), 0).warnings == ()
+    assert (folder / "serving" / "current").resolve() == folder / "serving" / "small-2"
+    assert (folder / "serving" / "current" / "model.safetensors").is_file()
+    record, _, path = told.read_text().rpartition("}")
+    assert (json.loads(record + "}")["outcome"], path) == ("promoted", str(folder / "serving" / "small-2"))
+
+
+def test_a_command_that_fails_is_a_warning(small: Package, folder: Path) -> None:
+    hook = {"command": [sys.executable, "-c", "import sys; sys.exit('no line to the office')"]}
+    ended = tick(config_of(folder, small, notify=hook), 0)
+    assert ended.outcome == "promoted"
+    assert ["no line to the office" in text for text in ended.warnings] == [True]
+
+
+def test_a_command_hears_only_of_what_it_asked_for(small: Package, folder: Path) -> None:
+    hook = {"command": [sys.executable, "-c", "import sys; sys.exit(1)"], "outcomes": ["failed"]}
+    assert tick(config_of(folder, small, notify=hook), 0).warnings == ()
+
+
+def test_old_runs_are_removed_but_for_the_champions(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, retention={"runs": 1})
+    tick(config, 0)
+    never = config_of(folder, small, retention={"runs": 1}, gate={"require": "eval.loss < 0"})
+    for number in (1, 2, 3):
+        write_day(folder / "data" / f"{number}.arrow", rows=60, seed=number)
+        assert tick(never, number).outcome == "rejected"
+    assert sorted(path.name for path in (folder / "runs" / LINE).iterdir()) == [name(0), name(3)]
+
+
+def test_slices_have_bars_of_their_own(small: Package, folder: Path) -> None:
+    held = write_day(folder / "held.arrow", rows=60, seed=9, land=np.arange(60) % 2)
+    slices = {"column": "land", "require": "eval.loss < 0"}
+    ended = tick(config_of(folder, small, evaluation={"files": str(held), "slices": slices}), 0)
+    assert ended.outcome == "rejected"
+    assert ended.reason.startswith("land=0: eval.loss < 0: ")
+
+
+def test_the_optimizers_state_is_kept_where_that_is_asked_for(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, train={"steps": 4, "optimizer": "kept"})
+    tick(config, 0)
+    write_day(folder / "data" / "1.arrow", rows=60, seed=1)
+    tick(config, 1)
+    specs = [json.loads((folder / "runs" / LINE / name(number) / "run-1" / "run.json").read_text()) for number in (0, 1)]
+    assert specs[0]["optimizer_from"] is None
+    assert specs[1]["optimizer_from"] == str(folder / "runs" / LINE / name(0) / "run-1" / "checkpoints" / "step-00000004")
+
+
+def test_or_from_the_weights_that_the_line_began_with(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, train={"steps": 4, "start": "first"}, gate={"require": "eval.loss < 99"})
+    tick(config, 0)
+    write_day(folder / "data" / "1.arrow", rows=60, seed=1)
+    tick(config, 1)
+    store = Store(folder / "store")
+    assert [state.release.parent for state in store.releases(LINE)] == [None, "00000001", "00000001"]
+
+
+def test_files_of_a_rejected_tick_come_again_where_only_promoted_ones_count(small: Package, folder: Path) -> None:
+    data = {"files": str(folder / "data" / "*.arrow"), "window": {"kind": "new", "since": "promoted"}}
+    tick(config_of(folder, small, data=data, gate={"require": "eval.loss < 0"}), 0)
+    write_day(folder / "data" / "1.arrow", rows=60, seed=1)
+    tick(config_of(folder, small, data=data), 1)
+    assert tick(config_of(folder, small, data=data), 2).outcome == "no data"
+    stories = read_line(Store(folder / "store"), LINE).ticks
+    assert [len(each.taken.snapshot.files) for each in stories if each.taken is not None] == [1, 2, 0]
+
+
+def test_data_that_changed_while_a_tick_was_broken_off_is_noticed(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = write_day(folder / "held.arrow", rows=20, seed=9)
+    config = config_of(folder, small, evaluation={"files": str(held)})
+    with monkeypatch.context() as patch:
+        patch.setattr(Stages, "train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tick(config, 0)
+    write_day(folder / "data" / "0.arrow", rows=60, seed=8)
+    with pytest.raises(RequestError, match="has changed since it was looked at"):
+        tick(config, 0)
+
+
+def test_a_line_without_a_package_is_refused(small: Package, folder: Path) -> None:
+    config = config_of(folder, small).model_copy(update={"package": None})
+    with pytest.raises(RequestError, match="the line has no current release"):
+        tick(config, 0)
+
+
+@pytest.fixture
+def store(lived: Path, tmp_path: Path) -> Store:
+    """A copy of the line's store."""
+    import shutil
+
+    shutil.copytree(lived / "store", tmp_path / "store")
+    return Store(tmp_path / "store")
+
+
+def test_a_rollback_goes_to_the_release_before_and_marks_the_one_that_it_leaves(store: Store) -> None:
+    assert rollback(store, LINE, reason="worse on Mondays").release == "00000002"
+    assert [state.status for state in store.releases(LINE)] == ["promoted", "current", "rejected"]
+    assert store.releases(LINE)[-1].reason == "worse on Mondays"
+
+
+def test_a_second_one_goes_further_back(store: Store) -> None:
+    rollback(store, LINE)
+    assert rollback(store, LINE).release == "00000001"
+    with pytest.raises(StorageError, match="no release was current before that can be used"):
+        rollback(store, LINE)
+
+
+def test_a_rollback_goes_where_it_is_told(store: Store) -> None:
+    assert rollback(store, LINE, to=1).release == "00000001"
+
+
+def test_weights_are_carried_to_new_code_by_name(small: Package, store: Store, tmp_path: Path) -> None:
+    wider = trainload.freeze(classifier(width=12), tmp_path / "wider.tl")
+    old = trainload.open(f"{store.url}#{LINE}/3")
+    found = migrate(wider, old, tmp_path / "carried.tl")
+    assert (found.matched, [each.name for each in found.reshaped], found.missing) == (("2.bias",), ["0.weight", "0.bias", "2.weight"], ())
+    carried = trainload.open(tmp_path / "carried.tl")
+    assert carried.weights.tensor("2.bias").equal(old.weights.tensor("2.bias"))
+    assert carried.weights.tensor("0.weight").equal(wider.weights.tensor("0.weight"))
+
+
+def test_of_other_shapes_the_part_that_both_have_can_be_carried(small: Package, store: Store, tmp_path: Path) -> None:
+    wider = trainload.freeze(classifier(width=12), tmp_path / "wider.tl")
+    old = trainload.open(f"{store.url}#{LINE}/3")
+    found = migrate(wider, old, tmp_path / "carried.tl", overlap=True)
+    carried = trainload.open(tmp_path / "carried.tl").weights
+    assert carried.tensor("0.weight")[:8].equal(old.weights.tensor("0.weight"))
+    assert carried.tensor("0.weight")[8:].equal(wider.weights.tensor("0.weight")[8:])
+    assert found.carried == sum(old.weights.tensor(each).numel() for each in old.weights.names())
+
+
+def test_strictly_all_must_be_carried(small: Package, store: Store, tmp_path: Path) -> None:
+    wider = trainload.freeze(classifier(width=12), tmp_path / "wider.tl")
+    with pytest.raises(PackageError, match=r"reshaped: 0\.weight, 0\.bias, 2\.weight"):
+        migrate(wider, trainload.open(f"{store.url}#{LINE}/3"), tmp_path / "carried.tl", strict=True)
+
+
+def test_names_can_be_changed(small: Package, store: Store, tmp_path: Path) -> None:
+    old = trainload.open(f"{store.url}#{LINE}/3")
+    found = migrate(small, old, tmp_path / "carried.tl", rename={"2.*": "head.*"})
+    assert (found.matched, found.missing, found.left) == (("0.weight", "0.bias"), ("2.weight", "2.bias"), ("2.bias", "2.weight"))
+    with pytest.raises(RequestError, match="nothing has this name"):
+        migrate(small, old, tmp_path / "again.tl", rename={"encoder.*": "backbone.*"})
+
+
+@pytest.fixture
+def commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command line. Returns: its exit status, what it printed, and what it said."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = cli.run(list(arguments))
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    monkeypatch.setenv("COLUMNS", "200")
+    return run
+
+
+def test_a_new_line_goes_on_where_the_weights_are_from(small: Package, store: Store, tmp_path: Path, commands: Any) -> None:
+    trainload.freeze(classifier(width=12), tmp_path / "wider.tl")
+    arguments = ["migrate", str(tmp_path / "wider.tl"), "--from", f"{store.url}#{LINE}/3", "--store", store.url, "--line", "wide", "--json"]
+    status, out, _ = commands(*arguments)
+    assert (status, json.loads(out)["release"], json.loads(out)["matched"]) == (0, "1", ["2.bias"])
+    found = ancestry(store, "wide")
+    assert [(step.line, step.state.release.name, step.how) for step in found] == [
+        ("wide", "1", "migrated"),
+        (LINE, "3", "retrained"),
+        (LINE, "2", "retrained"),
+        (LINE, "1", "frozen"),
+    ]
+
+
+def test_the_commands_of_a_line(store: Store, commands: Any) -> None:
+    status, out, _ = commands("history", store.url, "--json")
+    assert (status, [row["what"] for row in json.loads(out)["history"]]) == (0, ["current", "promoted", "no data", "promoted"])
+    status, out, _ = commands("lineage", f"{store.url}#{LINE}/2")
+    assert (status, out.count("eval.loss <= champion.eval.loss * 1.05"), "frozen" in out) == (0, 1, True)
+    status, out, _ = commands("rollback", store.url, "--json")
+    assert (status, json.loads(out)["release"]) == (0, "2")
+
+
+def test_a_file_is_written_checked_and_run(small: Package, folder: Path, commands: Any) -> None:
+    status, _, _ = commands("retrain", "init", str(folder / "new.yaml"))
+    assert (status, (folder / "new.yaml").is_file()) == (0, True)
+    config = config_of(folder, small, schedule={"every": "1d"})
+    (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
+    status, out, _ = commands("retrain", "check", str(folder / "retrain.yaml"), "--json")
+    assert (status, json.loads(out)["plan"]) == (0, "single on 1")
+    status, out, said = commands("retrain", "tick", str(folder / "retrain.yaml"), "--at", "2026-01-01T00:00:00Z", "--json")
+    assert (status, json.loads(out)["outcome"]) == (0, "promoted"), said
+    status, out, _ = commands("retrain", "run", str(folder / "retrain.yaml"), "--ticks", "1")
+    assert (status, "no data" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--at", "yesterday"), "a time such as 2026-11-23T06:00:00Z"),
+        (("--at", "2026-01-01T00:00:00"), "a time needs a zone"),
+        ((), "Give the key schedule"),
+    ],
+)
+def test_a_time_that_is_none_is_refused(small: Package, folder: Path, commands: Any, arguments: tuple[str, ...], words: str) -> None:
+    (folder / "retrain.yaml").write_text(yaml.safe_dump(config_of(folder, small).to_json()))
+    status, _, said = commands("retrain", "tick", str(folder / "retrain.yaml"), *arguments)
+    assert (status, words in said) == (2, True), said
+
+
+def test_a_metric_that_there_is_not_is_found_by_check(small: Package, folder: Path, commands: Any) -> None:
+    config = config_of(folder, small, gate={"require": "eval.acuracy > 0.5"})
+    (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
+    status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
+    assert (status, "gate.require: there is no such metric" in said, "Did you mean eval.accuracy?" in said) == (2, True, True), said
+
+
+def test_a_store_has_a_page(store: Store, tmp_path: Path, commands: Any) -> None:
+    status, out, _ = commands("report", store.url, "--output", str(tmp_path / "page.html"), "--json")
+    assert (status, json.loads(out)["lines"]) == (0, {LINE: {"current": "3", "releases": 3, "ticks": 3}})
+    page = (tmp_path / "page.html").read_text()
+    assert all(each in page for each in ("2026-01-01 00:00:00", "no data", "evaluation loss", "accuracy", "drift", "frozen"))
+    assert "<script" not in page
+
+
+def test_what_people_have_written_is_text_in_it(store: Store, tmp_path: Path, commands: Any) -> None:
+    store.promote(LINE, 2, reason="<img src=x onerror=alert(1)>")
+    commands("report", f"{store.url}#{LINE}", "--output", str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert ("<img" in page, "&lt;img src=x" in page) == (False, True)
+
+
+def test_a_file_that_is_no_report_is_not_written_over(store: Store, tmp_path: Path, commands: Any) -> None:
+    (tmp_path / "thesis.html").write_text("years of work")
+    status, _, said = commands("report", store.url, "--output", str(tmp_path / "thesis.html"))
+    assert (status, "it exists already, and is no report" in said) == (2, True)

@@ -1,0 +1,193 @@
+"""The loop over ticks: none twice, none out of order, whatever clocks, ticks and machines do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainload.capture.errors import TrainingError
+from trainload.retraining.schedule import Every
+from trainload.retraining.service import Missed, serve
+
+HOUR = timedelta(hours=1)
+START = datetime(2026, 1, 1, 0, 30, tzinfo=UTC)
+HOURLY = Every(HOUR)
+
+
+class Clock:
+    """A clock that goes on when it is waited for. jumps: after so many waits it is set to another time."""
+
+    def __init__(self, start: datetime = START, jumps: dict[int, timedelta] | None = None, end: int = 10_000) -> None:
+        self.time, self.jumps, self.end, self.waits = start, jumps or {}, end, 0
+
+    def now(self) -> datetime:
+        return self.time
+
+    def wait(self, seconds: float) -> bool:
+        self.waits += 1
+        self.time += timedelta(seconds=seconds) + self.jumps.pop(self.waits, timedelta())
+        return self.waits >= self.end
+
+
+def served(
+    clock: Clock, ticks: int, missed: Missed = "once", last: datetime | None = None, tick: Any = None, said: list[str] | None = None
+) -> list[datetime]:
+    """The times that a loop has run."""
+    found: list[datetime] = []
+
+    def one(when: datetime) -> None:
+        found.append(when)
+        if tick is not None:
+            tick(when)
+
+    serve(HOURLY, missed, one, lambda: last, on_event=(said if said is not None else []).append, clock=clock, ticks=ticks)
+    return found
+
+
+def hour(number: int) -> datetime:
+    return datetime(2026, 1, 1, tzinfo=UTC) + number * HOUR
+
+
+def test_ticks_are_run_when_they_are_due() -> None:
+    assert served(Clock(), 3, last=hour(0)) == [hour(1), hour(2), hour(3)]
+
+
+def test_a_line_that_is_new_begins_with_the_last_time_that_was_due() -> None:
+    assert served(Clock(), 2) == [hour(0), hour(1)]
+
+
+def test_or_with_the_next_where_missed_ones_are_skipped() -> None:
+    assert served(Clock(), 1, "skip") == [hour(1)]
+
+
+def test_of_those_that_were_missed_the_last_one_is_run() -> None:
+    assert served(Clock(hour(9) + HOUR / 2), 2, last=hour(3)) == [hour(9), hour(10)]
+
+
+def test_or_none() -> None:
+    assert served(Clock(hour(9) + HOUR / 2), 1, "skip", last=hour(3)) == [hour(10)]
+
+
+def test_one_that_comes_a_moment_late_was_not_missed() -> None:
+    assert served(Clock(hour(4) + timedelta(seconds=90)), 1, "skip", last=hour(3)) == [hour(4)]
+
+
+def test_a_tick_that_takes_longer_than_the_time_between_costs_those_that_passed() -> None:
+    clock = Clock()
+
+    def long(_when: datetime) -> None:
+        clock.time += 2.5 * HOUR
+
+    assert served(clock, 3, last=hour(0), tick=long) == [hour(1), hour(3), hour(6)]
+
+
+def test_a_machine_that_slept_notices_it_within_a_minute() -> None:
+    clock = Clock(jumps={5: 5 * HOUR})
+    assert served(clock, 1, last=hour(0)) == [hour(5)]
+    assert clock.waits <= 6
+
+
+def test_a_clock_that_goes_back_runs_nothing_again() -> None:
+    clock = Clock()
+
+    def back(when: datetime) -> None:
+        if when == hour(2):
+            clock.time -= 3 * HOUR
+
+    assert served(clock, 3, last=hour(0), tick=back) == [hour(1), hour(2), hour(3)]
+
+
+def test_a_tick_that_fails_is_told_of_and_the_next_one_is_run() -> None:
+    said: list[str] = []
+
+    def fail(when: datetime) -> None:
+        if when == hour(1):
+            raise TrainingError("broken", where="the test")
+
+    assert served(Clock(), 2, last=hour(0), tick=fail, said=said) == [hour(1), hour(2)]
+    assert "tick 2026-01-01T01:00:00Z failed: the test: broken" in said
+
+
+def test_what_another_scheduler_has_run_is_not_run_again() -> None:
+    found: list[datetime] = []
+    serve(HOURLY, "once", found.append, lambda: hour(4), on_event=list[str]().append, clock=Clock(), ticks=1)
+    assert found == [hour(5)]
+
+
+@given(
+    jumps=st.dictionaries(st.integers(1, 200), st.integers(-300, 300).map(lambda minutes: timedelta(minutes=minutes)), max_size=8),
+    lasts=st.lists(st.integers(0, 200), min_size=1, max_size=5),
+    missed=st.sampled_from(["once", "skip"]),
+)
+def test_each_time_is_run_once_at_most_in_order_and_none_that_is_not_scheduled(
+    jumps: dict[int, timedelta], lasts: list[int], missed: Missed
+) -> None:
+    clock = Clock(jumps=dict(jumps), end=800)
+
+    def last(when: datetime) -> None:
+        clock.time += timedelta(minutes=lasts[when.hour % len(lasts)])
+
+    found = served(clock, 12, missed, tick=last)
+    assert found == sorted(set(found))
+    assert all(HOURLY.last_until(when) == when for when in found)
+
+
+CHILD = """
+import sys, time
+from datetime import timedelta
+from trainload.retraining.schedule import Every
+from trainload.retraining.service import serve
+
+def tick(when):
+    print("begun", flush=True)
+    time.sleep(1.0)
+    print("done", flush=True)
+
+print(serve(Every(timedelta(seconds=1)), "once", tick, lambda: None, on_event=lambda text: None), flush=True)
+"""
+
+
+def test_sigterm_ends_the_loop_after_the_tick_that_is_under_way() -> None:
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.stdout.read() == "done\n1\n"
+        assert child.wait() == 0
+
+
+def test_a_second_one_ends_it_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
+        child.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait() == -signal.SIGTERM
+
+
+def test_a_loop_that_waits_ends_at_once() -> None:
+    text = CHILD.replace("seconds=1)", "days=9)").replace('"once"', '"skip"').replace("on_event=lambda text: None", "on_event=print")
+    with subprocess.Popen([sys.executable, "-u", "-c", text], stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().startswith("the next tick is due at")
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.read() == "0\n"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainload
+
+    source = str(Path(trainload.__path__[0]).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
