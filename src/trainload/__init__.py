@@ -57,8 +57,12 @@ if TYPE_CHECKING:
     from trainload.capture.job import Turn as Turn
     from trainload.capture.parameter_groups import parameter_groups as parameter_groups
     from trainload.capture.shape_report import ShapeReport as ShapeReport
+    from trainload.evaluating import EvaluationResult as EvaluationResult
+    from trainload.evaluating import evaluate as evaluate
     from trainload.exporting import Exported as Exported
     from trainload.exporting import export as export
+    from trainload.launch.adapters import Adapters as Adapters
+    from trainload.launch.data.arrow_file import write_rows as write_rows
     from trainload.launch.overrides import Overrides as Overrides
     from trainload.packaging.read import Package as Package
     from trainload.passes import Pass as Pass
@@ -80,6 +84,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapters",
     "Asset",
     "CaptureError",
     "CheckpointError",
@@ -88,6 +93,7 @@ __all__ = [
     "ConflictError",
     "DataError",
     "Ema",
+    "EvaluationResult",
     "Exported",
     "Graph",
     "IntegrityError",
@@ -120,6 +126,7 @@ __all__ = [
     "__version__",
     "diff",
     "dry_run",
+    "evaluate",
     "explain_shapes",
     "export",
     "freeze",
@@ -138,12 +145,15 @@ __all__ = [
     "simulate",
     "transform",
     "verify",
+    "write_rows",
 ]
 
 _HOMES = {
+    "Adapters": "trainload.launch.adapters",
     "Asset": "trainload.capture.job",
     "Cluster": "trainload.sharding.plan",
     "Ema": "trainload.capture.job",
+    "EvaluationResult": "trainload.evaluating",
     "Exported": "trainload.exporting",
     "Graph": "trainload.capture.job",
     "Job": "trainload.capture.job",
@@ -158,6 +168,7 @@ _HOMES = {
     "ShapeReport": "trainload.capture.shape_report",
     "diff": "trainload.trust",
     "dry_run": "trainload.api",
+    "evaluate": "trainload.evaluating",
     "explain_shapes": "trainload.api",
     "export": "trainload.exporting",
     "freeze": "trainload.api",
@@ -175,6 +186,7 @@ _HOMES = {
     "simulate": "trainload.sharding.simulate",
     "transform": "trainload.transformation",
     "verify": "trainload.trust",
+    "write_rows": "trainload.launch.data.arrow_file",
 }
 """Where each name that is imported on first use lives."""
 

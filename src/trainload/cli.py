@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -21,8 +23,23 @@ import click
 import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
+from trainload.capture.redaction import redacted
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands import compare, exports, graphs, packages, planning, runs, stores, trust, watching
+from trainload.commands import (
+    compare,
+    exports,
+    graphs,
+    lines,
+    manifest,
+    packages,
+    planning,
+    reporting,
+    retrain,
+    runs,
+    stores,
+    trust,
+    watching,
+)
 from trainload.commands.overview import Overview
 from trainload.commands.shared import DONE, FAILED, WRONG, json_option
 from trainload.commands.shared import libraries as named_libraries
@@ -32,19 +49,22 @@ from trainload.commands.shared import print_json as _print_json
 if TYPE_CHECKING:
     from trainload.capture.job import Job
 
+_OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
+"""Commands that run packages, or say whether they may be run."""
+
 
 @click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
-@click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s")
-@click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="Import MODULE; let packages call its operators.")
-@click.option("--trust-extensions", is_flag=True, help="Load the libraries that a package brings.")
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="What packages must be like to be run.")
+@click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s", help="")
+@click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="operators to import")
+@click.option("--trust-extensions", is_flag=True, help="that packages bring")
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="on packages")
 @click.pass_context
 def commands(
     context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None
 ) -> None:  # read by commands.shared
     """Freeze a PyTorch training job; choose the parallelism at launch."""
-    if policy is not None and context.invoked_subcommand not in ("launch", "resume", "verify"):
-        raise click.UsageError("--policy goes with launch, resume and verify.")
+    if policy is not None and context.invoked_subcommand not in _OBEYING:
+        raise click.UsageError(f"--policy goes with {', '.join(_OBEYING)}.")
 
 
 @commands.command(short_help="Write a job's package.")
@@ -170,20 +190,36 @@ for _command in (
     planning.simulate,
     planning.profile,
     runs.launch,
+    runs.evaluate,
     runs.resume,
     watching.status,
     watching.logs,
     watching.stop,
     watching.runs,
+    reporting.report,
+    reporting.dashboard,
+    manifest.manifest,
+    retrain.retrain,
 ):
     commands.add_command(_command)
 commands.add_command(exports.export)
-for _command in (stores.push, stores.pull, stores.releases, stores.promote, stores.gc):
+for _command in (
+    stores.push,
+    stores.pull,
+    stores.releases,
+    stores.promote,
+    stores.gc,
+    lines.rollback,
+    lines.history,
+    lines.lineage,
+    lines.migrate,
+):
     commands.add_command(_command)
 
 
 def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:
     """Say what went wrong, once: on stderr one line, a page if it has findings; or with --json an object on stdout. Returns `status`."""
+    message = redacted(message)
     if "--json" in arguments:
         _print_json({"error": {"kind": kind, "message": message, "exit": status, **{k: v for k, v in details.items() if v}}})
     else:
@@ -211,6 +247,12 @@ def run(arguments: Sequence[str]) -> int:
     return status if isinstance(status, int) else DONE
 
 
+def _complain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an error that nobody expected, without secrets."""
+    sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))
+
+
 def main() -> NoReturn:
     """The console script."""
+    sys.excepthook = _complain
     sys.exit(run(sys.argv[1:]))

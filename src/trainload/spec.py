@@ -49,7 +49,7 @@ def load_job(spec: str) -> Job:
         except TrainloadError:
             raise
         except (Exception, SystemExit) as error:
-            raise JobError(f"{name}() failed: {_describe(error)}", where=_user_line(error, module)) from error
+            raise JobError(f"{name}() failed: {describe(error)}", where=user_line(error, module)) from error
         where = f"{location}:{name}()"
     else:
         where = f"{location}:{name}"
@@ -91,7 +91,7 @@ def _from_file(location: str) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise JobError(f"it does not import: {_describe(error)}", where=_user_line(error, module)) from error
+        raise JobError(f"it does not import: {describe(error)}", where=user_line(error, module)) from error
     return module
 
 
@@ -103,9 +103,9 @@ def _from_name(location: str) -> ModuleType:
         if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
             cure = f"The job is given as {FORMS}."
             raise JobError(f"there is no module {error.name!r}", where=location, cure=cure) from error
-        raise JobError(f"it does not import: {_describe(error)}", where=_user_line(error, location)) from error
+        raise JobError(f"it does not import: {describe(error)}", where=user_line(error, location)) from error
     except (Exception, SystemExit) as error:
-        raise JobError(f"it does not import: {_describe(error)}", where=_user_line(error, location)) from error
+        raise JobError(f"it does not import: {describe(error)}", where=user_line(error, location)) from error
 
 
 def _put_first(folder: Path) -> None:
@@ -124,13 +124,14 @@ def _candidates(module: ModuleType, job: type) -> list[str]:
     return sorted(name for name in own if not name.startswith("_"))
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An error of the user's code in one line."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     first = text.strip().splitlines()
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
-def _user_line(error: BaseException, module: ModuleType | str) -> str:
+def user_line(error: BaseException, module: ModuleType | str) -> str:
     """`file:line` of the innermost frame in the job's own folder, else outside the installed libraries, else the module's name."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"

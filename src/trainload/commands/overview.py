@@ -1,6 +1,8 @@
-"""How the program's own help lists the commands: two beside each other, so that all of them fit a screen."""
+"""How the program's own help lists options and commands: beside each other, so that all of them fit a screen."""
 
 from __future__ import annotations
+
+import textwrap
 
 import click
 
@@ -9,6 +11,22 @@ _WIDTH = 80
 
 class Overview(click.Group):
     """A group whose help has two columns of commands, each in the order of the alphabet from top to bottom."""
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Of the program itself it is not listed: whoever reads the list has used it."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.hidden = True
+        return option
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in running text, and the commands."""
+        found = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
+        spelled = [" ".join((each.opts[0], *((each.metavar,) if each.metavar else ()))) for each in found]
+        told = [f"{name} ({each.help})" if each.help else name for name, each in zip(spelled, found, strict=True)]
+        formatter.write_paragraph()
+        formatter.write(textwrap.fill(f"Options: {', '.join(told)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+        self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write them. What a command says of itself is cut where it does not fit: at most 27 characters with names of 9."""

@@ -19,7 +19,7 @@ from trainload.commands.shared import FAILED, err, json_option, out, package_arg
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
-    from trainload.packaging.manifest import Manifest, OpLibraryEntry
+    from trainload.packaging.manifest import Manifest, OpLibraryEntry, Option
     from trainload.packaging.read import Package
 
 
@@ -186,7 +186,17 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
     if manifest.parent is not None:
         rows.append(("parent", manifest.parent))
+    if manifest.training is not None:
+        rows.append(("trained", f"{manifest.training.steps} steps on data {manifest.training.data}"))
+        for change in manifest.training.changed:
+            told = ", ".join(f"{name}={_setting(value)}" for name, value in change.settings.items())
+            rows.append((f"from step {change.step}" if change.step else "settings", told))
     return rows
+
+
+def _setting(value: Option) -> str:
+    """A setting's value, as --set would be given it."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _library(entry: OpLibraryEntry) -> str:

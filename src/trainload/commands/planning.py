@@ -31,7 +31,7 @@ KINDS = ("cpu", "cuda")
 @click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
 @click.option("--device", metavar="D", default="cpu", help="cpu, cuda; h100 or others, or a FILE: to choose by.")
 @click.option("--strategy", type=NamedCount(STRATEGIES), metavar="S[/N]", help="single, zero0..zero3, hybrid[/ranks of a copy].")
-@click.option("--tensor", type=CountOf(DIVIDES), metavar="N[/W]", help="Ranks that share a row: /sequence, /context or /expert.")
+@click.option("--tensor", type=CountOf(DIVIDES), metavar="N[/W]", help="Ranks of a row: N/sequence, N/context or N/expert.")
 @click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
 @click.option("--pipeline", type=positive, metavar="N", help="Ranks that a row passes through. Default: 1.")
 @click.option("--schedule", type=NamedCount(SCHEDULES), metavar="S[/N]", help="gpipe, 1f1b, zero-bubble, zbv, dualpipev[/stages].")
@@ -41,6 +41,7 @@ KINDS = ("cpu", "cuda")
 @click.option("--accumulate", type=positive, metavar="N", help="Microbatches. Default: 1; of a pipeline more.")
 @click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="A bucket of parameters. Default: 25.")
 @click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead. Default: 1.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="What the launch will change: docs/runs.md.")
 @click.option("--explain", type=positive, metavar="N", help="What candidate N costs, node by node.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
 @json_option
@@ -60,6 +61,7 @@ def plan(
     accumulate: int | None,
     bucket_mib: float | None,
     prefetch: int | None,
+    given: tuple[str, ...],
     explain: int | None,
     output: Path | None,
     as_json: bool,
@@ -74,7 +76,7 @@ def plan(
     ranks, divide = tensor or (None, "tensor")
     if prefetch is not None:
         options["prefetch"] = prefetch
-    opened = shared.open_package(package)
+    opened = changed_by(given, shared.open_package(package))
     if device not in KINDS:
         wanted: dict[str, Any] = {"strategy": name, "tensor": ranks, "divide": divide, "pipeline": pipeline, "accumulate": accumulate}
         wanted |= {"recompute": recompute, "schedule": schedule}
@@ -97,6 +99,16 @@ def plan(
     if output is not None:
         rows.append(("plan", str(output)))
     out().print(view.table(rows))
+
+
+def changed_by(given: tuple[str, ...], package: Package) -> Package:
+    """The package as --set has a launch train it; there it must be given the same settings."""
+    from trainload.commands.settings import Settings
+
+    chosen = Settings(given)
+    if others := [*chosen.run, *chosen.batch]:
+        raise click.UsageError(f"--set {others[0]}: a plan is made for what is trained; give it to the launch, or as an option.")
+    return chosen.changes.apply(package)
 
 
 def make_plan(package: Package, nodes: int, devices: int, device: str, strategy: Strategy | None, **options: Any) -> Plan:
@@ -171,8 +183,9 @@ def _rule(text: str) -> tuple[str, Any]:
 @click.option(
     "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", required=True, help="A plan that `trainload plan` wrote."
 )
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="What the plan was made with.")
 @json_option
-def simulate(package: Path, plan_file: Path, as_json: bool) -> None:
+def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bool) -> None:
     """Make the graphs of every rank of a plan, without a value or a cluster, and check that all ranks would meet.
 
     Shows the collectives that stand in them: what would hang, or train on another's values, is refused here.
@@ -181,7 +194,7 @@ def simulate(package: Path, plan_file: Path, as_json: bool) -> None:
 
     made = read_plan(plan_file)
     began = time.perf_counter()
-    found = simulate(shared.open_package(package), made)
+    found = simulate(changed_by(given, shared.open_package(package)), made)
     took = time.perf_counter() - began
     graphs = sum(len(rank.ranks) + len(rank.updates) for rank in found.ranks)
     if as_json:

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from trainload import view
+from trainload import run_view, view
 from trainload.capture.errors import RunInterrupted, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
 from trainload.commands.settings import Settings
-from trainload.commands.shared import DONE, CountOf, Span, err, json_option, package_argument, positive, run_argument, show_record
+from trainload.commands.shared import DONE, CountOf, Span, err, json_option, positive, run_argument, show_record
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from trainload.api import Backend
+    from trainload.launch.journal import Event
+    from trainload.run_request import Backend
     from trainload.sharding.strategies import Strategy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -43,15 +44,15 @@ def strategy_option(command: Command) -> Command:
 
 
 @click.command(short_help="Train a package.")
-@package_argument
-@click.option("--data", required=True, metavar="PATH", help="Parquet, npz or a mixture.")
+@click.argument("package", metavar="PKG")
+@click.option("--data", required=True, metavar="DATA", help="Rows: see docs/data.md.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
 @click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
 @strategy_option
 @click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or from A to B as they come and go.")
 @click.option("--steps", type=positive, metavar="N", help="Updates. Default: the job's.")
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="What the run keeps. Default: in runs/.")
-@click.option("--eval-data", metavar="PATH", help="Held-out data.")
+@click.option("--eval-data", metavar="DATA", help="Held-out data.")
 @click.option("--eval-every", type=positive, metavar="N", help="Updates between two evaluations.")
 @click.option("--checkpoint-every", type=positive, metavar="N", help="Updates between two checkpoints.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Where to write the trained package.")
@@ -63,7 +64,7 @@ def strategy_option(command: Command) -> Command:
 @click.option("--dry-run", is_flag=True, help="Check everything, try one step.")
 @json_option
 def launch(
-    package: Path,
+    package: str,
     data: str,
     plan_file: Path | None,
     workers: tuple[int, str] | None,
@@ -83,7 +84,7 @@ def launch(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Train a package, on Ray unless told otherwise."""
+    """Train a package, or a release STORE#LINE/N, on Ray unless told otherwise."""
     if nodes is not None and nodes[1] > 1 and backend != "ray":
         raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
     if plan_file is not None and (workers is not None or strategy is not None):
@@ -95,17 +96,17 @@ def launch(
     chosen = Settings(given)
     if plan_file is not None and chosen.batch:
         raise click.UsageError(f"--plan says {' and '.join(chosen.batch)}: leave it out of --set.")
-    from trainload.launch.overrides import Overrides
+    from trainload.launch.fetching import run_name
 
     opened = shared.open_to_run(package)
-    overrides = Overrides(**chosen.overrides)
+    overrides = chosen.changes
     changed = overrides.apply(opened, steps)
     if workers is None and backend == "torchrun":
         workers = (int(os.environ.get("WORLD_SIZE", "1")), "cpu")
     least, most = nodes or (1, 1)
     per_node, device = workers or (1, "cpu")
     made = read_plan(plan_file) if plan_file is not None else make_plan(changed, most, per_node, device, strategy, **chosen.batch)
-    run_dir = run_dir or Path("runs") / f"{package.stem}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    run_dir = run_dir or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
         "steps": steps,
@@ -141,6 +142,63 @@ def launch(
     if _leads(backend):
         show_record(result, as_json)
     return DONE
+
+
+@click.command(short_help="Evaluate a package.")
+@click.argument("package", metavar="PKG")
+@click.option("--data", required=True, metavar="DATA", help="Rows: see docs/data.md.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
+@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
+@strategy_option
+@click.option("--nodes", type=positive, metavar="N", default=1, help="Nodes. Default: 1.")
+@click.option("--batches", "eval_batches", type=positive, metavar="N", help="At most so many global batches.")
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="A folder to keep; with --address needed.")
+@click.option("--backend", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="What runs it.")
+@click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
+@click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="precision, global_batch: see docs/runs.md.")
+@json_option
+def evaluate(
+    package: str,
+    data: str,
+    plan_file: Path | None,
+    workers: tuple[int, str] | None,
+    strategy: Strategy | None,
+    nodes: int,
+    eval_batches: int | None,
+    run_dir: Path | None,
+    backend: Backend,
+    address: str | None,
+    no_compile: bool,
+    given: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
+    if plan_file is not None and (workers is not None or strategy is not None):
+        raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
+    chosen = Settings(given)
+    opened = shared.open_to_run(package)
+    per_node, device = workers or (1, "cpu")
+    changed = chosen.changes.apply(opened)
+    made = read_plan(plan_file) if plan_file is not None else make_plan(changed, nodes, per_node, device, strategy, **chosen.batch)
+    from trainload import evaluating
+
+    with redirect_stdout(sys.stderr):
+        result = evaluating.evaluate(
+            opened,
+            made,
+            data,
+            run_dir=run_dir,
+            eval_batches=eval_batches,
+            overrides=chosen.changes,
+            compile=not no_compile,
+            backend=backend,
+            address=address,
+            libraries=shared.libraries(),
+            trust_extensions=shared.trusts_extensions(),
+            policy=shared.policy(),
+        )
+    show_record(result, as_json)
 
 
 def _keep(run_dir: Path, address: str, as_json: bool) -> int:
@@ -194,6 +252,7 @@ def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Another plan, in place of both.")
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting, from here on: see docs/runs.md.")
 @json_option
 def resume(
     run_dir: Path,
@@ -202,25 +261,31 @@ def resume(
     plan_file: Path | None,
     backend: Backend,
     address: str | None,
+    given: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Continue a run from its last checkpoint, on as many workers as there are now."""
     if not run_dir.is_dir():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
     demand_supported_torch()
+    changes = _changes(given)
     if is_kept():
         obey_keeper()
     elif backend == "ray" and address is not None and not (workers or strategy or plan_file):
         from trainload.launch.state import demand_no_driver
 
         demand_no_driver(run_dir)
+        if changes:
+            from trainload.running import change
+
+            change(run_dir.absolute(), **changes)
         return _keep(run_dir.absolute(), address, as_json)
     plan = read_plan(plan_file) if plan_file is not None else None
     from trainload import api
 
-    def work(report: Callable[[view.Event], None]) -> Any:
+    def work(report: Callable[[Event], None]) -> Any:
         place = run_dir.absolute()
-        options: dict[str, Any] = {"workers": workers, "strategy": strategy, "plan": plan}
+        options: dict[str, Any] = {"workers": workers, "strategy": strategy, "plan": plan, **changes}
         return api.resume(place, **options, backend=backend, address=address, policy=shared.policy(), on_event=report)
 
     result = _watch(work, run_dir)
@@ -229,15 +294,25 @@ def resume(
     return DONE
 
 
+def _changes(given: tuple[str, ...]) -> dict[str, Any]:
+    """What --set changes of a run."""
+    from trainload.launch.changes import UNCHANGEABLE
+
+    chosen = Settings(given, resumed=True)
+    if wrong := next((name for name in (*chosen.overrides, *chosen.batch) if name in UNCHANGEABLE), None):
+        raise click.UsageError(f"{wrong} cannot be changed in the middle of a run: {UNCHANGEABLE[wrong]}.")
+    return {**chosen.run, **({"overrides": chosen.changes} if chosen.overrides else {})}
+
+
 def _leads(backend: Backend) -> bool:
     """Whether this process says what came of a run: the only one, or torchrun's rank 0."""
     return backend != "torchrun" or os.environ.get("RANK", "0") == "0"
 
 
-def _watch(work: Callable[[Callable[[view.Event], None]], Any], run_dir: Path) -> Any:
+def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any:
     """Do `work` in view of the user. Ctrl-C ends it and says how to go on."""
     try:
-        with view.RunView(err()) as report, redirect_stdout(sys.stderr):  # Ray prints there when a worker dies
+        with run_view.RunView(err(), run_dir) as report, redirect_stdout(sys.stderr):  # Ray prints there when a worker dies
             return work(report)
     except KeyboardInterrupt:
         begun = (run_dir / "run.json").exists()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+if TYPE_CHECKING:
+    from trainload.launch.overrides import Overrides
+
 SETTINGS = (
+    "checkpoints",
     "eval_batches",
     "hang_timeout",
     "keep",
@@ -15,14 +19,19 @@ SETTINGS = (
     "keep_every",
     "max_failures",
     "node_patience",
+    "optimizer_from",
     "sinks",
     "start_timeout",
     "storage_patience",
     "weights",
 )
 """Those fields of a `RunSpec` that --set names."""
-OVERRIDES = ("lr", "schedule", "clip_norm", "clip_value", "frozen", "seed")
+OPTIONS = ("checkpoint_every", "eval_every", "steps")
+"""Further ones, for which `launch` has options of their own."""
+OVERRIDES = ("lr", "schedule", "clip_norm", "clip_value", "frozen", "precision", "seed")
 """Those of `Overrides`; beside them lr.GROUP."""
+ADAPTERS = ("adapters.also", "adapters.alpha", "adapters.layers", "adapters.rank")
+"""Those of `Adapters`, beside the others of `Overrides`."""
 BATCH = ("global_batch", "accumulate")
 """What a plan says, where none is given."""
 
@@ -30,16 +39,22 @@ BATCH = ("global_batch", "accumulate")
 class Settings:
     """What --set says.
 
+    Args:
+        given: each KEY=VALUE.
+        resumed: of a run that goes on: those fields of a `RunSpec` are named too for which a launch has options.
+
     Attributes:
         run: name -> value, of `SETTINGS`.
         overrides: name -> value, of `Overrides`.
         batch: name -> number, of `BATCH`.
     """
 
-    def __init__(self, given: Sequence[str]) -> None:
+    def __init__(self, given: Sequence[str], *, resumed: bool = False) -> None:
+        from trainload.launch.adapters import Adapters
         from trainload.launch.overrides import Overrides
         from trainload.launch.spec import RunSpec
 
+        adapters: dict[str, Any] = {}
         self.run: dict[str, Any] = {}
         self.overrides: dict[str, Any] = {}
         self.batch: dict[str, int] = {}
@@ -49,10 +64,15 @@ class Settings:
                 raise click.UsageError(f"--set {text}: give KEY=VALUE.")
             if name == "sinks":
                 self.run[name] = _read(RunSpec.model_fields[name], text, tuple(value.split(",")))
-            elif name in SETTINGS:
+            elif name in SETTINGS or (resumed and name in OPTIONS):
                 self.run[name] = _read(RunSpec.model_fields[name], text, value)
             elif name == "frozen":
                 self.overrides[name] = (*self.overrides.get(name, ()), *value.split(","))
+            elif name in ADAPTERS:
+                field = name.removeprefix("adapters.")
+                several = field in ("also", "layers")
+                found = (*adapters.get(field, ()), *value.split(",")) if several else _read(Adapters.model_fields[field], text, value)
+                adapters[field] = found
             elif name.startswith("lr."):
                 rate = _read(Overrides.model_fields["lr"], text, value)
                 self.overrides["group_lr"] = {**self.overrides.get("group_lr", {}), name.removeprefix("lr."): rate}
@@ -63,22 +83,43 @@ class Settings:
                     raise click.UsageError(f"--set {text}: give a number from 1 on.")
                 self.batch[name] = int(value)
             else:
-                raise click.UsageError(f"--set {text}: {_why_not(name)}.")
+                raise click.UsageError(f"--set {text}: {_why_not(name, resumed=resumed)}.")
+        if adapters:
+            lacking = [f"adapters.{field}" for field in ("rank", "layers") if field not in adapters]
+            if lacking:
+                raise click.UsageError(f"--set adapters: give {' and '.join(lacking)} as well.")
+            self.overrides["adapters"] = Adapters(**adapters)
+
+    @property
+    def changes(self) -> Overrides:
+        """What of a package's training is changed."""
+        from trainload.launch.overrides import Overrides
+
+        return Overrides(**self.overrides)
 
 
-def _why_not(name: str) -> str:
+def _why_not(name: str, *, resumed: bool) -> str:
     from trainload.launch.overrides import FIXED
 
     if name in FIXED:
         return f"{name} cannot be set at a launch: {FIXED[name]}"
-    return f"there is no {name}; there are {', '.join(sorted((*SETTINGS, *OVERRIDES, 'lr.GROUP', *BATCH)))}"
+    if resumed:
+        from trainload.launch.changes import CHANGEABLE, UNCHANGEABLE
+
+        there = (*CHANGEABLE, "lr.GROUP", *(each for each in OVERRIDES if each not in UNCHANGEABLE))
+        return f"there is no {name} to change; there are {', '.join(sorted(there))}"
+    return f"there is no {name}; there are {', '.join(sorted((*SETTINGS, *OVERRIDES, *ADAPTERS, 'lr.GROUP', *BATCH)))}"
 
 
 def _read(field: Any, text: str, value: str | tuple[str, ...]) -> Any:
     """A value as a field of a record takes it."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import Field, TypeAdapter, ValidationError
+
+    from trainload.launch.spec import RunSpec
 
     told: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    if field is RunSpec.model_fields["steps"]:  # a run of none only evaluates, and nobody asks for it like this
+        told = Annotated[int, Field(ge=1)]
     try:
         kind: TypeAdapter[Any] = TypeAdapter(told)
         return kind.validate_strings(value) if isinstance(value, str) else kind.validate_python(value)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from trainload import view
 from trainload.capture.errors import PackageError, StorageError
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from trainload.packaging.read import Package
 
 DONE, FAILED, WRONG = 0, 1, 2
+_PLAIN_SECONDS = 5.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
@@ -76,6 +81,43 @@ class Span(click.ParamType[tuple[int, int]]):
         return int(least), int(most or least)
 
 
+class Transfer:
+    """Shows bytes as they move, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._console = err()
+        self._last = time.monotonic()
+        self._task: TaskID | None = None
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many bytes of so many are where they belong."""
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task(self._what, total=total)
+            self._bar.update(self._task, completed=done, total=total)
+        elif time.monotonic() - self._last >= _PLAIN_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"{self._what}: {view.size(done)} of {view.size(total)}")
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def open_package(path: Path) -> Package:
     """Open the package that a command was given."""
     if not path.exists():
@@ -100,15 +142,19 @@ def trusts_extensions() -> bool:
     return bool(click.get_current_context().find_root().params.get("trust_extensions", False))
 
 
-def open_to_run(path: Path) -> Package:
-    """`open_package`, once the policies let the package be run: before that no library is imported for it."""
-    if not path.exists():
-        raise PackageError("there is no such package", where=str(path))
+def open_to_run(name: str) -> Package:
+    """`open_package`, once the policies let the package be run: before that no library is imported for it. One in a store is fetched."""
     demand_supported_torch()
+    from trainload.launch.fetching import here
     from trainload.launch.libraries import open_for_run
     from trainload.packaging.signatures.policy import find_policies
 
-    return _warned(open_for_run(path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions()))
+    with Transfer("fetch") as shown:
+        source, path = here(name, on_progress=shown)
+    if not path.exists():
+        raise PackageError("there is no such package", where=name)
+    package = open_for_run(path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions())
+    return _warned(replace(package, source=source))
 
 
 def libraries() -> dict[str, str | None]:

@@ -2,66 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from trainload import view
 from trainload.capture.versions import demand_supported_torch
-from trainload.commands.shared import err, json_option, out, positive, print_json
+from trainload.commands.shared import Transfer, json_option, out, positive, print_json
 
 if TYPE_CHECKING:
     from trainload.packaging.stores.releases import ReleaseState
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_PLAIN_SECONDS = 5.0
-
 line_option = click.option("--line", metavar="NAME", help="The line. Default: the store's only one.")
 store_argument = click.argument("store", metavar="STORE")
-
-
-class Transfer:
-    """Shows bytes as they move, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._console = err()
-        self._last = time.monotonic()
-        self._task: TaskID | None = None
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        """So many bytes of so many are where they belong."""
-        if self._bar is not None:
-            if self._task is None:
-                self._task = self._bar.add_task(self._what, total=total)
-            self._bar.update(self._task, completed=done, total=total)
-        elif time.monotonic() - self._last >= _PLAIN_SECONDS:
-            self._last = time.monotonic()
-            self.say(f"{self._what}: {view.size(done)} of {view.size(total)}")
-
-    def say(self, text: str) -> None:
-        """One line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @click.command(short_help="Publish a package.")

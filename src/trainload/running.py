@@ -1,0 +1,320 @@
+"""Runs: launched, tried out, resumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from trainload.capture.errors import ClusterError, StorageError
+from trainload.launch.build import build_key, device_of
+from trainload.launch.changes import changed
+from trainload.launch.checkpoints.place import place_of
+from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
+from trainload.launch.journal import Event, followed
+from trainload.launch.opening import frozen_package
+from trainload.launch.overrides import Overrides
+from trainload.launch.result import RunResult, check_output, finish
+from trainload.launch.sinks.sink import SinkName, demand_sinks, told
+from trainload.launch.spec import (
+    RUN_FILE,
+    RunSpec,
+    Weights,
+    default_cache_dir,
+    least_plan,
+    read_spec,
+    replace_file,
+    write_spec,
+)
+from trainload.launch.state import demand_no_driver
+from trainload.launch.trial import Trial, try_out
+from trainload.made_data import Data
+from trainload.packaging.canonical import canonical_json
+from trainload.packaging.read import Package
+from trainload.packaging.signatures.policy import find_policies
+from trainload.run_request import Backend, RunOptions, another_plan, check_package, check_rows, checked, leads
+from trainload.sharding.plan import Cluster, Plan
+from trainload.sharding.replan import replan
+from trainload.sharding.simulate import simulate
+from trainload.sharding.strategies import Strategy
+
+
+def launch(
+    package: Package, plan: Plan, data: Data, *, on_event: Callable[[Event], None] | None = None, **options: Unpack[RunOptions]
+) -> RunResult:
+    """Trains a package.
+
+    Args:
+        package: what is trained.
+        plan: how; made for this package.
+        data: files with exactly the package's inputs as columns, or those of one of its variants, by path or URL: Parquet, Arrow, npz,
+            safetensors, tar; a mixture of these, a file that ends in .json; a function or Ray data set that gives rows: docs/data.md.
+        on_event: told everything that happens.
+        options: see `RunOptions`.
+
+    Raises:
+        PolicyError: a policy does not let the package be run.
+        PlanError: the plan is for another package, or was edited so that it does not fit.
+        DataError: the data does not have the package's inputs.
+        ClusterError: the cluster cannot hold the plan.
+        StorageError: a path is taken or cannot be written. Up to here nothing was started.
+        RunInterrupted: Ctrl-C; the run can be resumed.
+        TrainingError: the workers failed too often, or the loss is not finite.
+    """
+    with checked(package, plan, data, options) as (spec, _):
+        backend = options.get("backend", "ray")
+        run_spec(spec, backend, options.get("address"), on_event or _ignore, new=True)
+        return _finished(spec, package, backend)
+
+
+def prepare(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptions]) -> Path:
+    """Writes a run's folder, after all that `launch` checks before it starts anything but the cluster. `resume` then trains it.
+
+    Args: as of `launch`. Returns: the folder. Raises: as `launch`, but for what the cluster and the training raise.
+    """
+    with checked(package, plan, data, options) as (spec, _):
+        write_spec(spec)
+        return Path(spec.run_dir)
+
+
+class RunChanges(TypedDict, total=False):
+    """What `resume` may change of a run, from its last checkpoint on: of `RunOptions`, and of `Overrides`.
+
+    overrides: learning rates, schedule and clipping; what it does not name stays as it is. A schedule is one of the whole run.
+    """
+
+    steps: int
+    eval_every: int
+    eval_batches: int
+    checkpoint_every: int
+    keep: int
+    keep_best: int
+    keep_every: int
+    sinks: Sequence[SinkName]
+    weights: Weights
+    max_failures: int
+    hang_timeout: float
+    start_timeout: float
+    storage_patience: float
+    node_patience: float
+    overrides: Overrides
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    workers: int | None = None,
+    strategy: Strategy | None = None,
+    plan: Plan | None = None,
+    backend: Backend | None = None,
+    address: str | None = None,
+    policy: str | Path | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    **changes: Unpack[RunChanges],
+) -> RunResult:
+    """Continues a run from its last whole checkpoint, on as many workers as there are now.
+
+    Args:
+        run_dir: the run's folder.
+        workers: None: as before.
+        strategy: None: as before where that is possible for the number of workers.
+        plan: another plan for the package, in place of both. Its global batch is the run's.
+        backend: None: "local" for a run of one worker that is asked for so, else Ray.
+        address: of a Ray cluster.
+        policy: a policy file, beside those that the run was launched under and those that hold here.
+        on_event: told everything that happens.
+        changes: see `RunChanges`. They are kept in run.json, with the step from which they hold.
+
+    Raises:
+        JobError: something that cannot be changed in the middle of a run.
+        IntegrityError: the package is not the one that the run was launched with.
+        PlanError: the plan has another global batch; otherwise as `launch`.
+    """
+    folder = Path(run_dir).absolute()
+    spec = change(folder, **changes) if changes and leads(backend or "ray") else _changed(read_spec(folder), changes)
+    demand_no_driver(folder)
+    policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
+    spec = spec.model_copy(update={"policies": policies})
+    package = frozen_package(spec)
+    if plan is not None:
+        spec = spec.model_copy(update={"plan": another_plan(plan, spec.plan, workers, strategy), "plans": ()})
+    elif workers is not None or strategy is not None:
+        cluster = Cluster(nodes=1, devices_per_node=workers or spec.plan.world_size, device=spec.plan.cluster.device)
+        spec = spec.model_copy(
+            update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, strategy), "plans": ()}
+        )
+    demand_sinks(spec.sinks, backend or "ray")
+    check_package(package, spec)
+    check_rows(package, spec)
+    check_output(spec, new=False)
+    run_spec(spec, backend or "ray", address, on_event or _ignore, new=False)
+    return _finished(spec, package, backend or "ray")
+
+
+def change(run_dir: Path, **changes: Unpack[RunChanges]) -> RunSpec:
+    """Changes a run that nobody drives, for whoever resumes it. Arguments and errors are those of `resume`. Returns: the run."""
+    before = read_spec(run_dir)
+    demand_no_driver(run_dir)
+    spec = _changed(before, changes)
+    package = frozen_package(spec)
+    check_package(package, spec)
+    check_rows(package, spec)
+    if spec.output is not None and Path(spec.output).exists():
+        raise StorageError(
+            "the run has written its result, and would come to another one", where=spec.output, cure="Move it away, and resume the run."
+        )
+    replace_file(run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+    return spec
+
+
+def _changed(spec: RunSpec, changes: RunChanges) -> RunSpec:
+    if not changes:
+        return spec
+    usable = usable_checkpoint(place_of(Path(spec.run_dir), spec.checkpoints)).path
+    step = 0 if usable is None else Checkpoint.open(usable).index.step
+    settings = {name: value for name, value in changes.items() if name != "overrides"}
+    return changed(spec, step, changes.get("overrides", Overrides()), settings)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """What a launch would do. All of it was checked; nothing was started but one step of the first rank, whose results are forgotten.
+
+    seconds: of what was done: checks, the graphs of all ranks, and, on one node, the parts of a `Trial`; what is in the node's cache by now
+    takes less the next time. run_seconds: what the run would take at the pace of that step, if no rank waited for another; None under a
+    pipeline, whose ranks cannot be tried out alone. free_disk_bytes: where the checkpoints will lie; None at a URL.
+    """
+
+    package: Path
+    digest: str
+    strategy: str
+    workers: int
+    steps: int
+    rows: int
+    eval_rows: int | None
+    parameter_bytes_per_worker: int
+    optimizer_bytes_per_worker: int
+    compiled_already: bool
+    free_disk_bytes: int | None
+    seconds: dict[str, float]
+    run_seconds: float | None
+
+
+def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptions]) -> DryRunReport:
+    """Does everything of a launch but train: package, policies, plan, the graphs of all ranks, data, cluster, paths, room on the disk, and
+    one compiled step on one node. Arguments and errors are those of `launch`.
+    """
+    seconds: dict[str, float] = {}
+    began = time.perf_counter()
+    with checked(package, plan, data, options) as (spec, (rows, eval_rows)):
+        seconds["checks"] = time.perf_counter() - began
+        began = time.perf_counter()
+        changed = spec.overrides.apply(package, spec.steps)
+        simulate(changed, plan)
+        seconds["simulate"] = time.perf_counter() - began
+        key = build_key(changed, plan, device_of(plan)) if plan.cluster.device == "cpu" else ""
+        already = bool(key) and (default_cache_dir() / "compiled" / key).is_dir()
+        trial = _tried_out(spec, options.get("backend", "ray"), options.get("address"))
+        if trial is not None:
+            seconds |= {name: value for name, value in asdict(trial).items() if name != "compiled"}
+        return DryRunReport(
+            package=package.path,
+            digest=package.digest,
+            strategy=plan.strategy,
+            workers=plan.world_size,
+            steps=spec.steps,
+            rows=rows,
+            eval_rows=eval_rows,
+            parameter_bytes_per_worker=plan.estimate.parameter_bytes,
+            optimizer_bytes_per_worker=plan.estimate.optimizer_bytes,
+            compiled_already=already,
+            free_disk_bytes=place_of(Path(spec.run_dir), spec.checkpoints).free_bytes(),
+            seconds={name: round(value, 3) for name, value in seconds.items()},
+            run_seconds=None if trial is None else trial.first_step + (spec.steps - 1) * trial.step,
+        )
+
+
+def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | None:
+    """One step of a run's first rank; on Ray, where the run would begin. None where a rank cannot be tried out alone.
+
+    Raises: ClusterError as `launch`, or where the devices are taken now.
+    """
+    alone = spec.plan.pipeline is None
+    if backend != "ray":
+        return try_out(spec, spec.plan.world_size) if alone else None
+    import ray
+
+    from trainload.launch.cluster.connection import connect
+    from trainload.launch.cluster.nodes import demand_seats, nodes_of, seats
+    from trainload.launch.cluster.tasks import tried_out
+
+    started = connect(address)
+    try:
+        nodes = nodes_of(spec.plan.cluster.device)
+        demand_seats(least_plan(spec), nodes)
+        places = seats(spec.plan, nodes, free=False) or seats(least_plan(spec), nodes, free=False) or []
+        return tried_out(spec, places[0], places.count(places[0])) if alone else None
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _ignore(event: Event) -> None:
+    """For callers that do not watch."""
+
+
+@contextmanager
+def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[Callable[[Event], None]]:
+    """Within it a run has its folder, and what it says goes to its sinks too: what is to be told of its events. `new`: it is made."""
+    if new:
+        write_spec(spec)
+    with told(spec.sinks, Path(spec.run_dir), on_event) as tell:
+        yield tell
+
+
+def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
+    """Runs what was checked, to its end. `new`: its folder is made. Raises: as `launch`."""
+    if backend == "ray":
+        _run_on_ray(spec, address, on_event, new=new)
+    elif backend == "torchrun":
+        from trainload.launch.local_run import demand_torchrun, run_under_torchrun
+
+        place = demand_torchrun(spec)
+        if place.rank == 0:
+            with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
+                run_under_torchrun(spec, place)
+        else:
+            run_under_torchrun(spec, place)
+    elif backend == "local":
+        from trainload.launch.local_run import demand_one_worker, run_in_process
+
+        demand_one_worker(spec)
+        with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
+            run_in_process(spec)
+    else:
+        raise ClusterError("no such backend", expected="ray, local or torchrun", got=str(backend))
+
+
+def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
+    """What a run came to. The trained package is written by one process."""
+    return finish(spec if leads(backend) else spec.model_copy(update={"output": None}), package)
+
+
+def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
+    import ray
+
+    from trainload.launch.cluster.connection import connect
+    from trainload.launch.cluster.nodes import demand_seats, nodes_of, room_asked_for
+    from trainload.launch.cluster.supervisor import Supervisor
+
+    started = connect(address)
+    try:
+        demand_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
+        with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as tell:
+            Supervisor(spec, tell).run()
+    finally:
+        if started:
+            ray.shutdown()
