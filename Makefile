@@ -4,6 +4,7 @@
 #   make test    the whole test suite
 #   make check   lint, format, types and the quick tests
 #   make grid    every strategy with every kind of model, against one process: docs/grid.md
+#   make browser  opens the page of a run in Chromium, which it installs where it is missing
 #   make coverage-suite   which models can be frozen: docs/coverage.md, in about an hour
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test check format demo demo-gan compat fuzz hostile mutate bench faults freeze grid kills gpu memory parity published reshard simulate remat coverage-suite clean
+.PHONY: env test browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published reshard simulate remat retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -26,10 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Tests on a Ray cluster have the machine to themselves: they end workers by their names. The others run two at a time.
-CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_extensions.py tests/launch/test_faults.py \
+CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_counts.py tests/launch/test_extensions.py tests/launch/test_faults.py \
 	tests/launch/test_interrupt.py \
 	tests/launch/test_json.py \
-	tests/launch/test_kills.py tests/launch/test_several_graphs.py tests/launch/test_variants.py
+	tests/launch/test_kills.py tests/launch/test_prometheus.py tests/launch/test_several_graphs.py \
+	tests/launch/test_url_on_ray.py tests/launch/test_variants.py tests/manifest/test_on_ray.py
 
 test: env
 	@status=0; \
@@ -67,6 +69,10 @@ grid: env
 hostile: env
 	$(BIN)/python -m tests.hostile.table
 
+browser: env
+	command -v chromium || apt-get install --quiet --yes chromium || (apt-get update -qq && apt-get install --quiet --yes chromium)
+	$(BIN)/python -m tests.report.browser
+
 mutate: env
 	$(BIN)/python -m tests.mutate
 
@@ -80,6 +86,25 @@ freeze: env
 
 faults: env
 	$(BIN)/python -W ignore benchmarks/faults.py
+
+# CRDS: helm-chart/kuberay-operator/crds of KubeRay's repository, which is not on PyPI.
+kuberay: env
+	$(BIN)/python -m tests.manifest.crds $(CRDS)
+
+counts: env
+	$(BIN)/python -W ignore benchmarks/resume_counts.py
+
+soak: env
+	$(BIN)/python -W ignore benchmarks/soak.py
+
+year: env
+	$(BIN)/python -W ignore benchmarks/retrain_year.py
+
+leases: env
+	$(BIN)/python -W ignore benchmarks/lease_fight.py
+
+retraining: env
+	$(BIN)/python -W ignore benchmarks/retrain_cost.py
 
 kills: env
 	$(BIN)/python benchmarks/kills.py

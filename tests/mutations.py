@@ -474,14 +474,32 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         7,
-        "the index of a checkpoint is written after it was published",
-        "launch/checkpoints/writer.py",
-        "            _write_durably(draft / INDEX, encode_index(index))\n"
-        "            sync_folder(draft)\n"
-        "            self._before_publishing()\n"
-        "            self._publish(draft, self._folder / folder_name(index.step))\n",
-        "            self._publish(draft, self._folder / folder_name(index.step))\n"
-        "            _write_durably(self._folder / folder_name(index.step) / INDEX, encode_index(index))\n",
+        "at a URL the shards of a checkpoint are removed before its index",
+        "launch/checkpoints/remote.py",
+        '        self._place.delete([f"{folder}/{INDEX}"])\n'
+        "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path))\n",
+        "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path) and not path.endswith(INDEX))\n"
+        '        self._place.delete([f"{folder}/{INDEX}"])\n',
+        "../launch/test_checkpoint_places.py::test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from",
+    ),
+    Mutation(
+        7,
+        "at a URL an attempt publishes shards that another one has removed",
+        "launch/checkpoints/remote.py",
+        "            if size != file.size:\n",
+        "            if False:\n",
+        "../launch/test_checkpoint_places.py::test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_begun[memory]",
+    ),
+    Mutation(
+        7,
+        "the index of a checkpoint comes after it was published",
+        "launch/checkpoints/folder.py",
+        "        if self._final.exists():\n            self._final.rename(self._replaced)\n        self._draft.rename(self._final)\n",
+        "        (self._draft / INDEX).rename(self._folder / INDEX)\n"
+        "        if self._final.exists():\n"
+        "            self._final.rename(self._replaced)\n"
+        "        self._draft.rename(self._final)\n"
+        "        (self._folder / INDEX).rename(self._final / INDEX)\n",
         "test_law_7.py::test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all",
     ),
     Mutation(
@@ -516,5 +534,69 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    needed = {digest for path in live for digest in pushes[path].blobs}\n",
         "    needed = set[str]()\n",
         "../packaging/test_stores_gc.py::test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it[folder]",
+    ),
+    Mutation(
+        2,
+        "an adapter is not scaled",
+        "autograd_trace/low_rank.py",
+        "        inner = call(aten.mul.Tensor, inner, adapter.scale, shape=narrow)\n",
+        "        pass\n",
+        "../launch/test_adapters.py::test_a_run_has_the_losses_and_adapters_of_ones_made_by_hand",
+    ),
+    Mutation(
+        2,
+        "a region of autocast to another dtype stays what it was",
+        "autograd_trace/precision.py",
+        "            node.args = (device, dtype if low else was, low, *rest)\n",
+        "            pass\n",
+        "../launch/test_precision.py::test_fp32_is_the_run_of_the_job_without_autocast",
+    ),
+    Mutation(
+        3,
+        "an adapter begins otherwise wherever it is made",
+        "launch/adapters.py",
+        "        key = RandomKey.of(torch.tensor(seed), torch.tensor(0), torch.tensor(0), 1)\n",
+        "        key = RandomKey.of(torch.randint(2**40, ()), torch.tensor(0), torch.tensor(0), 1)\n",
+        "../launch/test_adapters.py::test_its_bytes_follow_from_the_package_and_the_seed",
+    ),
+    Mutation(
+        7,
+        "a scheduler that was paused can promote",
+        "src/trainload/retraining/lease.py",
+        "        if last is None or (beat is not None and beat.over):\n",
+        "        if True:\n",
+        "../retraining/test_lease.py::test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask",
+    ),
+    Mutation(
+        7,
+        "a challenger that was promoted before a kill is promoted again",
+        "src/trainload/retraining/tick.py",
+        "            if entry.release == trained.release:\n                return entry\n",
+        "            pass\n",
+        "../retraining/test_tick.py::test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not",
+    ),
+    Mutation(
+        7,
+        "a loss that is no number passes under not",
+        "src/trainload/retraining/expression.py",
+        "                return None if inner is None else not inner\n",
+        "                return not inner\n",
+        "../retraining/test_expression.py::test_what_is_no_finite_number_lets_nobody_pass",
+    ),
+    Mutation(
+        6,
+        "commands of a retraining come from the store",
+        "src/trainload/retraining/tick.py",
+        "        config = began_with.model_copy(update={key: getattr(self._config, key) for key in OWN})\n",
+        "        config = began_with\n",
+        "../retraining/test_tick.py::test_commands_and_folders_are_those_of_the_file_whatever_the_store_says",
+    ),
+    Mutation(
+        5,
+        "data that has changed since it was pinned is trained on",
+        "src/trainload/retraining/snapshot.py",
+        "        if identity != wanted.identity:\n",
+        "        if False:\n",
+        "../retraining/test_snapshot.py::test_a_file_that_changed_since_is_noticed",
     ),
 )

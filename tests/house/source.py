@@ -19,7 +19,7 @@ def stage_files() -> list[Path]:
 
 def face_files() -> list[Path]:
     face = ROOT / "src" / "trainload"
-    return sorted([*face.glob("*.py"), *face.glob("commands/*.py")])
+    return sorted(path for folder in (".", "commands", "report", "retraining") for path in face.glob(f"{folder}/*.py"))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

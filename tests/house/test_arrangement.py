@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def test_no_test_folder_is_a_regular_package() -> None:
     assert [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("__init__.py")] == []
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """Outside packages pytest imports a test file by its name alone: of two in one process the second is not collected."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name, times in Counter(names).items() if times > 1] == []
+
+
 def test_every_stage_holds_modules() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in stage_files()} == set(STAGES)
 
@@ -56,7 +63,8 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     stages = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in stage_files()}
     face = {path.relative_to(ROOT / "src").as_posix() for path in face_files()}
     data = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "sharding" / "planner" / "devices").glob("*.json")}
-    assert held == {*stages, *face, *data, "trainload/py.typed"}
+    page = {f"trainload/report/{name}" for name in ("page.css", "page.html", "line.html")}
+    assert held == {*stages, *face, *data, *page, "trainload/py.typed"}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -119,5 +127,6 @@ def test_tests_on_the_ray_cluster_have_the_machine_to_themselves() -> None:
     listed = re.search(r"^CLUSTER := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert listed is not None
     files = {path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)}
-    on_it = {path for path in files if re.search(r"\b(ray_cluster|ray_workers|undisturbed: RunResult|faults\.py)\b", path.read_text())}
+    marks = r"\b(ray_cluster|ray_workers|undisturbed: RunResult|faults\.py|url_run\.py|start_head)\b"
+    on_it = {path for path in files if re.search(marks, path.read_text())}
     assert {str(path.relative_to(ROOT)) for path in on_it} == set(listed[1].replace("\\", "").split())

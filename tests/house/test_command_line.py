@@ -33,12 +33,21 @@ COMMANDS = (
     "logs",
     "stop",
     "runs",
+    "report",
+    "dashboard",
     "push",
     "pull",
     "releases",
     "promote",
     "gc",
+    "evaluate",
+    "rollback",
+    "history",
+    "lineage",
+    "migrate",
 )
+GROUPS = {"manifest": ("kuberay",), "retrain": ("init", "check", "tick", "run", "manifest")}
+INNER = [(group, name) for group, names in GROUPS.items() for name in names]
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -47,7 +56,9 @@ def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=lambda command: " ".join(command) or "trainload")
+@pytest.mark.parametrize(
+    "command", [(), *((name,) for name in (*COMMANDS, *GROUPS)), *INNER], ids=lambda command: " ".join(command) or "trainload"
+)
 def test_help_fits_a_screen_of_80_by_24(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,14 +67,16 @@ def test_help_fits_a_screen_of_80_by_24(
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_a_json_form(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert any(line.split()[:1] == ["--json"] for line in help_text(monkeypatch, capsys, command))
+@pytest.mark.parametrize("command", [*((name,) for name in COMMANDS), *INNER], ids=" ".join)
+def test_every_command_has_a_json_form(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert any(line.split()[:1] == ["--json"] for line in help_text(monkeypatch, capsys, *command))
 
 
 def test_help_names_every_command_and_says_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = "\n".join(help_text(monkeypatch, capsys))
-    assert [name for name in COMMANDS if not re.search(rf"(^|  ){name}  +[A-Z][^.]+\.", text, re.MULTILINE)] == []
+    assert [name for name in (*COMMANDS, *GROUPS) if not re.search(rf"(^|  ){name}  +[A-Z][^.]+\.", text, re.MULTILINE)] == []
     assert "..." not in text.partition("Commands:")[2]
 
 
@@ -98,6 +111,8 @@ BAD_REQUESTS = {
     "operators bundled without weights": ["freeze", "job.py:job", "-o", "out.tl", "--abstract", "--bundle-ops"],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
     "no such run": ["resume", "none"],
+    "no such run to report": ["report", "none"],
+    "no such folder for a board": ["dashboard", "--output", "none/board.json"],
     "no such package to push": ["push", "none.tl", "store"],
     "a release that is rejected and promoted": ["push", "none.tl", "store", "--reject", "worse", "--promote"],
     "a condition on no promotion": ["push", "none.tl", "store", "--no-promote", "--only-if", "3"],
