@@ -15,7 +15,7 @@ from trainload.launch.adapters import Adapters
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
-    from trainload.packaging.manifest import Option
+    from trainload.packaging.manifest import Manifest, Option
     from trainload.packaging.read import Package
 
 _SHAPES = ("constant", "linear", "cosine")
@@ -110,6 +110,17 @@ class Overrides(BaseModel):
             for entry in package.manifest.parameters
         )
         return replace(package, manifest=package.manifest.model_copy(update={"recipe": recipe, "parameters": parameters}))
+
+    def trained(self, manifest: Manifest) -> frozenset[str]:
+        """The parameters, of a package as it was frozen, that are trained, or whose adapters are.
+
+        Raises:
+            JobError: as of `Adapters.chosen`.
+        """
+        names = {entry.name for entry in manifest.parameters if entry.trainable and entry.alias_of is None}
+        if self.adapters is not None:
+            names = {each.weight for each in self.adapters.chosen(manifest)} | self.adapters.kept(manifest)
+        return frozenset(name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.frozen))
 
     def _frozen(self, package: Package) -> tuple[Recipe, frozenset[str]]:
         """The recipe without parameters that are not trained, and their names."""

@@ -79,7 +79,7 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
     trained = None
     if spec.output is not None:
         tensors = chain(merged(checkpoint, adapters, mean=mean), checkpoint.buffers().items())
-        trained = _write_trained(package, Path(spec.output), tensors, _training(spec, checkpoint))
+        trained = _write_trained(package, spec, tensors, _training(spec, checkpoint))
     events = read_events(run_dir)
     curve = losses(events)
     evaluations = {int(e.data["step"]): dict(e.data) for e in events if e.kind == "eval"}
@@ -128,16 +128,18 @@ def _training(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
     return TrainingEntry(steps=index.step, data=index.data.fingerprint, changed=settings_of(spec))
 
 
-def _write_trained(package: Package, output: Path, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry) -> Package:
-    """Writes the trained package. Where it lies there already, since the run was killed after that and is finished now, it stays.
+def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry) -> Package:
+    """Writes a run's output. Where it lies there already, since the run was killed after that and is finished now, it stays.
 
     Raises:
         StorageError: something else lies there.
     """
+    assert spec.output is not None, "an output was asked for"
+    output, names = Path(spec.output), spec.overrides.trained(package.manifest)
     if not output.exists():
-        return with_weights(package, output, tensors, training=training)
+        return with_weights(package, output, tensors, training=training, trained=names)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        again = with_weights(package, Path(folder) / output.name, tensors, training=training)
+        again = with_weights(package, Path(folder) / output.name, tensors, training=training, trained=names)
         if sha256_bytes(read_manifest(output)) != again.digest:
             raise StorageError(
                 "the run's result cannot be written: something else lies there",

@@ -5,7 +5,7 @@ weights/chunks.json lists the sha256 of every chunk of every file, and the reade
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,42 @@ def stored_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[Te
     return tuple(state), tuple(TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if not b.persistent)
 
 
-def shard_layout(specs: Sequence[TensorSpec], max_shard: int = MAX_SHARD) -> dict[str, tuple[TensorSpec, ...]]:
-    """File -> its tensors, in the order of `specs`; a new shard starts where the next tensor would exceed `max_shard` bytes."""
-    shards: list[list[TensorSpec]] = [[]]
+def trained_tensors(manifest: Manifest, parameters: Collection[str] | None = None) -> frozenset[str]:
+    """Names of what training may change: parameters (None: those that the package trains), and all buffers."""
+    if parameters is None:
+        parameters = [entry.name for entry in manifest.parameters if entry.trainable]
+    return frozenset(parameters) | {entry.name for entry in manifest.buffers}
+
+
+def shard_layout(
+    specs: Sequence[TensorSpec], max_shard: int = MAX_SHARD, changing: Collection[str] | None = None
+) -> dict[str, tuple[TensorSpec, ...]]:
+    """File -> its tensors: those of `changing` first, then the others, in files of their own, each in the order of `specs`.
+
+    So the files of what training leaves alone are the same bytes before and after it, and a store has them once.
+
+    Args:
+        specs: what to lay out.
+        max_shard: bytes; a new file begins where the next tensor would exceed it.
+        changing: names; None: all of them.
+    """
+    first = [spec for spec in specs if changing is None or spec.name in changing]
+    others = [spec for spec in specs if changing is not None and spec.name not in changing]
+    shards = [shard for part in (first, others) for shard in _filled(part, max_shard)] or [[]]
+    total = len(shards)
+    return {f"weights/model-{i:05d}-of-{total:05d}.safetensors": tuple(shard) for i, shard in enumerate(shards, 1)}
+
+
+def _filled(specs: Sequence[TensorSpec], max_shard: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = []
     used = 0
     for spec in specs:
-        if shards[-1] and used + spec.nbytes > max_shard:
+        if not shards or used + spec.nbytes > max_shard:
             shards.append([])
             used = 0
         shards[-1].append(spec)
         used += spec.nbytes
-    total = len(shards)
-    return {f"weights/model-{i:05d}-of-{total:05d}.safetensors": tuple(shard) for i, shard in enumerate(shards, 1)}
+    return shards
 
 
 def write_weights(
@@ -59,8 +83,16 @@ def write_weights(
     specs: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
     tensors: Iterable[tuple[str, torch.Tensor]],
     max_shard: int = MAX_SHARD,
+    changing: Collection[str] | None = None,
 ) -> list[str]:
     """Write weights/ under `root`, one tensor of `tensors` in memory at a time, in whatever order they come.
+
+    Args:
+        root: a package that is being made.
+        specs: as of `stored_tensors`.
+        tensors: (name, tensor), all of them.
+        max_shard: as for `shard_layout`.
+        changing: as for `shard_layout`.
 
     Returns:
         The files written, relative to `root`.
@@ -70,7 +102,7 @@ def write_weights(
         OSError: the disk is full.
     """
     state, others = specs
-    layout = shard_layout(state, max_shard)
+    layout = shard_layout(state, max_shard, changing)
     if others:
         layout[NON_PERSISTENT] = tuple(others)
     (root / "weights").mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -42,7 +42,7 @@ from trainload.packaging.source_map import NAME as SOURCE_MAP
 from trainload.packaging.source_map import SourceMap, make_source_map, restore_traces
 from trainload.packaging.tensors import write_tensors
 from trainload.packaging.validate import GraphFacts, parse_graph, validate_graph
-from trainload.packaging.weights import MAX_SHARD, add_weights, stored_tensors, write_weights
+from trainload.packaging.weights import MAX_SHARD, add_weights, stored_tensors, trained_tensors, write_weights
 
 Bundle = Callable[[Manifest, Path], Mapping[str, OpLibraryEntry]]
 """Given the manifest but for its files, and a folder to make, writes wheels into it; returns the operator libraries with their wheels."""
@@ -102,7 +102,8 @@ def write_package(
         if abstract is not None:
             bare = bare.model_copy(update={"features": tuple(sorted({*bare.features, "abstract"})), "abstract": abstract})
         else:
-            write_weights(root, stored_tensors(bare), ((name, program.state[name]) for name in _state_names(bare)), max_shard)
+            state = ((name, program.state[name]) for name in _state_names(bare))
+            write_weights(root, stored_tensors(bare), state, max_shard, trained_tensors(bare))
         _finish(root, bare, media_types)
         graphs.check(root)
         write_debug(root, {**debug, **graphs.debug({})})
@@ -217,6 +218,7 @@ def with_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     training: TrainingEntry | None = None,
+    trained: Collection[str] | None = None,
     max_shard: int = MAX_SHARD,
 ) -> Package:
     """Write a package with the graphs of another and new weights; its parent is the other.
@@ -227,6 +229,7 @@ def with_weights(
         tensors: (name, tensor) for every parameter that is no alias and every buffer, in any order; buffers that are left out
             keep their values.
         training: how they came of the other's.
+        trained: the parameters that were trained, which lie in files of their own; None: those that the package trains.
         max_shard: bytes of tensors in one file of weights.
 
     Law: the new package's `program_digest` is the old one's.
@@ -251,7 +254,7 @@ def with_weights(
         kept += [file for file, _ in walk(package.path) if file.startswith(("debug/", "derived/")) and not file.startswith("derived/.")]
         for file in kept:
             link_or_copy(package.path / file, root / file)
-        write_weights(root, stored_tensors(old), complete(), max_shard)
+        write_weights(root, stored_tensors(old), complete(), max_shard, trained_tensors(old, trained))
         features = {feature for feature in old.features if feature != "training"} | ({"training"} if training is not None else set())
         told = {"parent": package.digest, "training": training, "features": tuple(sorted(features))}
         _finish(root, old.model_copy(update=told), _media_types(old))

@@ -72,6 +72,9 @@ class Pretended:
         if store.current(config.line) is None:
             push(self.package.path, config.store, line=config.line, message="the first")
 
+    def demand_fitting(self, config: Config, release: str) -> None:
+        pass
+
     def snapshot(self, trail: Trail) -> Snapshot:
         self.fail("snapshot")
         return made_snapshot(

@@ -134,6 +134,27 @@ def folder(small: Package, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"frozen": ["0.*"]}, id="frozen"),
+        pytest.param({"adapters.rank": 2, "adapters.layers": ["2.weight"]}, id="adapters"),
+    ],
+)
+def test_settings_of_the_training_change_what_is_trained_and_sent(small: Package, folder: Path, settings: dict[str, Any]) -> None:
+    config = config_of(folder, small, train={"epochs": 2, "set": settings}, gate={"require": "eval.loss > 0"})
+    tick(config, 0)
+    write_day(folder / "data" / "1.arrow", rows=60, seed=1)
+    tick(config, 1)
+    releases = [Store(folder / "store").release(LINE, number).files for number in (1, 2, 3)]
+    weights = [{entry.sha256 for path, entry in files.items() if path.endswith(".safetensors")} for files in releases]
+    assert [len(each) for each in weights] == [1, 2, 2]
+    assert len(weights[1] & weights[2]) == 1
+    first, last = (trainload.open(f"{folder / 'store'}#{LINE}/{number}") for number in (1, 3))
+    changed = {name for name in last.weights.names() if not first.weights.tensor(name).equal(last.weights.tensor(name))}
+    assert changed == ({"2.weight", "2.bias"} if "frozen" in settings else {"2.weight"})
+
+
 def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Package, folder: Path) -> None:
     config = config_of(folder, small, train={"steps": 100_000}, lease={"seconds": "12s"})
     store = Store(folder / "store", create=True)
@@ -337,7 +358,7 @@ def test_a_file_is_written_checked_and_run(small: Package, folder: Path, command
     config = config_of(folder, small, schedule={"every": "1d"})
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
     status, out, _ = commands("retrain", "check", str(folder / "retrain.yaml"), "--json")
-    assert (status, json.loads(out)["plan"]) == (0, "single on 1")
+    assert (status, json.loads(out)["plan"], json.loads(out)["data"]) == (0, "single on 1", "files: 1; rows of the last 1: 60")
     status, out, said = commands("retrain", "tick", str(folder / "retrain.yaml"), "--at", "2026-01-01T00:00:00Z", "--json")
     assert (status, json.loads(out)["outcome"]) == (0, "promoted"), said
     status, out, _ = commands("retrain", "run", str(folder / "retrain.yaml"), "--ticks", "1")
@@ -363,6 +384,21 @@ def test_a_metric_that_there_is_not_is_found_by_check(small: Package, folder: Pa
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
     status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
     assert (status, "gate.require: there is no such metric" in said, "Did you mean eval.accuracy?" in said) == (2, True, True), said
+
+
+def test_a_tick_that_cannot_be_right_is_not_begun(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, gate={"require": "eval.acuracy > 0.5"})
+    with pytest.raises(RequestError, match=r"Did you mean eval\.accuracy"):
+        tick(config, 0)
+    assert Ticks(Store(folder / "store"), LINE).names() == []
+    assert tick(config_of(folder, small), 0).outcome == "promoted"
+
+
+def test_data_that_cannot_be_trained_on_is_found_by_check(small: Package, folder: Path, commands: Any) -> None:
+    trainload.write_rows([{"x": np.zeros((4, 5), np.float32)}], folder / "data" / "0.arrow")
+    (folder / "retrain.yaml").write_text(yaml.safe_dump(config_of(folder, small).to_json()))
+    status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
+    assert (status, "data.files: no file of the data can be trained on" in said, "'cls'" in said) == (2, True, True), said
 
 
 def test_a_store_has_a_page(store: Store, tmp_path: Path, commands: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from trainload.capture.errors import RequestError
+from trainload.capture.errors import DataError, MissingDataError, RequestError
 from trainload.retraining.config import Config
 from trainload.retraining.expression import Expression, parse
 from trainload.retraining.windows import check_window
@@ -12,7 +13,10 @@ from trainload.retraining.windows import check_window
 if TYPE_CHECKING:
     from trainload.packaging.read import Package
     from trainload.retraining.stages import Stages
+    from trainload.sharding.plan import Plan
 
+_FILES = 10
+"""How many files are looked at: the last ones."""
 _ALWAYS = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
 
 
@@ -56,6 +60,22 @@ def _metrics(package: Package) -> list[str]:
     return found
 
 
+def demand_fitting(config: Config, package: Package) -> Plan:
+    """Demands that a retraining fits the package that it trains. Returns: the plan by which it does.
+
+    Raises:
+        RequestError: an expression names what the package does not give, or a setting is not allowed.
+        JobError: a setting cannot be changed of this package.
+        PlanError: no plan of these settings fits it.
+    """
+    from trainload.retraining.training import plan_of, settings_of
+
+    for key, expression in expressions(config).items():
+        expression.check(known_names(package, sliced=key != "gate.require"))
+    settings = settings_of(config)
+    return plan_of(config, settings.changes.apply(package, config.train.steps), settings.batch)
+
+
 def check(config: Config, stages: Stages) -> dict[str, Any]:
     """Everything that can be known of a retraining without running it. Returns: what there is to say.
 
@@ -64,7 +84,6 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
         TrainloadError: the store, the package or the data cannot be used.
     """
     from trainload.packaging.stores.store import Store
-    from trainload.retraining.training import plan_of, settings_of
 
     demand_right(config)
     try:
@@ -75,13 +94,32 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
     if current is None and config.package is None:
         raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", cure="Give the key package.")
     package = stages.open(f"{config.store}#{config.line}" if current is not None else str(config.package))
-    for key, expression in expressions(config).items():
-        expression.check(known_names(package, sliced=key != "gate.require"))
-    settings = settings_of(config)
-    plan = plan_of(config, settings.changes.apply(package, config.train.steps), settings.batch)
+    plan = demand_fitting(config, package)
     return {
         "package": package.digest,
         "current": "none yet" if current is None else current.release,
         "plan": f"{plan.strategy} on {plan.world_size}",
         "steps": config.train.steps or package.recipe.steps,
+        "data": _data(config, package),
     }
+
+
+def _data(config: Config, package: Package) -> str:
+    """What there is to say of the data of a tick that would be due now.
+
+    Raises:
+        DataError: none of the last files can be trained on.
+    """
+    from trainload.retraining.snapshot import newest
+
+    try:
+        count, last = newest(config, datetime.now(UTC), package, _FILES)
+    except MissingDataError as error:
+        return f"none yet: {error}"
+    bad = [file for file in last if file.problem]
+    if len(bad) == len(last):
+        raise DataError("no file of the data can be trained on", where="data.files", got=bad[-1].problem)
+    text = (
+        f"{count} files" + (f", of which the last {len(last)} have" if count > len(last) else ",") + f" {sum(f.rows for f in last):,} rows"
+    )
+    return text + (f"; bad: {len(bad)}, the last one: {bad[-1].problem}" if bad else "")

@@ -95,7 +95,7 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
     """
     nothing = Snapshot(files=(), held_out=(), rows=0, held_out_rows=0, slices={}, statistics={}, made=False)
     try:
-        files = files_of(config, scheduled, ())
+        files = files_of(config, scheduled)
     except MissingDataError as error:
         return nothing.model_copy(update={"empty": f"no new data: {error}"})
     identities = {file.name: _identity(file) for file in files}
@@ -104,7 +104,7 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
     if not files:
         return nothing.model_copy(update={"empty": f"no new data: nothing in {', '.join(config.data.files)} that no tick has had"})
     specs = data_specs(package.manifest, "")
-    looked = _Look(specs, extra_columns(config, held=config.evaluation.hold_out is not None), config.data.inspect_rows, len(files))
+    looked = _look(config, specs, len(files))
     told = tuple(looked.at(file, identities[file.name]) for file in files)
     snapshot = nothing.model_copy(update={"files": told, "statistics": looked.statistics})
     refused = _refusal(config, files, told)
@@ -120,6 +120,32 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
         first, stop = (scheduled - config.data.window.span).timestamp(), scheduled.timestamp()
         snapshot = snapshot.model_copy(update={"first": first, "stop": stop})
     return _counted(config, snapshot, folder)
+
+
+def newest(config: Config, scheduled: datetime, package: Package, most: int) -> tuple[int, tuple[FileOf, ...]]:
+    """Looks at the last files of a window, whoever has had them.
+
+    Args:
+        config: the retraining.
+        scheduled: the end of the window.
+        package: what is trained.
+        most: how many files are looked at.
+
+    Returns:
+        How many the window has, and what is to be said of the last ones of them.
+
+    Raises:
+        DataError: there are none, they are of several formats, or the files that are held out cannot be used.
+        StorageError: a URL cannot be reached.
+    """
+    files = files_of(config, scheduled)
+    one_format(files)
+    specs = data_specs(package.manifest, "")
+    if config.evaluation.files is not None and (problem := _held_out(config, specs)[1]):
+        raise DataError(problem, where="evaluation.files")
+    last = files[-most:]
+    look = _look(config, specs, len(last))
+    return len(files), tuple(look.at(file, "") for file in last)
 
 
 def train_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
@@ -162,6 +188,10 @@ def _identity(file: DataFile) -> str:
     cache = default_cache_dir() / "data"
     cache.mkdir(parents=True, exist_ok=True)
     return file.identity(cache)
+
+
+def _look(config: Config, specs: Sequence[InputSpec], files: int) -> _Look:
+    return _Look(specs, extra_columns(config, held=config.evaluation.hold_out is not None), config.data.inspect_rows, files)
 
 
 class _Look:

@@ -15,6 +15,7 @@ from trainload.capture.errors import ConflictError, RequestError, StorageError, 
 from trainload.packaging.stores.releases import Release, shown
 from trainload.packaging.stores.store import NOBODY, Store
 from trainload.retraining import aftermath
+from trainload.retraining.checks import demand_fitting
 from trainload.retraining.config import Config
 from trainload.retraining.drift import drift_of
 from trainload.retraining.gate import Verdict, decide
@@ -70,6 +71,10 @@ class Stages:
         _, path = here(config.package)
         with suppress(ConflictError):  # another process was first
             push(path, config.store, line=config.line, only_if=NOBODY, message="the first of the line")
+
+    def demand_fitting(self, config: Config, release: str) -> None:
+        """As `Work.demand_fitting`. Raises: as of `checks.demand_fitting`."""
+        demand_fitting(config, self.open(f"{config.store}#{config.line}/{shown(release)}"))
 
     def snapshot(self, trail: Trail) -> Snapshot:
         """As `Work.snapshot`."""

@@ -80,6 +80,9 @@ class Work(Protocol):
     def first(self, config: Config, store: Store) -> None:
         """Sees to it that the line has a current release."""
 
+    def demand_fitting(self, config: Config, release: str) -> None:
+        """Demands that a retraining fits the release that it would begin with."""
+
     def snapshot(self, trail: Trail) -> Snapshot:
         """Looks at the data."""
 
@@ -225,6 +228,7 @@ class Scheduler:
         current = self._store.current(self._config.line)
         if current is None:
             raise PackageError("no release is current", where=self._leases.where, cure="`trainload promote` one.")
+        self._work.demand_fitting(self._config, current.release)  # a tick keeps what it is begun with
         return self._ticks.write(
             Pinned,
             name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from trainload.capture.errors import DataError, MissingDataError, RequestError
@@ -44,13 +44,12 @@ def check_window(config: Config) -> None:
         raise RequestError("held-out data are files, and no mixture", where="evaluation.files", got=", ".join(config.evaluation.files))
 
 
-def files_of(config: Config, scheduled: datetime, had: Collection[str]) -> tuple[DataFile, ...]:
+def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
     """The files of a tick's window, in order. Of a window of the kind new those too that ticks before have had.
 
     Args:
         config: the retraining.
         scheduled: the tick's time.
-        had: names of files of ticks before; only for words.
 
     Raises:
         MissingDataError: there are none.
