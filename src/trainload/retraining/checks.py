@@ -119,7 +119,5 @@ def _data(config: Config, package: Package) -> str:
     bad = [file for file in last if file.problem]
     if len(bad) == len(last):
         raise DataError("no file of the data can be trained on", where="data.files", got=bad[-1].problem)
-    text = (
-        f"{count} files" + (f", of which the last {len(last)} have" if count > len(last) else ",") + f" {sum(f.rows for f in last):,} rows"
-    )
+    text = f"files: {count}; rows of the last {len(last)}: {sum(file.rows for file in last):,}"
     return text + (f"; bad: {len(bad)}, the last one: {bad[-1].problem}" if bad else "")
