@@ -146,7 +146,6 @@ def main() -> None:
 def judged(folder: Path) -> dict[str, Any]:
     """What the logs and the store say."""
     from collections import Counter
-    from itertools import pairwise
 
     from trainload.packaging.stores.store import Store
 
@@ -158,8 +157,15 @@ def judged(folder: Path) -> dict[str, Any]:
             overlaps += lease < greatest
             greatest = max(greatest, lease)
     store = Store(folder / "store")
-    promoted = [int(entry.reason.rpartition(" ")[2]) for entry in store.history("main") if entry.reason.startswith("owner of ")]
-    taken_over = sum(entry.reason.startswith("lease ") for entry in store.history("main"))
+    history = [entry.reason.split(" ") for entry in store.history("main")]
+    promoted = [int(words[2]) for words in history if words[0] == "owner"]
+    taken_over = sum(words[0] == "lease" for words in history)
+    late, newest = 0, 0  # whoever takes over writes an entry before it acts: no promotion of an older lease may follow it
+    for words in history:
+        if words[0] in ("owner", "lease"):
+            number = int(words[2] if words[0] == "owner" else words[1])
+            late += number < newest
+            newest = max(newest, number)
     return {
         "leases": len(store.files.names("lines/main/leases")),
         "acts": said["taken"] + said["acted"] + said["after a pause"],
@@ -168,9 +174,9 @@ def judged(folder: Path) -> dict[str, Any]:
         "knew_that_they_had_lost_it": said["knew that it had lost it"],
         "acted_after_a_pause": said["after a pause"],
         "promotions": len(promoted),
-        "promotions_of_the_paused": said["promoted as paused"],
+        "promotions_of_the_paused_before_anyone_took_over": said["promoted as paused"],
         "promotions_of_the_paused_that_failed": said["could not promote as paused"],
-        "promotions_out_of_order": sum(later < earlier for earlier, later in pairwise(promoted)),
+        "promotions_after_the_lease_was_taken": late,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ def gc(
     store: str | Path,
     *,
     keep: int | None = None,
+    lines: Collection[str] | None = None,
+    spared: Collection[tuple[str, str]] = (),
     grace: float = GRACE,
     dry_run: bool = False,
     options: Mapping[str, Any] = NO_OPTIONS,
@@ -49,6 +51,8 @@ def gc(
     Args:
         store: a folder or fsspec URL.
         keep: of each line, keep the files of its last `keep` releases and of its current one; None: of all.
+        lines: that `keep` is said of; None: all. The others keep the files of all releases.
+        spared: line and id of releases whose files are kept, however old they are.
         grace: seconds after which a push that has said nothing is taken for dead.
         dry_run: say what would be removed.
         options: for fsspec.
@@ -62,21 +66,34 @@ def gc(
     if grace < 0:
         raise StorageError("a grace period is not negative", where="grace", got=str(grace))
     place = Store(store, options)
+    unknown = sorted(set(lines or ()) - set(place.lines()))
+    if unknown:
+        raise StorageError("the store has no such line", where=place.url, expected=", ".join(place.lines()) or "none", got=unknown[0])
+    rule = None if keep is None else _Rule(keep, tuple(place.lines() if lines is None else lines), frozenset(spared))
     if dry_run:
-        return _collect(place, None, keep, grace)
+        return _collect(place, None, rule, grace)
     guard = GcGuard(place)
     try:
-        return _collect(place, guard, keep, grace)
+        return _collect(place, guard, rule, grace)
     finally:
         guard.end()
 
 
-def _collect(store: Store, guard: GcGuard | None, keep: int | None, grace: float) -> GcReport:
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Which releases keep their files: the last `keep` of each of `lines`, all of other lines, and those that are spared."""
+
+    keep: int
+    lines: tuple[str, ...]
+    spared: frozenset[tuple[str, str]]
+
+
+def _collect(store: Store, guard: GcGuard | None, rule: _Rule | None, grace: float) -> GcReport:
     # The order matters: pushes before releases, since a push gives back its lease after its release was published.
     pushes = push_leases(store)
     began = time.time()
     live = {path for path, lease in pushes.items() if began - lease.renewed < grace}
-    removed = _retire(store, guard, keep) if keep is not None else ()
+    removed = _retire(store, guard, rule) if rule is not None else ()
     needed = {digest for path in live for digest in pushes[path].blobs}
     for line in store.lines():
         for state in store.releases(line):
@@ -113,18 +130,18 @@ def _collect(store: Store, guard: GcGuard | None, keep: int | None, grace: float
     )
 
 
-def _retire(store: Store, guard: GcGuard | None, keep: int) -> tuple[str, ...]:
+def _retire(store: Store, guard: GcGuard | None, rule: _Rule) -> tuple[str, ...]:
     """Mark the releases whose files go. Returns: "LINE NUMBER" of each."""
     retired: list[str] = []
-    for line in store.lines():
-        for state in store.releases(line)[:-keep]:
-            if state.status in ("removed", "current"):
+    for line in rule.lines:
+        for state in store.releases(line)[: -rule.keep]:
+            if state.status in ("removed", "current") or (line, state.release.id) in rule.spared:
                 continue
             release = state.release
             if guard is not None:
                 guard.check()
                 before = store.mark_of(line, release.id)
-                store.mark(line, release.name, "removed", f"gc kept the last {keep} releases, {now()}")
+                store.mark(line, release.name, "removed", f"gc kept the last {rule.keep} releases, {now()}")
                 pointer = store.current(line)
                 if pointer is not None and pointer.release == release.id:  # promoted meanwhile: it stays
                     verdict, reason = (before.verdict, before.reason) if before is not None else (release.verdict, release.reason)

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 TRAIN = "graphs/train.json"
 INDEX = "weights/model.safetensors.index.json"
 CHUNKS = "weights/chunks.json"
-FIRST = "weights/model-00001-of-00002.safetensors"
+FIRST = "weights/model-00001-of-00003.safetensors"
 CONSTANTS = "constants.safetensors"
 
 Attack = Callable[[Path], object]

@@ -98,7 +98,7 @@ def sample_inputs_that_are_not_listed(package: Path, trap: Trap) -> None:
 
 
 def pickled_weights(package: Path, trap: Trap) -> None:
-    name = "weights/model-00001-of-00002.safetensors"
+    name = "weights/model-00001-of-00003.safetensors"
     (package / name).write_bytes(trap.pickle())
     chunks = json.loads((package / "weights/chunks.json").read_bytes())
     chunks["files"][name] = [hashlib.sha256(trap.pickle()).hexdigest()]

@@ -41,5 +41,5 @@ def folder(tmp_path: Path) -> Place:
 @pytest.fixture(scope="session")
 def second(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
     """`packaged` with one parameter trained further, which lies in the second of its two shards. No test changes it."""
-    name = last_of_shard(packaged, "model-00002-of-00002.safetensors")
+    name = last_of_shard(packaged, "model-00002-of-00003.safetensors")
     return retrained(packaged, tmp_path_factory.mktemp("second") / "second.tl", name)

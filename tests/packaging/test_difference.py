@@ -155,8 +155,8 @@ def test_lines_of_an_asset_are_compared(found: PackageDifference) -> None:
 
 def test_files_are_listed_that_are_extra_missing_or_changed(found: PackageDifference) -> None:
     files = section(found, "files")
-    assert files["weights/model-00003-of-00003.safetensors"][0] is None
-    assert files["weights/model-00002-of-00002.safetensors"][1] is None
+    assert files["weights/model-00004-of-00004.safetensors"][0] is None
+    assert files["weights/model-00003-of-00003.safetensors"][1] is None
     assert None not in files["graphs/train.json"]
     assert "graphs/update-matrices-first.json" not in files
 

@@ -79,7 +79,7 @@ def test_it_is_an_artifact_of_modelpack(packaged: Package, name: str) -> None:
     assert manifest["artifactType"] == f"{MODELPACK}manifest.v1+json"
     assert manifest["config"]["mediaType"] == f"{MODELPACK}config.v1+json"
     types = {layer["annotations"]["org.cncf.model.filepath"]: layer["mediaType"].removeprefix(MODELPACK) for layer in manifest["layers"]}
-    assert types["weights/model-00001-of-00002.safetensors"] == "weight.v1.raw"
+    assert types["weights/model-00001-of-00003.safetensors"] == "weight.v1.raw"
     assert types["manifest.json"] == "weight.config.v1.raw"
     assert types["graphs/train.json"] == "code.v1.raw"
     assert types["assets/LICENSE"] == "doc.v1.raw"
@@ -152,9 +152,9 @@ def test_a_large_file_is_sent_and_received_in_blocks(packaged: Package, name: st
 
 
 def test_a_file_that_is_not_what_the_manifest_says_is_not_taken(copied: Path, name: str) -> None:
-    weights = copied / "weights/model-00002-of-00002.safetensors"
+    weights = copied / "weights/model-00002-of-00003.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
-    with pytest.raises(StorageError, match=r"model-00002-of-00002.safetensors: the registry does not take"):
+    with pytest.raises(StorageError, match=r"model-00002-of-00003.safetensors: the registry does not take"):
         push_oci(copied, f"oci://{name}:v1")
 
 

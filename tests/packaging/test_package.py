@@ -294,7 +294,7 @@ def test_a_missing_file_is_refused_by_name(copied: Path, path: str) -> None:
         open_package(copied)
 
 
-@pytest.mark.parametrize("path", ["graphs/train.json", "weights/model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("path", ["graphs/train.json", "weights/model-00001-of-00003.safetensors"])
 def test_a_truncated_file_is_refused_by_name(copied: Path, path: str) -> None:
     os.truncate(copied / path, 100)
     with pytest.raises(IntegrityError, match=path):

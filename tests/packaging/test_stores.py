@@ -24,7 +24,7 @@ from trainload.packaging.stores.remote import RemoteFiles
 from trainload.packaging.stores.store import Store
 from trainload.packaging.verify import verify_package
 
-CHANGED = ("manifest.json", "weights/chunks.json", "weights/model-00002-of-00002.safetensors")
+CHANGED = ("manifest.json", "weights/chunks.json", "weights/model-00002-of-00003.safetensors")
 
 
 def sizes(package: Package, *files: str) -> int:
@@ -231,9 +231,9 @@ def test_a_store_that_another_writer_makes_meanwhile_is_used(folder: Place, monk
 
 
 def test_a_damaged_package_is_not_published(copied: Path, place: Place) -> None:
-    weights = copied / "weights/model-00002-of-00002.safetensors"
+    weights = copied / "weights/model-00002-of-00003.safetensors"
     flip(weights, -1)
-    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors: a file is not the one that the manifest lists"):
+    with pytest.raises(ValueError, match=r"model-00002-of-00003.safetensors: a file is not the one that the manifest lists"):
         put(copied, place)
     assert place.store().lines() == ()
 
@@ -313,6 +313,6 @@ def test_a_large_file_is_moved_in_blocks(tmp_path: Path, place: Place, monkeypat
 
 
 def test_what_a_package_holds_is_read_without_its_weights(copied: Path, packaged: Package) -> None:
-    weights = copied / "weights/model-00002-of-00002.safetensors"
+    weights = copied / "weights/model-00002-of-00003.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
     assert local_package(copied).digest == packaged.digest

@@ -100,6 +100,27 @@ def test_keep_leaves_the_current_release(packaged: Package, second: Package, loc
     assert pull(local_place.url, tmp_path / "1.tl", options=local_place.options).digest == packaged.digest
 
 
+def test_keep_can_be_said_of_one_line(packaged: Package, second: Package, folder: Place) -> None:
+    for line in ("one", "two"):
+        put(packaged, folder, line=line)
+        put(second, folder, line=line)
+    assert clean(folder, keep=1, lines=("two",), grace=0).removed_releases == ("two 1",)
+    assert [state.status for state in folder.store().releases("one")] == ["promoted", "current"]
+
+
+def test_keep_is_said_of_lines_that_there_are(packaged: Package, folder: Place) -> None:
+    put(packaged, folder)
+    with pytest.raises(StorageError, match=r"no such line.*main.*mian"):
+        clean(folder, keep=1, lines=("mian",))
+
+
+def test_a_spared_release_keeps_its_files(packaged: Package, second: Package, folder: Place, tmp_path: Path) -> None:
+    put(packaged, folder)
+    put(second, folder)
+    assert clean(folder, keep=1, spared=[("main", "00000001")], grace=0).removed_releases == ()
+    assert pull(folder.url, tmp_path / "1.tl", release=1, options=folder.options).digest == packaged.digest
+
+
 def test_a_release_whose_files_were_removed_cannot_become_current(packaged: Package, second: Package, folder: Place) -> None:
     put(packaged, folder)
     put(second, folder)

@@ -46,12 +46,12 @@ def refused(store: Path, error: type[Exception], match: str, tmp_path: Path) -> 
 
 def test_a_bit_that_flipped_in_the_store_is_noticed(packaged: Package, place: Place, tmp_path: Path) -> None:
     push(packaged.path, place.url, options=place.options)
-    path = blob_path(packaged.manifest.files["weights/model-00001-of-00002.safetensors"].sha256)
+    path = blob_path(packaged.manifest.files["weights/model-00001-of-00003.safetensors"].sha256)
     files = place.store().files
     data = bytearray(files.read(path, 10**6) or b"")
     data[-1] ^= 1
     files.replace(path, bytes(data))
-    with pytest.raises(IntegrityError, match=r"weights/model-00001-of-00002.safetensors: what was fetched is not what was published"):
+    with pytest.raises(IntegrityError, match=r"weights/model-00001-of-00003.safetensors: what was fetched is not what was published"):
         pull(place.url, tmp_path / "pulled.tl", options=place.options)
     assert not list(tmp_path.glob("*.tl")) and not list(tmp_path.glob(".*"))
 
@@ -149,8 +149,8 @@ def test_a_record_reads_back_as_it_was(published: Path) -> None:
 def test_a_local_file_that_is_damaged_is_not_used(published: Path, packaged: Package, tmp_path: Path) -> None:
     (tmp_path / "packages").mkdir()
     older = pull(published, tmp_path / "packages/1.tl").path
-    weights = older / "weights/model-00001-of-00002.safetensors"
+    weights = older / "weights/model-00001-of-00003.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
     report = pull(published, tmp_path / "packages/2.tl")
     assert report.fetched_bytes == weights.stat().st_size + (older / "manifest.json").stat().st_size
-    assert (tmp_path / "packages/2.tl/weights/model-00001-of-00002.safetensors").read_bytes() != weights.read_bytes()
+    assert (tmp_path / "packages/2.tl/weights/model-00001-of-00003.safetensors").read_bytes() != weights.read_bytes()

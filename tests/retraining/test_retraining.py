@@ -18,6 +18,7 @@ from trainload import cli
 from trainload.capture.errors import PackageError, RequestError, StorageError
 from trainload.launch.journal import Event
 from trainload.packaging.read import Package
+from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 from trainload.retraining.config import Config, checked
 from trainload.retraining.lease import Leases
@@ -226,6 +227,23 @@ def test_or_from_the_weights_that_the_line_began_with(small: Package, folder: Pa
     tick(config, 1)
     store = Store(folder / "store")
     assert [state.release.parent for state in store.releases(LINE)] == [None, "00000001", "00000001"]
+
+
+@pytest.mark.parametrize(("start", "removed"), [("current", ["1"]), ("first", [])])
+def test_releases_that_were_current_keep_their_files(small: Package, folder: Path, start: str, removed: list[str]) -> None:
+    """The last two of them; a rejected challenger does not count, and other lines are nobody's business."""
+    push(small.path, folder / "store", line="other")
+    push(small.path, folder / "store", line="other", message="again", facts={"note": "two"})
+    always, never = {"require": "eval.loss < 99"}, {"require": "eval.loss < 0"}
+    for number, gate in enumerate((always, never, never, always)):
+        write_day(folder / "data" / f"{number}.arrow", rows=60, seed=number)
+        train = {"steps": 2, "start": start}
+        assert tick(config_of(folder, small, train=train, gate=gate, retention={"releases": 2}), number).warnings == ()
+    store = Store(folder / "store")
+    states = store.releases(LINE)
+    assert [state.release.name for state in states if state.status == "removed"] == [*removed, "3", "4"]
+    assert rollback(store, LINE).release == "00000002"
+    assert "removed" not in {state.status for state in store.releases("other")}
 
 
 def test_files_of_a_rejected_tick_come_again_where_only_promoted_ones_count(small: Package, folder: Path) -> None:

@@ -171,12 +171,13 @@ def promote(store: str, release: str, line: str | None, only_if: str | None, rea
 @click.command(short_help="Clean a store.")
 @store_argument
 @click.option("--keep", type=positive, metavar="N", help="Keep the files of each line's last N releases only.")
+@click.option("--line", "lines", multiple=True, metavar="NAME", help="Of this line alone. Default: of all.")
 @click.option(
     "--grace", type=click.FloatRange(min=0), metavar="HOURS", default=24.0, help="A push silent for so long is dead. Default: 24."
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be removed.")
 @json_option
-def gc(store: str, keep: int | None, grace: float, dry_run: bool, as_json: bool) -> None:
+def gc(store: str, keep: int | None, lines: tuple[str, ...], grace: float, dry_run: bool, as_json: bool) -> None:
     """Remove files that no release needs, and with --keep those of old releases.
 
     A current release keeps its files. Records stay, so the history can be read.
@@ -184,7 +185,9 @@ def gc(store: str, keep: int | None, grace: float, dry_run: bool, as_json: bool)
     demand_supported_torch()
     from trainload import stores
 
-    report = stores.gc(store, keep=keep, grace=grace * 3600, dry_run=dry_run)
+    if lines and keep is None:
+        raise click.UsageError("--line goes with --keep.")
+    report = stores.gc(store, keep=keep, lines=lines or None, grace=grace * 3600, dry_run=dry_run)
     if as_json:
         print_json(report)
         return

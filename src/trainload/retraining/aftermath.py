@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from trainload.capture.errors import StorageError, TrainloadError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.releases import shown
+from trainload.packaging.stores.store import Store
 from trainload.retraining.config import Config, Handover
 from trainload.retraining.records import Ended
 
@@ -75,13 +76,14 @@ def tell(command: Sequence[str], ended: Ended, timeout: timedelta) -> None:
         )
 
 
-def clean_up(config: Config, ticks: Sequence[str], kept: str | None) -> None:
+def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Collection[str]) -> None:
     """Removes the folders of old runs, and the files of old releases.
 
     Args:
         config: what is kept.
         ticks: all ticks of the line, in order.
         kept: the tick whose run's folder stays, since the optimizer's state of the current release is there.
+        needed: releases whose files stay, whatever was current since.
 
     Raises:
         TrainloadError: the store's gc failed.
@@ -95,7 +97,9 @@ def clean_up(config: Config, ticks: Sequence[str], kept: str | None) -> None:
                 (root / name).rename(away)
                 shutil.rmtree(away)
     if config.retention.releases is not None:
-        gc(config.store, keep=config.retention.releases)
+        was_current = dict.fromkeys(entry.release for entry in reversed(Store(config.store).history(config.line)))
+        kept_releases = {*list(was_current)[: config.retention.releases], *needed}
+        gc(config.store, keep=1, lines=(config.line,), spared={(config.line, each) for each in kept_releases})
 
 
 def in_words(error: TrainloadError) -> str:

@@ -266,7 +266,9 @@ class Retention(_Section):
 
     Attributes:
         runs: folders of the newest runs; that of the champion's run is kept beside them.
-        releases: releases of the line whose files are kept; None: all.
+        releases: so many of the releases that were current keep their files, the newest ones, which `rollback` can go back to; None: all
+            releases do. The newest challenger keeps them too, and the release that each training starts from. Other lines of the store are
+            left alone.
     """
 
     runs: Positive = 3

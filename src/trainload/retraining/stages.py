@@ -169,7 +169,8 @@ class Stages:
         if ended.outcome == "promoted" and config.handover is not None and ended.release is not None:
             handover, release = config.handover, ended.release
             steps.append(lambda: aftermath.hand_over(handover, self._open(trail, release), f"{config.line}-{shown(release)}", ended))
-        steps.append(lambda: aftermath.clean_up(config, _ticks(trail).names(), self._kept(trail, ended)))
+        needed = () if config.train.start == "current" else (self._first_release(trail),)
+        steps.append(lambda: aftermath.clean_up(config, _ticks(trail).names(), self._kept(trail, ended), needed))
         if config.notify is not None and ended.outcome in config.notify.outcomes:
             hook = config.notify
             steps.append(lambda: aftermath.tell(hook.command, ended, hook.timeout))

@@ -69,7 +69,7 @@ schedule:
 
 # retention:
 #   runs: 3
-#   releases: 20                    # whose files are kept; left out: all
+#   releases: 20                    # of those that were current, so many keep their files; left out: all
 
 # handover:                         # when a release is promoted
 #   form: huggingface               # pt2, aoti or huggingface
