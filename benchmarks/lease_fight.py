@@ -48,14 +48,15 @@ def prepare(folder: str) -> None:
 def fight(store: str, log: Path, seed: int, far: bool, leases: int) -> None:
     """What each process does until there were so many leases."""
     from trainload.capture.errors import ConflictError
+    from trainload.launch import processes
     from trainload.packaging.stores.store import Store
     from trainload.retraining import lease
     from trainload.retraining.lease import Held, Leases
 
     chance = random.Random(seed)
     if far:
-        real = lease._process
-        lease._process = lambda: real().replace(" ", "-far ", 1)  # another start of another machine
+        real = processes.this_process
+        processes.this_process = lease.this_process = lambda: real().replace(" ", "-far ", 1)  # another start of another machine
     place = Store(store)
     line = Leases(place, "main", f"process {os.getpid()}")
     with log.open("a", buffering=1) as out:

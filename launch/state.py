@@ -14,13 +14,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from trainload.capture.errors import StorageError
 from trainload.launch.activity import Doing
 from trainload.launch.journal import Event
+from trainload.launch.processes import has_ended, this_process
 from trainload.launch.spec import replace_file
 from trainload.packaging.canonical import canonical_json
 
 STATE_FILE = "state.json"
 STATE_SECONDS = 1.0
 """How often it is written."""
-_FRESH_SECONDS = 15.0
+FRESH_SECONDS = 15.0
+"""A driver of which nothing else is known is taken for lost when it has said nothing for so long."""
 
 Phase = Literal["waiting", "running", "ended", "stopped", "failed", "lost"]
 """waiting: for nodes, or for its workers to start again. stopped: somebody asked for it. lost: the driver says no more, but not why."""
@@ -142,13 +144,18 @@ class RankSeen(BaseModel):
 
 
 class RunState(BaseModel):
-    """A run at one moment. time: seconds since 1970. host, pid: of its driver. attempt: its number since the driver began."""
+    """A run at one moment.
+
+    time: seconds since 1970. host, pid: of its driver. process: what tells it from all others, as `this_process` has it; "" where that is
+    not known. attempt: its number since the driver began.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     time: float
     host: str
     pid: int
+    process: str = ""
     attempt: int
     over: bool
     summary: Summary
@@ -159,9 +166,15 @@ class RunState(BaseModel):
         """Whether its driver is there, as far as can be told from here."""
         if self.over:
             return False
-        if self.host == socket.gethostname():
-            return Path(f"/proc/{self.pid}").exists()
-        return time.time() - self.time < _FRESH_SECONDS
+        ended = has_ended(self.process)
+        return time.time() - self.time < FRESH_SECONDS if ended is None else not ended
+
+    @property
+    def of_another(self) -> bool:
+        """Whether its driver is there, and is another process than this one."""
+        return self.alive and (
+            self.process != this_process() if self.process else (self.host, self.pid) != (socket.gethostname(), os.getpid())
+        )
 
     @property
     def phase(self) -> Phase:
@@ -172,7 +185,14 @@ class RunState(BaseModel):
 def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False) -> None:
     """Replaces the file; this process is the driver. `over`: it ends now. Raises: OSError."""
     state = RunState(
-        time=time.time(), host=socket.gethostname(), pid=os.getpid(), attempt=attempt, over=over, summary=summary, ranks=dict(ranks)
+        time=time.time(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process=this_process(),
+        attempt=attempt,
+        over=over,
+        summary=summary,
+        ranks=dict(ranks),
     )
     replace_file(run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False)
 
@@ -195,7 +215,7 @@ def read_state(run_dir: Path) -> RunState | None:
 def demand_no_driver(run_dir: Path) -> None:
     """Demands that nobody drives a run. Raises: StorageError, which says who does."""
     state = read_state(run_dir)
-    if state is not None and state.alive and (state.host, state.pid) != (socket.gethostname(), os.getpid()):
+    if state is not None and state.of_another:
         raise StorageError(
             "the run is going on",
             where=str(run_dir),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from trainload.capture.errors import StorageError
 from trainload.launch.journal import Event
+from trainload.launch.processes import this_process
 from trainload.launch.state import RunState, Summary, demand_no_driver, read_state, write_state
 
 START = Event("start", {"step": 4, "steps": 10, "world": 2, "strategy": "zero3"}, 1.0)
@@ -72,40 +72,42 @@ def test_half_a_file_says_nothing(tmp_path: Path) -> None:
     assert read_state(tmp_path) is None
 
 
-def state_of(pid: int, host: str, age: float = 0.0, *, over: bool = False) -> RunState:
-    return RunState(time=time.time() - age, host=host, pid=pid, attempt=1, over=over, summary=summed(START), ranks={})
+def state_of(process: str = "", age: float = 0.0, *, over: bool = False) -> RunState:
+    """Of a driver on another machine, but for what `process` says."""
+    return RunState(
+        time=time.time() - age, host="another-host", pid=77, process=process, attempt=1, over=over, summary=summed(START), ranks={}
+    )
 
 
-def ended_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+def ended_process() -> str:
+    code = "from trainload.launch.processes import this_process; print(this_process())"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_a_driver_that_is_gone_has_lost_its_run() -> None:
-    import socket
+    assert state_of(ended_process()).phase == "lost"
 
-    assert state_of(ended_process(), socket.gethostname()).phase == "lost"
+
+def test_a_driver_that_says_nothing_and_is_there_has_not_lost_its_run() -> None:
+    assert state_of(this_process(), age=60.0).phase == "running"
 
 
 def test_a_driver_elsewhere_is_gone_when_it_says_nothing_for_a_while() -> None:
-    assert state_of(1, "another-host").phase == "running"
-    assert state_of(1, "another-host", age=60.0).phase == "lost"
+    assert state_of("another-boot pid:[1] 77 1").phase == "running"
+    assert state_of("another-boot pid:[1] 77 1", age=60.0).phase == "lost"
 
 
 def test_a_run_that_is_over_is_not_lost() -> None:
-    assert state_of(ended_process(), "another-host", age=60.0, over=True).phase == "running"  # what its last event says
+    assert state_of(ended_process(), age=60.0, over=True).phase == "running"  # what its last event says
 
 
 def test_a_run_that_somebody_drives_is_not_resumed(tmp_path: Path) -> None:
     demand_no_driver(tmp_path)
-    (tmp_path / "state.json").write_text(state_of(os.getppid(), "another-host").model_dump_json())
-    with pytest.raises(StorageError, match=rf"the run is going on.*process {os.getppid()} on another-host"):
+    (tmp_path / "state.json").write_text(state_of().model_dump_json())
+    with pytest.raises(StorageError, match=r"the run is going on.*process 77 on another-host"):
         demand_no_driver(tmp_path)
 
 
 def test_a_run_whose_driver_was_killed_is_resumed_at_once(tmp_path: Path) -> None:
-    import socket
-
-    (tmp_path / "state.json").write_text(state_of(ended_process(), socket.gethostname()).model_dump_json())
+    (tmp_path / "state.json").write_text(state_of(ended_process()).model_dump_json())
     demand_no_driver(tmp_path)

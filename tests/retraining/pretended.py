@@ -168,7 +168,7 @@ class Writes:
             for name in WRITES:
                 patch.setattr(FolderFiles, name, self._wrapped(getattr(FolderFiles, name)))
             patch.setattr(FolderFiles, "read", self._read(FolderFiles.read))
-            patch.setattr(lease, "_is_dead", lambda _process: True)  # of two of our processes one is always gone
+            patch.setattr(lease, "has_ended", lambda _process: True)  # of two of our processes one is always gone
             yield
 
     def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -122,7 +121,7 @@ def test_an_owner_of_another_machine_that_was_killed_is_replaced_when_its_time_i
 ) -> None:
     with child(store, SHORT) as process:
         process.kill()
-    monkeypatch.setattr(lease, "_is_dead", lambda _process: False)
+    monkeypatch.setattr(lease, "has_ended", lambda _process: False)
     assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
     time.sleep(SHORT)
     taken(store, "second", SHORT).close()
@@ -205,7 +204,7 @@ def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_ba
     with child(store) as process:
         process.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(lease, "_is_dead", lambda _process: True)
+            patch.setattr(lease, "has_ended", lambda _process: True)
 
             def broken(self: Store, line: str, reason: str) -> None:
                 raise StorageError("the store cannot be written", where=line)
@@ -223,16 +222,3 @@ def test_a_store_that_cannot_keep_two_writers_apart_is_refused(store: Store, mon
     monkeypatch.setattr(FolderFiles, "exclusive", False)
     with pytest.raises(StorageError, match="cannot write under a condition"):
         Leases(Store(store.url), LINE)
-
-
-def test_this_process_is_not_taken_for_dead() -> None:
-    assert not lease._is_dead(lease._process())
-
-
-def test_a_process_of_another_machine_is_not_taken_for_dead() -> None:
-    assert not lease._is_dead("another-boot pid:[1] 1 1")
-
-
-def test_a_process_whose_number_is_used_again_is_taken_for_dead() -> None:
-    parts = lease._process().split(" ")
-    assert lease._is_dead(" ".join([*parts[:2], str(os.getpid()), "1"]))

@@ -20,10 +20,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TypeVar
 
 from trainload.capture.errors import ConflictError, IntegrityError, StorageError
+from trainload.launch.processes import has_ended, this_process
 from trainload.packaging.stores.releases import MAX_RECORD, Line, Nonce, ReleaseId, Sealed, Text, Time, now, shown
 from trainload.packaging.stores.store import Store
 
@@ -246,7 +246,7 @@ class Leases:
                 line=self._line,
                 id=name,
                 owner=self._owner,
-                process=_process(),
+                process=this_process(),
                 tick=tick,
                 seconds=seconds,
                 created=now(),
@@ -294,7 +294,7 @@ class Leases:
         if record is None:
             raise IntegrityError("a lease has no record", where=f"{self.where}, lease {shown(lease)}")
         seen = self._heartbeat(lease)
-        if (seen is not None and seen.over) or _is_dead(record.process):
+        if (seen is not None and seen.over) or has_ended(record.process):
             return None
         until = seen.until if seen is not None else _since_1970(record.created) + record.seconds
         if until > time.time():
@@ -322,32 +322,3 @@ def _seconds() -> float:
 
 def _since_1970(created: str) -> float:
     return datetime.strptime(created, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
-
-
-def _process() -> str:
-    """What tells this process from others: the start of the machine, the space of process numbers, its number and its own start."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_began(os.getpid())}"
-    except (OSError, IndexError):
-        return ""
-
-
-def _is_dead(process: str) -> bool:
-    """Whether a process is known to have ended: one of this machine, and of our space of process numbers."""
-    parts = process.split(" ")
-    own = _process().split(" ")
-    if len(parts) != len(own) or len(parts) != 4 or parts[:2] != own[:2]:
-        return False
-    try:
-        return _began(int(parts[2])) != parts[3]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except (OSError, IndexError):
-        return False
-
-
-def _began(process: int) -> str:
-    """When a process began, in ticks of its machine; "ended" for one that waits for its parent to notice that it has."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return "ended" if fields[0] in "ZX" else fields[19]

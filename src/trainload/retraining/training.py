@@ -53,17 +53,23 @@ class TickRun:
         self.first_step: float | None = None
 
     def _place(self) -> Path:
-        """The first of the tick's folders for runs that has no run, or one that nobody drives."""
-        from trainload.launch.spec import RUN_FILE
-        from trainload.launch.state import read_state
+        """The first of the tick's folders for runs that has no run, or one that nobody else drives.
 
-        number = 1
+        Whoever drives it has lost the lease, and ends: that is waited for, as long as it takes to know it of a process elsewhere.
+        """
+        from trainload.launch.spec import RUN_FILE
+        from trainload.launch.state import FRESH_SECONDS, read_state
+
+        number, until = 1, time.monotonic() + FRESH_SECONDS + 1
         while True:
             folder = folder_of(self._trail) / f"run-{number}"
             state = read_state(folder)
-            if not (folder / RUN_FILE).exists() or state is None or not state.alive:
+            if not (folder / RUN_FILE).exists() or state is None or not state.of_another:
                 return folder
-            number += 1
+            if time.monotonic() > until:
+                number += 1
+            else:
+                time.sleep(_WATCH_SECONDS)
 
     def result(self, optimizer_from: str | None) -> RunResult:
         """Trains, or goes on with it. optimizer_from: the run whose optimizer's state it begins with.
