@@ -31,7 +31,7 @@ CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/
 	tests/launch/test_interrupt.py \
 	tests/launch/test_json.py \
 	tests/launch/test_kills.py tests/launch/test_prometheus.py tests/launch/test_several_graphs.py \
-	tests/launch/test_url_on_ray.py tests/launch/test_variants.py tests/manifest/test_on_ray.py
+	tests/launch/test_url_on_ray.py tests/launch/test_variants.py tests/manifest/test_on_ray.py tests/retraining/test_ticks_on_ray.py
 
 test: env
 	@status=0; \

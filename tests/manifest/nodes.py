@@ -1,0 +1,114 @@
+"""A Ray cluster of nodes that are started as KubeRay starts them, with jobs that are submitted as KubeRay does."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@dataclass
+class Cluster:
+    """A head without devices, and workers with one CPU each: `ray start --block`, as the container of a pod runs it."""
+
+    folder: Path
+    variables: dict[str, str]
+    port: int = field(default_factory=free_port)
+    dashboard: int = field(default_factory=free_port)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        ray = Path(sys.executable).with_name("ray")
+        own = ("--node-ip-address", "127.0.0.1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block")
+        ports = ("--dashboard-agent-listen-port", str(free_port()))
+        with (self.folder / f"ray-{len(self.started)}.log").open("wb") as log:
+            command = [str(ray), "start", *options, *own, *ports]
+            made_here = subprocess.Popen(command, env=self.variables, stdout=log, stderr=log, start_new_session=True)
+        self.started.append(made_here)
+        return made_here
+
+    def start_head(self) -> None:
+        where = ("--port", str(self.port), "--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.dashboard))
+        self.start("--head", "--num-cpus", "0", "--temp-dir", f"/tmp/tl-{secrets.token_hex(3)}", *where)
+        self.until(lambda: self.asked("/api/version"), 60)
+
+    def start_worker(self) -> subprocess.Popen[bytes]:
+        """Starts a worker and waits until the head knows it: two that start at once may both be too slow for Ray."""
+        before = self.nodes()
+        made_here = self.start("--address", f"127.0.0.1:{self.port}", "--num-cpus", "1")
+        self.until(lambda: self.nodes() > before, 90)
+        return made_here
+
+    def nodes(self) -> int:
+        return len(self.asked("/nodes?view=summary")["data"]["summary"])
+
+    def asked(self, path: str, body: dict[str, Any] | None = None, *, token: bool = True) -> Any:
+        """What the dashboard answers; None where nobody does yet."""
+        headers = {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {self.variables['RAY_AUTH_TOKEN']}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(Request(f"http://127.0.0.1:{self.dashboard}{path}", data, headers), timeout=30) as answer:
+                return json.load(answer)
+        except HTTPError:
+            raise
+        except OSError:
+            return None
+
+    def submit(self, entrypoint: str, name: str) -> None:
+        assert self.asked("/api/jobs/", {"entrypoint": entrypoint, "submission_id": name})["submission_id"] == name
+
+    def ended(self, name: str, seconds: float) -> tuple[str, str]:
+        """A job's status when it is over, and what it printed."""
+        over = ("SUCCEEDED", "FAILED", "STOPPED")
+        job = self.until(lambda: next((job for job in (self.asked(f"/api/jobs/{name}"),) if job["status"] in over), None), seconds)
+        return job["status"], self.asked(f"/api/jobs/{name}/logs")["logs"]
+
+    @staticmethod
+    def until(ready: Any, seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := ready()):
+            assert time.monotonic() < end, "it takes too long"
+            time.sleep(0.2)
+        return found
+
+    def close(self) -> None:
+        for process in self.started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in reversed(self.started):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def variables(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of nodes whose caches are in a folder, and whose token nobody knows."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TRAINLOAD_CACHE_DIR": str(folder / "cache"),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        **more,
+    }
