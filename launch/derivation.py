@@ -26,7 +26,7 @@ from trainload.autograd_trace.precision import in_precision
 from trainload.capture.errors import JobError, PackageError, StorageError
 from trainload.capture.program import GraphCapture, Mode, ParameterSpec, Program
 from trainload.launch.adapters import Adapters, first_values
-from trainload.launch.cache import LOCK_SECONDS, private_folder
+from trainload.launch.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph, with_parameters
@@ -86,11 +86,13 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
     key = hashlib.sha256(canonical_json({**asked, **made_by})).hexdigest()[:32]
     folder = private_folder(cache_dir / "packages")
     path = folder / f"{key}.tl"
-    with filelock.FileLock(folder / f"{key}.lock", timeout=LOCK_SECONDS):
+    with filelock.FileLock(folder / f"{path.name}.lock", timeout=LOCK_SECONDS):
+        use(path)
         if path.exists():
             with suppress(PackageError):  # what was damaged is made again
                 return open_package(path, namespaces=package.namespaces)
             shutil.rmtree(path)
+        make_room(cache_dir)
         return _make(package, changes, seed, path)
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from filelock import FileLock
 
 from trainload.capture.errors import IntegrityError, StorageError
-from trainload.launch.cache import LOCK_SECONDS, private_folder
+from trainload.launch.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launch.spec import default_cache_dir
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.manifest import MANIFEST
+from trainload.packaging.derived import share_derived
+from trainload.packaging.manifest import MANIFEST, Manifest
 from trainload.packaging.read import read_manifest
 from trainload.packaging.stores.oci import is_oci, pin_oci, pull_oci
 from trainload.packaging.stores.pull import pull
@@ -69,11 +70,13 @@ def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress
     root = private_folder(cache / "packages")
     # Signatures are outside of a package's digest, so its name is part of what it is found by.
     folder = root / f"{digest}-{sha256_bytes(reference.encode())[:16]}"
+    use(folder)
     if _is_there(folder, digest):
         return folder
     with FileLock(folder.with_suffix(".lock"), timeout=LOCK_SECONDS):
         if _is_there(folder, digest):
             return folder
+        make_room(cache)
         _, found = pinned(reference)
         if found != digest:
             raise IntegrityError("the package is another one than the run was launched with", where=reference, expected=digest, got=found)
@@ -82,6 +85,8 @@ def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress
         else:
             url, line, number = _parts(reference)
             pull(url, folder, line=line, release=number, on_progress=on_progress)
+        program = Manifest.from_bytes(read_manifest(folder), MANIFEST).program_digest
+        share_derived(folder, program, (other for other in root.iterdir() if other.is_dir() and other != folder))
     return folder
 
 

@@ -12,7 +12,8 @@ import hmac
 import re
 import shutil
 import tempfile
-from collections.abc import Set
+from collections.abc import Iterable, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
-from trainload.packaging.files import open_inside, walk, write_bytes
+from trainload.packaging.files import link_or_copy, open_inside, walk, write_bytes
 from trainload.packaging.graph_json import flat_from_json, flat_to_json, running_schema
 from trainload.packaging.read import Package
 from trainload.packaging.user_key import user_key
@@ -116,6 +117,30 @@ def read_derived(package: Package, key: str) -> StepGraph | None:
         return None
     where = f"derived/{key}/step.json"
     return _load(parse_graph(data, where), where, package.namespaces)
+
+
+def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[str, ...]:
+    """Puts step graphs into a package that other packages of the same program have. Whoever reads one asks who made it.
+
+    Args:
+        package: its folder, which no other process writes yet.
+        program: its manifest's `program_digest`.
+        others: folders of other packages.
+
+    Returns:
+        The keys of the graphs that it has now.
+    """
+    found: dict[str, None] = {}
+    for other in others:
+        for folder in (other / "derived").glob("[!.]*"):
+            if folder.name in found:
+                continue
+            with suppress(OSError, PackageError):  # it is damaged, or being removed: the graph is derived again
+                if _read_seal(other, folder.name).program == program:
+                    for file in ("step.json", "seal.json"):
+                        link_or_copy(folder / file, package / "derived" / folder.name / file)
+                    found[folder.name] = None
+    return tuple(found)
 
 
 def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.capture.program import InputSpec
+from trainload.launch.cache import make_room, use
 from trainload.launch.data.columns import Array
 from trainload.launch.data.files import DataFile
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
@@ -57,12 +58,14 @@ def make_cached(
         key = sha256_bytes(canonical_json([_VERSION, identities, [[spec.name, spec.dtype, list(spec.shape)] for spec in inputs]]))
         with FileLock(cache_dir / f"{key}.lock"):
             folder = cache_dir / key
+            use(folder)
             found = _find(folder)
             if found is not None:
                 return found
             draft = cache_dir / f"{key}.tmp"
             shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed: the lock is ours
             shutil.rmtree(folder, ignore_errors=True)  # not whole, or changed since
+            make_room(cache_dir.parent)
             try:
                 rows, blocks = make()
                 _convert(draft, [spec.name for spec in inputs], rows, blocks)

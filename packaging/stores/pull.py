@@ -249,8 +249,9 @@ def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> d
             continue
         for file, digest in (*((file, entry.sha256) for file, entry in entries.items()), *outside.items()):
             place = package / file
-            if digest in sizes and not place.is_symlink() and place.is_file() and place.stat().st_size == sizes[digest]:
-                found.setdefault(digest, []).append(place)
+            with suppress(OSError):  # somebody may be removing the package
+                if digest in sizes and not place.is_symlink() and place.is_file() and place.stat().st_size == sizes[digest]:
+                    found.setdefault(digest, []).append(place)
     return found
 
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import PackageError, StorageError
-from trainload.packaging.derived import read_derived, write_derived
+from trainload.packaging.derived import read_derived, share_derived, write_derived
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package
 from trainload.packaging.write import with_weights
@@ -123,6 +123,27 @@ def test_retrained_packages_keep_their_derived_graphs(copied: Path, step: StepGr
     write_derived(package, KEY, step)
     new = with_weights(package, tmp_path / "new.tl", dict(package.program().state).items())
     assert read_derived(new, KEY) is not None
+
+
+def test_a_package_of_the_same_program_takes_derived_graphs_over(packaged: Package, copied: Path, step: StepGraph, tmp_path: Path) -> None:
+    package = open_package(copied)
+    new = with_weights(package, tmp_path / "new.tl", dict(package.program().state).items())
+    write_derived(package, KEY, step)
+    assert share_derived(new.path, new.manifest.program_digest, [tmp_path / "gone", copied]) == (KEY,)
+    assert read_derived(new, KEY) is not None
+
+
+def test_derived_graphs_of_another_program_are_left(copied: Path, step: StepGraph, tmp_path: Path) -> None:
+    write_derived(open_package(copied), KEY, step)
+    assert share_derived(tmp_path / "new.tl", "0" * 64, [copied]) == ()
+    assert not (tmp_path / "new.tl").exists()
+
+
+def test_a_damaged_derived_graph_is_not_taken_over(copied: Path, step: StepGraph, tmp_path: Path) -> None:
+    package = open_package(copied)
+    write_derived(package, KEY, step)
+    flip(copied / "derived" / KEY / "seal.json", 20)
+    assert share_derived(tmp_path / "new.tl", package.manifest.program_digest, [copied]) == ()
 
 
 @pytest.mark.parametrize("file", ["step.json", "seal.json"])

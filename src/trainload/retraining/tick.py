@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 from trainload.capture.errors import ConflictError, DivergedError, PackageError, RequestError, RunInterrupted, TrainloadError
+from trainload.launch.cache import in_use, leave
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.stores.releases import Pointer, shown
 from trainload.packaging.stores.store import Store
@@ -145,6 +146,7 @@ class Scheduler:
         if done is not None:
             self._say(f"tick {name} was run: {done.outcome}, {done.reason}")
             return done
+        before = in_use()
         self._work.first(self._config, self._store)
         held = self._lease(name)
         try:
@@ -153,6 +155,7 @@ class Scheduler:
                 self._run(earlier, held)
             return self._run(name, held)
         finally:
+            leave(but=before)
             held.close()
 
     # The lease
