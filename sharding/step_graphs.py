@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
+from trainload.capture.errors import StorageError
 from trainload.capture.program import Program
-from trainload.packaging.derived import read_derived
+from trainload.packaging.derived import read_derived, write_derived
 from trainload.packaging.read import Package
 
 DERIVATION = 3
@@ -22,17 +25,22 @@ def derived_key(graph: str, device: torch.device) -> str:
 def step_graphs(package: Package, device: torch.device) -> dict[str, StepGraph]:
     """The step graph of each graph of a package that is called in training or evaluation, by its name.
 
+    What is derived of a package that came from a store is kept in the node's cache. Of others a freeze keeps the training graphs'.
+
     Args:
         package: what is trained.
         device: where.
     """
-    training = package.manifest.training_graphs()
     found: dict[str, StepGraph] = {}
     program: Program | None = None
     for name in package.manifest.step_graphs():
-        kept = read_derived(package, derived_key(name, device)) if name in training else None
+        key = derived_key(name, device)
+        kept = read_derived(package, key)
         if kept is None:
             program = program or package.program()
             kept = derive(program, name, device)
+            if package.source is not None:  # it lies in the node's cache, whose next release is of the same program
+                with suppress(StorageError):  # without a place for the user's key: it is derived again
+                    write_derived(package, key, kept)
         found[name] = kept
     return found

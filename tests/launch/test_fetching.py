@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.launch.checkpoint_places import Wire, wire_to
 from tests.launch.test_checkpoint_writing import environment
 from tests.packaging.places import BUCKET
@@ -16,7 +17,10 @@ from tests.packaging.signers import Signers
 
 import trainload
 from trainload import cli
+from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import IntegrityError, PolicyError, RunInterrupted, StorageError
+from trainload.capture.program import Program
 from trainload.launch.contact import Request
 from trainload.launch.fetching import fetched, is_reference, pinned, run_name
 from trainload.launch.journal import Event, losses, read_events
@@ -27,6 +31,7 @@ from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.policy import POLICY
 from trainload.packaging.stores.store import blob_path
 from trainload.packaging.write import with_weights
+from trainload.sharding import step_graphs
 
 Capture = pytest.CaptureFixture[str]
 
@@ -94,6 +99,23 @@ def test_a_run_goes_on_with_its_release_when_another_one_is_current_and_the_stor
     shutil.rmtree(store)
     assert frozen_package(read_spec(run_dir)).digest == read_spec(run_dir).digest
     assert trainload.resume(run_dir, backend="local").steps == 60
+
+
+def test_step_graphs_are_derived_once_for_all_releases_of_a_program(
+    store: Path, newer: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainload.push(newer.path, store)
+    derived: list[str] = []
+
+    def counted(program: Program, name: str, device: torch.device) -> StepGraph:
+        derived.append(name)
+        return derive(program, name, device)
+
+    monkeypatch.setattr(step_graphs, "derive", counted)
+    two = trainload.Cluster(devices_per_node=2)
+    plans = [trainload.plan(trainload.open(f"{store}#gpt/{number}"), two, tensor_ranks=2) for number in (1, 2)]
+    assert plans[0].buckets == plans[1].buckets
+    assert sorted(derived) == ["eval", "train"]
 
 
 def test_the_processes_of_a_node_fetch_it_once(gpt: Package, s3: str, cache: Path, tmp_path: Path) -> None:
