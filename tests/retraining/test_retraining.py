@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from tests.retraining.conftest import classifier, write_day
 
 import trainload
@@ -417,6 +419,16 @@ def test_data_that_cannot_be_trained_on_is_found_by_check(small: Package, folder
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config_of(folder, small).to_json()))
     status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
     assert (status, "data.files: no file of the data can be trained on" in said, "'cls'" in said) == (2, True, True), said
+
+
+def test_an_old_release_is_exported_from_its_store(lived: Path, tmp_path: Path, commands: Any) -> None:
+    name = f"{lived / 'store'}#{LINE}/2"
+    status, _, said = commands("export", name, "--to", "huggingface")
+    assert (status, "give --output" in said) == (2, True), said
+    status, _, said = commands("export", name, "--to", "huggingface", "--output", str(tmp_path / "old"), "--json")
+    assert status == 0, said
+    found = load_file(tmp_path / "old" / "model.safetensors")
+    assert torch.equal(found["0.weight"], trainload.open(name).weights.tensor("0.weight"))
 
 
 def test_a_store_has_a_page(store: Store, tmp_path: Path, commands: Any) -> None:

@@ -11,15 +11,15 @@ import click
 
 from trainload import view
 from trainload.commands import shared
-from trainload.commands.shared import json_option, out, package_argument, print_json
+from trainload.commands.shared import any_package_argument, json_option, located, out, print_json
 
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 
 
 @click.command(short_help="Write it for plain torch.")
-@package_argument
+@any_package_argument
 @click.option("--to", required=True, type=click.Choice(list(_SUFFIXES)), help="What is written.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where. Default: beside PKG.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where. Default: beside a PKG that is a folder.")
 @click.option("--graph", metavar="NAME", help="Which graph. Default: predict.")
 @click.option("--variant", metavar="NAME", help="Of the graph. Default: the first.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="That the graph is for. Default: cpu.")
@@ -27,7 +27,7 @@ _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 @click.option("--check/--no-check", default=True, help="Open it and compare it with the package.")
 @json_option
 def export(
-    package: Path,
+    package: str,
     to: str,
     output: Path | None,
     graph: str | None,
@@ -42,11 +42,14 @@ def export(
     pt2: for torch.export.load. aoti: compiled, for torch's loader of AOTInductor packages. huggingface: a folder of safetensors, with
     config.json and tokenizer where the package has them.
     """
-    opened = shared.open_package(package)
+    source, folder = located(package)
+    if source is not None and output is None:
+        raise click.UsageError(f"{package} lies in a store: give --output.")
+    opened = shared.open_package(folder)
     from trainload.exporting import Kind
     from trainload.exporting import export as write
 
-    path = output if output is not None else package.with_name(package.name.removesuffix(".tl") + _SUFFIXES[to])
+    path = output if output is not None else folder.with_name(folder.name.removesuffix(".tl") + _SUFFIXES[to])
     with redirect_stdout(sys.stderr):  # compilers print
         made = write(
             opened,

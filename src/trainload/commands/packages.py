@@ -15,7 +15,7 @@ from trainload import view
 from trainload.capture.errors import PackageError, PolicyError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
-from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
+from trainload.commands.shared import FAILED, any_package_argument, err, json_option, located, out, package_argument, print_json
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
@@ -24,33 +24,34 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Say what it holds.")
-@package_argument
+@any_package_argument
 @click.option("--asset", metavar="NAME", help="Give out a file of assets/, or a folder of them.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where --asset goes. Default: stdout.")
 @json_option
-def inspect(package: Path, asset: str | None, output: Path | None, as_json: bool) -> None:
+def inspect(package: str, asset: str | None, output: Path | None, as_json: bool) -> None:
     """Say what a package holds: its inputs, parameters, graphs, recipe and assets.
 
     --asset NAME gives out one asset instead, checked against its digest.
     """
     if output is not None and asset is None:
         raise click.UsageError("-o is where an asset goes: give --asset NAME.")
-    opened = shared.open_package(package)
+    _, folder = located(package)
+    opened = shared.open_package(folder)
     manifest = opened.manifest
     if asset is not None:
         _give_out(opened, asset, output, as_json)
         return
     if as_json:
-        told = {"assets": opened.assets, "captured": _captured(package), "signatures": _signatures(package)}
-        print_json({"path": package, "digest": opened.digest, "manifest": manifest, **told})
+        told = {"assets": opened.assets, "captured": _captured(folder), "signatures": _signatures(folder)}
+        print_json({"path": folder, "digest": opened.digest, "manifest": manifest, **told})
         return
-    rows = _summary(package, opened.digest, manifest)
+    rows = _summary(folder, opened.digest, manifest)
     rows += [("asset", f"{a.name}  {a.media_type}, {view.size(a.size)}" + (f", {a.role}" if a.role else "")) for a in opened.assets]
-    for signature in _signatures(package):
+    for signature in _signatures(folder):
         said = signature.get("problem") or f"{signature['kind']} {signature['signer']} (not verified)"
         rows.append(("signature", f"{signature['file']}: {said}"))
     known: dict[str, list[str]] = {}
-    for name, (mode, why) in _captured(package).items():
+    for name, (mode, why) in _captured(folder).items():
         known.setdefault(f"{mode}: {why}", []).append(name)
     out().print(view.table([*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]))
 

@@ -14,7 +14,19 @@ import click
 from trainload import view
 from trainload.capture.errors import PlanError, StorageError
 from trainload.commands import shared
-from trainload.commands.shared import CountOf, NamedCount, err, json_option, out, package_argument, positive, print_json, write_text
+from trainload.commands.shared import (
+    CountOf,
+    NamedCount,
+    any_package_argument,
+    err,
+    json_option,
+    located,
+    out,
+    package_argument,
+    positive,
+    print_json,
+    write_text,
+)
 from trainload.sharding.strategies import BATCH_NORMS, DIVIDES, RECOMPUTES, SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
@@ -26,7 +38,7 @@ KINDS = ("cpu", "cuda")
 
 
 @click.command(short_help="Plan for a cluster.")
-@package_argument
+@any_package_argument
 @click.option("--nodes", type=positive, metavar="N", default=1, help="Nodes of the cluster. Default: 1.")
 @click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
 @click.option("--device", metavar="D", default="cpu", help="cpu, cuda; h100 or others, or a FILE: to choose by.")
@@ -46,7 +58,7 @@ KINDS = ("cpu", "cuda")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
 @json_option
 def plan(
-    package: Path,
+    package: str,
     nodes: int,
     devices_per_node: int,
     device: str,
@@ -76,7 +88,7 @@ def plan(
     ranks, divide = tensor or (None, "tensor")
     if prefetch is not None:
         options["prefetch"] = prefetch
-    opened = changed_by(given, shared.open_package(package))
+    opened = changed_by(given, shared.open_package(located(package)[1]))
     if device not in KINDS:
         wanted: dict[str, Any] = {"strategy": name, "tensor": ranks, "divide": divide, "pipeline": pipeline, "accumulate": accumulate}
         wanted |= {"recompute": recompute, "schedule": schedule}

@@ -26,6 +26,8 @@ _PLAIN_SECONDS = 5.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
+any_package_argument = click.argument("package", metavar="PKG")
+"""A folder, or what names a package in a store or registry: for `located`."""
 run_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 positive = click.IntRange(min=1)
 
@@ -142,15 +144,21 @@ def trusts_extensions() -> bool:
     return bool(click.get_current_context().find_root().params.get("trust_extensions", False))
 
 
-def open_to_run(name: str) -> Package:
-    """`open_package`, once the policies let the package be run: before that no library is imported for it. One in a store is fetched."""
+def located(name: str) -> tuple[str | None, Path]:
+    """A package's name in a store or registry, None for a folder; and its folder, fetched into this machine's cache if need be."""
     demand_supported_torch()
     from trainload.launch.fetching import here
+
+    with Transfer("fetch") as shown:
+        return here(name, on_progress=shown)
+
+
+def open_to_run(name: str) -> Package:
+    """`open_package`, once the policies let the package be run: before that no library is imported for it. One in a store is fetched."""
+    source, path = located(name)
     from trainload.launch.libraries import open_for_run
     from trainload.packaging.signatures.policy import find_policies
 
-    with Transfer("fetch") as shown:
-        source, path = here(name, on_progress=shown)
     if not path.exists():
         raise PackageError("there is no such package", where=name)
     package = open_for_run(path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions())
