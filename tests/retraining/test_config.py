@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
+from trainload import cli
 from trainload.capture.errors import RequestError
 from trainload.retraining.checks import demand_right
 from trainload.retraining.config import Config, checked, read_config
@@ -169,3 +172,35 @@ def test_what_is_commented_out_in_it_is_allowed() -> None:
     raw["schedule"].pop("every", None)
     raw["cluster"].update(backend="ray")
     checked(raw, "the template")
+
+
+def problems(raw: Any) -> list[str]:
+    """What the JSON Schema has against a file's content: the places."""
+    jsonschema.Draft202012Validator.check_schema(Config.model_json_schema())
+    return sorted(error.json_path for error in jsonschema.Draft202012Validator(Config.model_json_schema()).iter_errors(raw))
+
+
+def test_the_json_schema_takes_the_file_that_init_writes() -> None:
+    assert problems(yaml.safe_load(TEMPLATE)) == []
+
+
+def test_the_json_schema_takes_what_a_tick_pins() -> None:
+    assert problems(checked(LEAST, "retrain.yaml").to_json()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"lines": "gpt"}, "$"),
+        ({"data": {"files": "x", "bad": "ignore"}}, "$.data.bad"),
+        ({"lease": {"seconds": "soon"}}, "$.lease.seconds"),
+        ({"data": {"files": 3}}, "$.data.files"),
+    ],
+)
+def test_the_json_schema_refuses_what_a_file_may_not_have(changes: dict[str, Any], place: str) -> None:
+    assert problems({**LEAST, **changes}) == [place]
+
+
+def test_the_json_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["retrain", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"].keys() == Config.model_fields.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import redirect_stdout
 from datetime import UTC, datetime
@@ -44,6 +45,22 @@ def init(file: Path, as_json: bool) -> None:
         print_json({"file": str(file)})
     else:
         out().print(view.table([("written", str(file)), ("next", f"trainload retrain check {file}")]))
+
+
+@retrain.command(short_help="Print a file's JSON Schema.")
+@json_option
+def schema(as_json: bool) -> None:
+    """Print the JSON Schema of a retraining's FILE, for editors and for checks where trainload is not installed.
+
+    It knows keys, types and choices; `retrain check` knows more.
+    """
+    from trainload.retraining.config import Config
+
+    found = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(json.dumps(found, indent=2))
 
 
 @retrain.command(short_help="Check a file.")

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, WithJsonSchema, model_validator
 
 from trainload.capture.errors import RequestError
 from trainload.packaging.stores.releases import Line
@@ -43,9 +43,19 @@ def _as_span(span: timedelta) -> str:
     return f"{round(span.total_seconds())}s"
 
 
-Span = Annotated[timedelta, BeforeValidator(_is_span), BeforeValidator(seconds_of), PlainSerializer(_as_span, when_used="json")]
+Span = Annotated[
+    timedelta,
+    BeforeValidator(_is_span),
+    BeforeValidator(seconds_of),
+    PlainSerializer(_as_span, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": f"^{_SPAN.pattern}$"}),
+]
 """A time, written "6h"."""
-Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_several),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
 """One text or a list of them."""
 Positive = Annotated[int, Field(ge=1)]
 
