@@ -7,6 +7,7 @@ packages/NAME, data/NAME     entries: a fetched or derived package, a converted 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -51,15 +52,22 @@ def private_folder(path: Path) -> Path:
 def use(entry: Path) -> None:
     """Says that this process uses an entry, which is not removed until the process ends or has left it. The entry need not be there yet.
 
+    In a folder that this process may not write, as one that came with an image, nothing is said: whoever can write it looks after it.
+
     Raises:
-        OSError: its folder cannot be written.
+        OSError: the disk is full.
     """
     if entry in _used:
         os.utime(_used[entry])
         return
     path = _beside(entry, "used")
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                return
+            raise
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         try:
             same = os.fstat(descriptor).st_ino == path.stat().st_ino

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -92,6 +93,16 @@ def test_what_another_process_uses_stays_until_it_ends(cache: Path) -> None:
     entry(cache, "5", age=5)
     make_room(cache)
     assert names(cache) == {"10", "5"}
+
+
+def test_a_folder_that_cannot_be_written_is_used_all_the_same(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        use(cache / "packages" / "1")
+    assert cache / "packages" / "1" not in in_use()
 
 
 def test_files_that_packages_share_count_once(cache: Path) -> None:

@@ -32,7 +32,7 @@ asked it to stop. failed: it was begun as often as it may be."""
 Name = Annotated[str, Field(pattern=r"^[0-9]{8}T[0-9]{6}Z$")]
 """A scheduled time, as the name of its tick."""
 _NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z")
-_READERS = 8
+_READERS = 32
 
 
 class TickRecord(Sealed):
