@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainload.capture.errors import TrainingError
+from trainload.capture.errors import ClusterError, DataError, RequestError, RunInterrupted, StorageError, TrainingError
 from trainload.retraining.schedule import Every
 from trainload.retraining.service import Missed, serve
 
@@ -107,15 +108,48 @@ def test_a_clock_that_goes_back_runs_nothing_again() -> None:
     assert served(clock, 3, last=hour(0), tick=back) == [hour(1), hour(2), hour(3)]
 
 
-def test_a_tick_that_fails_is_told_of_and_the_next_one_is_run() -> None:
-    said: list[str] = []
+@pytest.mark.parametrize(
+    "error", [StorageError("away", where="s3://bucket"), ClusterError("full"), DataError("gone"), TrainingError("dead")]
+)
+def test_a_tick_that_fails_of_what_may_pass_is_tried_again_with_longer_and_longer_pauses(error: Exception) -> None:
+    clock, said, tried = Clock(), [], []
 
-    def fail(when: datetime) -> None:
+    def tick(_: datetime) -> None:
+        tried.append(clock.now())
+        if len(tried) < 4:
+            raise error
+
+    assert served(clock, 2, last=hour(0), tick=tick, said=said) == [hour(1)] * 4 + [hour(2)]
+    assert [round((later - earlier).total_seconds()) for earlier, later in pairwise(tried[:4])] == [60, 120, 240]
+    assert sum("; it is tried again in" in text for text in said) == 3
+
+
+def test_it_is_not_tried_again_when_the_next_one_is_due() -> None:
+    def tick(when: datetime) -> None:
         if when == hour(1):
-            raise TrainingError("broken", where="the test")
+            raise StorageError("away", where="s3://bucket")
 
-    assert served(Clock(), 2, last=hour(0), tick=fail, said=said) == [hour(1), hour(2)]
-    assert "tick 2026-01-01T01:00:00Z failed: the test: broken" in said
+    found = served(Clock(), 2, last=hour(0), tick=tick)
+    assert found == [hour(1)] * (len(found) - 1) + [hour(2)]
+    assert 5 <= len(found) <= 8
+
+
+@pytest.mark.parametrize("error", [RequestError("no such metric", where="gate.require"), RunInterrupted("stopped")])
+def test_what_does_not_pass_is_not_tried_again(error: Exception) -> None:
+    def tick(when: datetime) -> None:
+        if when == hour(1):
+            raise error
+
+    said: list[str] = []
+    assert served(Clock(), 2, last=hour(0), tick=tick, said=said) == [hour(1), hour(2)]
+    assert f"tick 2026-01-01T01:00:00Z failed: {error}" in said
+
+
+def test_who_asks_a_loop_to_end_that_waits_to_try_again_need_not_wait_for_it() -> None:
+    def tick(_: datetime) -> None:
+        raise StorageError("away", where="s3://bucket")
+
+    assert served(Clock(hour(1), end=1), 5, last=hour(0), tick=tick) == [hour(1)]
 
 
 def test_what_another_scheduler_has_run_is_not_run_again() -> None:

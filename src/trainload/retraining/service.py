@@ -9,11 +9,16 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
-from trainload.capture.errors import TrainloadError
+from trainload.capture.errors import ClusterError, DataError, RunInterrupted, StorageError, TrainloadError, WorkError
 from trainload.retraining.schedule import Schedule
 
 LONGEST_WAIT = 60.0
 """Seconds after which the clock is looked at again, since it may have been set, and the machine may have slept."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0
+"""Seconds until a tick is run again that has failed."""
+_PASSING = (StorageError, ClusterError, DataError, WorkError)
+"""What a tick may fail of that may be another the next time."""
 
 _LATE = timedelta(seconds=2 * LONGEST_WAIT)
 """A tick that is later than this, or than half the time to the next one, was missed."""
@@ -76,13 +81,14 @@ def serve(
 ) -> int:
     """Runs ticks as they are due, until it is asked to end.
 
-    Laws: a scheduled time is run once at most, in their order, and none that is not scheduled. Of several that passed while nothing ran,
-    one is run, the last; where `missed` is "skip", none that has passed for longer than a moment.
+    Laws: scheduled times are run in their order, none that is not scheduled, and none again that did not fail. Of several that passed while
+    nothing ran, one is run, the last; where `missed` is "skip", none that has passed for longer than a moment.
 
     Args:
         schedule: when.
         missed: what happens to times that have passed before it began, or while a tick ran or the machine slept.
-        tick: runs one. Where it raises a TrainloadError, that is told, and the next one is waited for.
+        tick: runs one. Where it raises a TrainloadError, that is told. Where this is of storage, data, cluster or work, the tick is run
+            again after a pause that doubles each time, while the next one is not due: it says itself when it has failed often enough.
         last_done: the last time that was run, by whomever; None: there was none.
         on_event: told what happens.
         clock: the time; None: the machine's, which heeds signals.
@@ -128,15 +134,31 @@ def _serve(
             continue
         if last > due:
             on_event(f"missed: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} on; {last:%Y-%m-%dT%H:%M:%SZ} is run for them")
-        try:
-            tick(last)
-        except TrainloadError as error:
-            on_event(f"tick {last:%Y-%m-%dT%H:%M:%SZ} failed: {error}")
         done += 1
-        if clock.wait(0.0):
+        if _run(schedule, last, tick, on_event, clock):
             break
         after = max(after, last_done() or after)
     return done
+
+
+def _run(schedule: Schedule, when: datetime, tick: Callable[[datetime], object], on_event: Callable[[str], None], clock: Clock) -> bool:
+    """Runs a tick; again, after a pause, where it fails of what may pass, while the next one is not due. Returns: whether to end."""
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            tick(when)
+            return clock.wait(0.0)
+        except TrainloadError as error:
+            said = f"tick {when:%Y-%m-%dT%H:%M:%SZ} failed: {error}"
+            again = clock.now() + timedelta(seconds=pause)
+            if isinstance(error, RunInterrupted) or not isinstance(error, _PASSING) or again >= schedule.next_after(when):
+                on_event(said)
+                return clock.wait(0.0)
+            on_event(f"{said}; it is tried again in {pause:.0f} s")
+        while (left := (again - clock.now()).total_seconds()) > 0:
+            if clock.wait(min(LONGEST_WAIT, left)):
+                return True
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _before(schedule: Schedule, moment: datetime) -> datetime:
