@@ -147,7 +147,7 @@ def test_a_run_does_not_train_on_weights_with_a_flipped_bit(gpt: Package, gpt_da
     shutil.copytree(gpt.path, tmp_path / "gpt.tl")
     package = trainload.open(tmp_path / "gpt.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    (weights,) = (package.path / "weights").glob("model-*.safetensors")
+    weights = sorted((package.path / "weights").glob("model-*.safetensors"))[0]
     flip_somewhere(weights, last=1000)
     with pytest.raises(IntegrityError, match=weights.name):
         trainload.launch(package, plan, gpt_data, run_dir=tmp_path / "run", steps=2, backend="local", compile=False)
