@@ -63,7 +63,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     stages = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in stage_files()}
     face = {path.relative_to(ROOT / "src").as_posix() for path in face_files()}
     data = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "sharding" / "planner" / "devices").glob("*.json")}
-    page = {f"trainload/report/{name}" for name in ("page.css", "page.html", "line.html")}
+    page = {f"trainload/report/{name}" for name in ("page.css", "base.html", "parts.html", "page.html", "line.html")}
     assert held == {*stages, *face, *data, *page, "trainload/py.typed"}
 
 

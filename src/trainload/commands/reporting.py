@@ -86,7 +86,8 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
 def _page() -> Any:
     """What makes a page, and the mark of one. Raises: StorageError where a library for it is not installed."""
     try:
-        from trainload.report.page import MARK, page_of
+        from trainload.report.page import page_of
+        from trainload.report.template import MARK
     except ImportError as error:
         name = str(error.name or error).partition(".")[0]
         raise StorageError(f"{name} is not installed", where="report", got=str(error), cure="pip install 'trainload[report]'.") from error

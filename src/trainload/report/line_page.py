@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-import trainload
 from trainload import view
 from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store
 from trainload.report.line_charts import charts_of
-from trainload.report.page import MARK
-from trainload.report.words import moment, span, told
+from trainload.report.template import rendered
+from trainload.report.words import span, told
 from trainload.retraining.lineage import Ancestor, LineStory, TickStory, ancestry, metrics_of, read_line
 from trainload.retraining.records import time_of
 
@@ -39,18 +35,8 @@ def store_page(store: Store, lines: Sequence[str]) -> tuple[str, dict[str, Any]]
         StorageError: the store cannot be reached, or has no such line.
         IntegrityError: a record is damaged.
     """
-    folder = files("trainload.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((folder / "line.html").read_text(encoding="utf-8"))
     shown_lines = [_line(store, read_line(store, name), f"l{number}") for number, name in enumerate(lines)]
-    page = template.render(
-        mark=MARK,
-        style=Markup((folder / "page.css").read_text(encoding="utf-8")),  # our own
-        store=told(store.url),
-        lines=shown_lines,
-        made=moment(time.time()),
-        version=trainload.__version__,
-    )
+    page = rendered("line.html", store=told(store.url), lines=shown_lines)
     return page, {line["name"]: {"current": line["current"], "releases": line["releases"], "ticks": line["count"]} for line in shown_lines}
 
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-import trainload
 from trainload import view
 from trainload.launch.state import RankSeen
 from trainload.report.charts import charts_of
 from trainload.report.failures import Failure
 from trainload.report.reading import Record, facts_of
+from trainload.report.template import rendered
 from trainload.report.timeline import ENDS, OUTCOMES, timeline_of
 from trainload.report.words import count, moment, percent, ranks, span, told
 
-MARK = "trainload report"
-"""In the first lines of every report."""
 _WIDE, _NARROW = 11.2, 4.6
 """Inches of the timeline."""
 _MOST_FAILURES, _MOST_GROUPS, _MOST_WARNINGS, _MOST_RANKS = 100, 8, 50, 256
@@ -59,12 +54,8 @@ class _Shown:
 
 def page_of(record: Record) -> str:
     """The page."""
-    folder = files("trainload.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
-    return template.render(
-        mark=MARK,
-        style=Markup((folder / "page.css").read_text(encoding="utf-8")),  # our own
+    return rendered(
+        "page.html",
         name=record.run_dir.name,
         folder=told(str(record.run_dir)),
         phase=record.phase,
@@ -86,8 +77,6 @@ def page_of(record: Record) -> str:
         heard=None if record.state is None else moment(record.state.time),
         driver=None if record.state is None else f"process {record.state.pid} on {record.state.host}",
         ranks_more=0 if record.state is None else max(0, len(record.state.ranks) - _MOST_RANKS),
-        made=moment(time.time()),
-        version=trainload.__version__,
     )
 
 
