@@ -47,7 +47,7 @@ def pinned(reference: str) -> tuple[str, str]:
     """
     if is_oci(reference):
         return pin_oci(reference)
-    url, line, number = _parts(reference)
+    url, line, number = parts_of(reference)
     store = Store(url)
     name = store.line(line)
     release = store.release(name, number)
@@ -83,7 +83,7 @@ def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress
         if is_oci(reference):
             pull_oci(reference, folder, on_progress=on_progress)
         else:
-            url, line, number = _parts(reference)
+            url, line, number = parts_of(reference)
             pull(url, folder, line=line, release=number, on_progress=on_progress)
         program = Manifest.from_bytes(read_manifest(folder), MANIFEST).program_digest
         share_derived(folder, program, (other for other in root.iterdir() if other.is_dir() and other != folder))
@@ -114,8 +114,8 @@ def _is_there(folder: Path, digest: str) -> bool:
     return True
 
 
-def _parts(reference: str) -> tuple[str, str | None, str | None]:
-    """Store, line and release."""
+def parts_of(reference: str) -> tuple[str, str | None, str | None]:
+    """Store, line and release of STORE, STORE#LINE or STORE#LINE/RELEASE; None: left out. Raises: StorageError where it is none."""
     url, _, rest = reference.partition("#")
     line, slash, number = rest.partition("/")
     if not url or (slash and not (line and number)):

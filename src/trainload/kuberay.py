@@ -302,3 +302,11 @@ def _variables(pods: Pods) -> list[Json]:
 
 def _confined() -> Json:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def as_yaml(manifest: Json) -> str:
+    """A manifest, as kubectl reads it."""
+    import yaml
+
+    text: str = yaml.safe_dump(manifest, sort_keys=False, width=120)
+    return text

@@ -22,6 +22,7 @@ from trainload.launch.journal import Event
 from trainload.packaging.read import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
+from trainload.retraining import stages
 from trainload.retraining.config import Config, checked
 from trainload.retraining.lease import Leases
 from trainload.retraining.lineage import ancestry, read_line, rollback
@@ -29,6 +30,8 @@ from trainload.retraining.migrate import migrate
 from trainload.retraining.records import Decided, Ended, Evaluated, Ticks, Trained, name_of
 from trainload.retraining.stages import Opening, Stages
 from trainload.retraining.tick import Scheduler
+from trainload.retraining.training import training_plan
+from trainload.sharding.plan import Plan
 
 LINE = "small"
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)
@@ -404,6 +407,27 @@ def test_a_metric_that_there_is_not_is_found_by_check(small: Package, folder: Pa
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
     status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
     assert (status, "gate.require: there is no such metric" in said, "Did you mean eval.accuracy?" in said) == (2, True, True), said
+
+
+def test_a_plan_and_a_setting_that_it_says_are_not_both_taken(small: Package, folder: Path) -> None:
+    plan = trainload.plan(small, trainload.Cluster(), "single")
+    (folder / "plan.json").write_text(plan.model_dump_json())
+    cluster = {"backend": "local", "compile": False, "plan": str(folder / "plan.json")}
+    with pytest.raises(RequestError, match=r"train\.set: the plan says this already \(got global_batch\)"):
+        tick(config_of(folder, small, cluster=cluster, train={"steps": 2, "set": {"global_batch": 8}}), 0)
+    assert tick(config_of(folder, small, cluster=cluster, train={"steps": 2}), 0).outcome == "promoted"
+
+
+def test_a_tick_is_planned_once(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+
+    def counted(config: Config, package: Package) -> Plan:
+        planned.append(package.digest)
+        return training_plan(config, package)
+
+    monkeypatch.setattr(stages, "training_plan", counted)
+    assert tick(config_of(folder, small), 0).outcome == "promoted"
+    assert planned == [small.digest]
 
 
 def test_a_tick_that_cannot_be_right_is_not_begun(small: Package, folder: Path) -> None:

@@ -112,7 +112,9 @@ def test_a_clock_that_goes_back_runs_nothing_again() -> None:
     "error", [StorageError("away", where="s3://bucket"), ClusterError("full"), DataError("gone"), TrainingError("dead")]
 )
 def test_a_tick_that_fails_of_what_may_pass_is_tried_again_with_longer_and_longer_pauses(error: Exception) -> None:
-    clock, said, tried = Clock(), [], []
+    clock = Clock()
+    said: list[str] = []
+    tried: list[datetime] = []
 
     def tick(_: datetime) -> None:
         tried.append(clock.now())

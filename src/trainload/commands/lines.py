@@ -98,14 +98,14 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
 def lineage(release: str, as_json: bool) -> None:
     """Show where a release comes from, back to the first freeze: parents, data, plan, metrics, decisions."""
     demand_supported_torch()
+    from trainload.launch.fetching import parts_of
     from trainload.packaging.stores.store import Store
     from trainload.retraining.lineage import ancestry
     from trainload.retraining.lineage import as_json as told
 
-    url, _, rest = release.partition("#")
-    line, _, number = rest.partition("/")
+    url, line, number = parts_of(release)
     place = Store(url)
-    found = ancestry(place, place.line(line or None), number or None)
+    found = ancestry(place, place.line(line), number)
     if as_json:
         print_json({"store": place.url, "lineage": told(found)})
         return
@@ -195,13 +195,12 @@ def migrate(
 
             release = publish(found, old, store, line)
     told = {"release": release, "package": None if output is None else str(output), "digest": found.digest}
-    counts = {name: len(getattr(found, name)) for name in ("matched", "converted", "reshaped", "missing", "left")}
+    lists = {name: getattr(found, name) for name in ("matched", "converted", "reshaped", "missing", "left")}
     if as_json:
-        lists = {name: getattr(found, name) for name in ("matched", "converted", "reshaped", "missing", "left")}
         print_json({**told, **lists, "elements": found.elements, "carried": found.carried})
         return
     rows: list[tuple[str, Any]] = [(name, value) for name, value in told.items() if value is not None]
-    rows += list(counts.items())
+    rows += [(name, len(each)) for name, each in lists.items()]
     rows.append(("carried over", f"{found.carried:,} of {found.elements:,} elements ({found.carried / max(1, found.elements):.1%})"))
     out().print(view.table(rows))
     for each in found.reshaped:

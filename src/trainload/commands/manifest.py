@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -16,7 +16,10 @@ from trainload.commands import shared
 from trainload.commands.planning import KINDS
 from trainload.commands.runs import launch
 from trainload.commands.settings import Settings
-from trainload.commands.shared import CountOf, Span, json_option, write_text
+from trainload.commands.shared import Command, CountOf, Span, json_option, write_text
+
+if TYPE_CHECKING:
+    from trainload.kuberay import Pods
 
 _OURS = {
     "run_dir": "--run-dir",
@@ -28,6 +31,18 @@ _OURS = {
 _NOT_THERE = {"address", "backend", "detach", "dry_run", "as_json"}
 """Those that make no sense in a job of a cluster."""
 _PATHS = {"package", "data", "eval_data", "output", "plan_file"}
+
+
+def pod_options(command: Command) -> Command:
+    """Add what pods of all manifests have."""
+    for option in (
+        click.option("--service-account", metavar="NAME", help="Default: the namespace's."),
+        click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable that is no secret."),
+        click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A Secret whose entries become variables."),
+        click.option("--namespace", help="Default: kubectl's."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.group(short_help="Write clusters' manifests.")
@@ -46,12 +61,9 @@ def manifest() -> None:
 @click.option("--nodes", type=Span(), default="1", metavar="N or A:B", help="Nodes, or from A to B. Default: 1.")
 @click.option("--kind", type=click.Choice(["RayJob", "RayCluster"]), default="RayJob", help="Default: RayJob.")
 @click.option("--name", help="Its name. Default: the package's.")
-@click.option("--namespace", help="Default: kubectl's.")
 @click.option("--run-dir", metavar="DIR", help="The run's folder. Default: runs/NAME.")
 @click.option("--retries", type=click.IntRange(min=0), default=3, metavar="N", help="New clusters after failures. Default: 3.")
-@click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A Secret whose entries become variables.")
-@click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable that is no secret.")
-@click.option("--service-account", metavar="NAME", help="Default: the namespace's.")
+@pod_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: stdout.")
 @json_option
 def kuberay(
@@ -75,25 +87,23 @@ def kuberay(
     as_json: bool,
 ) -> None:
     """Write a run (or a cluster) for KubeRay. Relative paths begin at the claim's."""
-    from trainload.kuberay import Pods, entrypoint, ray_cluster, ray_job
+    from trainload.kuberay import as_yaml, entrypoint, ray_cluster, ray_job
 
     if kind == "RayCluster" and (package is not None or data is not None or run_dir is not None or options):
         raise click.UsageError("--kind RayCluster runs nothing: leave out the package, --data, --run-dir and options of launch.")
     if kind == "RayJob" and (package is None or data is None):
         raise click.UsageError("--kind RayJob needs a package and --data.")
-    claim, _, mount = claim.partition(":")
-    pods = Pods(
+    pods = pods_of(
+        claim,
+        env,
         name=name or (_label(package) if package is not None else "trainload"),
         image=image,
         nodes=nodes,
         devices=workers[0],
         gpu=workers[1] == "cuda",
         memory=memory,
-        claim=claim,
-        mount=mount or "/trainload",
         namespace=namespace,
         secrets=secrets,
-        env=variables_of(env),
         service_account=service_account,
     )
     if package is None or data is None:
@@ -105,9 +115,7 @@ def kuberay(
         asked = [place(package), "--data", place(data), *_size(pods.nodes, workers, planned="--plan" in given), *given]
         launch.make_context("launch", list(asked))
         made = ray_job(pods, folder, entrypoint(folder, asked, _before()), retries)
-    import yaml
-
-    text = (json.dumps(made, indent=2) if as_json else yaml.safe_dump(made, sort_keys=False, width=120).rstrip()) + "\n"
+    text = json.dumps(made, indent=2) + "\n" if as_json else as_yaml(made)
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -119,7 +127,15 @@ def _label(package: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", PurePosixPath(package).stem.lower()).strip("-")
 
 
-def variables_of(given: Sequence[str]) -> dict[str, str]:
+def pods_of(claim: str, env: Sequence[str], **others: Any) -> Pods:
+    """Pods with the volume and the variables that a command was given; others: as of `Pods`."""
+    from trainload.kuberay import Pods
+
+    volume, _, mount = claim.partition(":")
+    return Pods(claim=volume, mount=mount or "/trainload", env=_variables(env), **others)
+
+
+def _variables(given: Sequence[str]) -> dict[str, str]:
     """What --env says."""
     found = {}
     for text in given:

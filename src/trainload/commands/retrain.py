@@ -15,6 +15,7 @@ from trainload import view
 from trainload.capture.errors import RequestError, StorageError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
+from trainload.commands.manifest import pod_options, pods_of
 from trainload.commands.shared import DONE, FAILED, err, json_option, out, positive, print_json, write_text
 
 if TYPE_CHECKING:
@@ -140,10 +141,7 @@ def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks
 @click.option("--claim", metavar="NAME[:PATH]", help="Volume of FILE, store, runs, data. PATH: /trainload.")
 @click.option("--memory", default="8Gi", metavar="SIZE", help="Of each pod. Default: 8Gi.")
 @click.option("--name", help="Its name. Default: retrain-LINE.")
-@click.option("--namespace", help="Default: kubectl's.")
-@click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A Secret whose entries become variables.")
-@click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable that is no secret.")
-@click.option("--service-account", metavar="NAME", help="Default: the namespace's.")
+@pod_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="A file; of systemd a folder.")
 @json_option
 def manifest(
@@ -164,8 +162,9 @@ def manifest(
 
     Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes FILE lies in the claim's volume, under its name.
     """
+    from trainload.kuberay import as_yaml
     from trainload.retraining.config import read_config
-    from trainload.retraining.manifests import as_text, cron_job, described, ray_cron_job, systemd_units
+    from trainload.retraining.manifests import as_text, cron_job, ray_cron_job, systemd_units
 
     config = read_config(file)
     _timing(config)
@@ -187,23 +186,18 @@ def manifest(
         return
     if image is None or claim is None:
         raise click.UsageError(f"{kind} needs --image and --claim.")
-    from trainload.commands.manifest import variables_of
-    from trainload.kuberay import Pods
-
-    volume, _, mount = claim.partition(":")
     cluster = config.cluster
-    pods = Pods(
+    pods = pods_of(
+        claim,
+        env,
         name=name,
         image=image,
         nodes=(cluster.nodes, cluster.nodes),
         devices=cluster.workers,
         gpu=cluster.device == "cuda",
         memory=memory,
-        claim=volume,
-        mount=mount or "/trainload",
         namespace=namespace,
         secrets=secrets,
-        env=variables_of(env),
         service_account=service_account,
     )
     if kind == "raycronjob" and (cluster.backend, cluster.address) != ("ray", "auto"):
@@ -214,9 +208,9 @@ def manifest(
     if as_json:
         print_json(made)
     elif output is None:
-        click.echo(described(made), nl=False)
+        click.echo(as_yaml(made), nl=False)
     else:
-        write_text(output, described(made))
+        write_text(output, as_yaml(made))
 
 
 def _timing(config: Config) -> Any:

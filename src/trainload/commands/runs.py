@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,15 +21,13 @@ from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
 from trainload.commands.settings import Settings
-from trainload.commands.shared import DONE, CountOf, Span, err, json_option, positive, run_argument, show_record
+from trainload.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from trainload.launch.journal import Event
     from trainload.run_request import Backend
     from trainload.sharding.strategies import Strategy
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def backend_option(command: Command) -> Command:
@@ -87,15 +85,12 @@ def launch(
     """Train a package, or a release STORE#LINE/N, on Ray unless told otherwise."""
     if nodes is not None and nodes[1] > 1 and backend != "ray":
         raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
-    if plan_file is not None and (workers is not None or strategy is not None):
-        raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
     if detach and not (address or "").startswith(("http://", "https://")):
         raise click.UsageError("--detach goes with the --address of a cluster's dashboard: http://HOST:8265.")
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
     chosen = Settings(given)
-    if plan_file is not None and chosen.batch:
-        raise click.UsageError(f"--plan says {' and '.join(chosen.batch)}: leave it out of --set.")
+    _demand_one_plan(plan_file, workers, strategy, chosen)
     from trainload.launch.fetching import run_name
 
     opened = shared.open_to_run(package)
@@ -174,9 +169,8 @@ def evaluate(
     as_json: bool,
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
-    if plan_file is not None and (workers is not None or strategy is not None):
-        raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
     chosen = Settings(given)
+    _demand_one_plan(plan_file, workers, strategy, chosen)
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
     changed = chosen.changes.apply(opened)
@@ -199,6 +193,14 @@ def evaluate(
             policy=shared.policy(),
         )
     show_record(result, as_json)
+
+
+def _demand_one_plan(plan_file: Path | None, workers: tuple[int, str] | None, strategy: Strategy | None, chosen: Settings) -> None:
+    """Demands that nothing is asked for that a plan says."""
+    if plan_file is not None and (workers is not None or strategy is not None):
+        raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
+    if plan_file is not None and chosen.batch:
+        raise click.UsageError(f"--plan says {' and '.join(chosen.batch)}: leave it out of --set.")
 
 
 def _keep(run_dir: Path, address: str, as_json: bool) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from rich.console import Console
@@ -21,6 +21,8 @@ from trainload.capture.versions import demand_supported_torch
 if TYPE_CHECKING:
     from trainload.packaging.read import Package
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+"""What an option is added to."""
 DONE, FAILED, WRONG = 0, 1, 2
 _PLAIN_SECONDS = 5.0
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -16,7 +15,6 @@ from trainload.commands.shared import Transfer, json_option, out, positive, prin
 if TYPE_CHECKING:
     from trainload.packaging.stores.releases import ReleaseState
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 line_option = click.option("--line", metavar="NAME", help="The line. Default: the store's only one.")
 store_argument = click.argument("store", metavar="STORE")

@@ -13,7 +13,6 @@ from trainload.retraining.windows import check_window
 if TYPE_CHECKING:
     from trainload.packaging.read import Package
     from trainload.retraining.stages import Stages
-    from trainload.sharding.plan import Plan
 
 _FILES = 10
 """How many files are looked at: the last ones."""
@@ -60,20 +59,10 @@ def _metrics(package: Package) -> list[str]:
     return found
 
 
-def demand_fitting(config: Config, package: Package) -> Plan:
-    """Demands that a retraining fits the package that it trains. Returns: the plan by which it does.
-
-    Raises:
-        RequestError: an expression names what the package does not give, or a setting is not allowed.
-        JobError: a setting cannot be changed of this package.
-        PlanError: no plan of these settings fits it.
-    """
-    from trainload.retraining.training import plan_of, settings_of
-
+def demand_known(config: Config, package: Package) -> None:
+    """Demands that a file's expressions name what a package gives. Raises: RequestError."""
     for key, expression in expressions(config).items():
         expression.check(known_names(package, sliced=key != "gate.require"))
-    settings = settings_of(config)
-    return plan_of(config, settings.changes.apply(package, config.train.steps), settings.batch)
 
 
 def check(config: Config, stages: Stages) -> dict[str, Any]:
@@ -84,6 +73,7 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
         TrainloadError: the store, the package or the data cannot be used.
     """
     from trainload.packaging.stores.store import Store
+    from trainload.retraining.training import training_plan
 
     demand_right(config)
     try:
@@ -94,7 +84,8 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
     if current is None and config.package is None:
         raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", cure="Give the key package.")
     package = stages.open(f"{config.store}#{config.line}" if current is not None else str(config.package))
-    plan = demand_fitting(config, package)
+    demand_known(config, package)
+    plan = training_plan(config, package)
     return {
         "package": package.digest,
         "current": "none yet" if current is None else current.release,

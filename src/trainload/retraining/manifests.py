@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shlex
 from datetime import timedelta
-from typing import Any
 
 from trainload.capture.errors import RequestError
 from trainload.kuberay import HEAD_CPUS, Json, Pods, container_of, demand_label, metadata_of, pod_of, ray_job_spec
@@ -185,11 +184,3 @@ def _escaped(text: str) -> str:
 def as_text(units: dict[str, str]) -> str:
     """Units, one after another, each under its name."""
     return "\n".join(f"# {name}\n{text}" for name, text in units.items())
-
-
-def described(manifest: Any) -> str:
-    """A manifest as YAML."""
-    import yaml
-
-    text: str = yaml.safe_dump(manifest, sort_keys=False, width=120)
-    return text

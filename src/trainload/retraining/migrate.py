@@ -203,13 +203,14 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
         ConflictError: the line has releases already.
         StorageError: the store cannot be written.
     """
+    from trainload.launch.fetching import parts_of
     from trainload.packaging.stores.push import push
     from trainload.packaging.stores.store import NOBODY
 
     facts: dict[str, bool | int | float | str] = {"migrated.carried": made.carried, "migrated.elements": made.elements}
     if old.source is not None and "#" in old.source:
-        url, _, rest = old.source.partition("#")
-        name, _, number = rest.partition("/")
+        url, name, number = parts_of(old.source)
+        assert name is not None and number is not None, "a package's source names its release"
         facts |= {LINE: name, RELEASE: number, STORE: url}
     message = f"the weights of {old.source or old.digest[:12]}"
     return push(made.package, store, line=line, only_if=NOBODY, message=message, facts=facts).release

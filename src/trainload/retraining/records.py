@@ -79,34 +79,33 @@ class Taken(TickRecord):
     snapshot: Snapshot
 
 
-class Begun(TickRecord):
-    """A tick was begun, or gone on with: for the `number`th time, under the lease of this number, by `owner`."""
+class NumberedRecord(TickRecord):
+    """A record of which a tick may have several: of its `number`th beginning."""
+
+    number: Annotated[int, Field(ge=1, le=9999)]
+
+    @property
+    def file(self) -> str:
+        """As of every record."""
+        return f"{self.KIND}-{self.number:04d}"
+
+
+class Begun(NumberedRecord):
+    """A tick was begun, or gone on with, under the lease of this number, by `owner`."""
 
     KIND = "begun"
 
-    number: Annotated[int, Field(ge=1, le=9999)]
     lease: ReleaseId
     owner: Text
 
-    @property
-    def file(self) -> str:
-        """As of every record."""
-        return f"{self.KIND}-{self.number:04d}"
 
-
-class Failed(TickRecord):
-    """How the `number`th beginning of a tick failed."""
+class Failed(NumberedRecord):
+    """How a beginning of a tick failed."""
 
     KIND = "failed"
 
-    number: Annotated[int, Field(ge=1, le=9999)]
     error: Text
     message: Text
-
-    @property
-    def file(self) -> str:
-        """As of every record."""
-        return f"{self.KIND}-{self.number:04d}"
 
 
 class Trained(TickRecord):
@@ -264,7 +263,7 @@ class Ticks:
         assert there is not None, "records are never removed"
         return there
 
-    def count(self, kind: type[Begun] | type[Failed], tick: str) -> int:
+    def count(self, kind: type[NumberedRecord], tick: str) -> int:
         """How often a tick was begun, or has failed."""
         names = self._files.names(f"{self._root}/{tick}")
         return sum(name.startswith(f"{kind.KIND}-") for name in names)

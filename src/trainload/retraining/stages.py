@@ -15,7 +15,7 @@ from trainload.capture.errors import ConflictError, RequestError, StorageError, 
 from trainload.packaging.stores.releases import Release, shown
 from trainload.packaging.stores.store import NOBODY, Store
 from trainload.retraining import aftermath
-from trainload.retraining.checks import demand_fitting
+from trainload.retraining.checks import demand_known
 from trainload.retraining.config import Config
 from trainload.retraining.drift import drift_of
 from trainload.retraining.gate import Verdict, decide
@@ -23,14 +23,13 @@ from trainload.retraining.lineage import TICK
 from trainload.retraining.records import Ended, Evaluated, Scores, Taken, Ticks, Trained
 from trainload.retraining.snapshot import Snapshot, demand_unchanged, evaluation_source, take
 from trainload.retraining.tick import Say, Trail
-from trainload.retraining.training import TickRun, folder_of, plan_of, settings_of
+from trainload.retraining.training import TickRun, folder_of, plan_of, settings_of, training_plan
 
 if TYPE_CHECKING:
     from trainload.launch.journal import Event
     from trainload.packaging.op_libraries import Libraries
     from trainload.packaging.read import Package
-
-_WATCH_SECONDS = 0.5
+    from trainload.sharding.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,11 @@ class Stages:
 
     def __init__(self, opening: Opening, say: Say, on_event: Callable[[Event], None] = lambda _event: None) -> None:
         self._opening, self._say, self._on_event = opening, say, on_event
+        self._planned: tuple[Any, Plan] | None = None
 
     def first(self, config: Config, store: Store) -> None:
         """As `Work.first`."""
+        self._planned = None  # a file that says how may have changed since the last tick
         if store.current(config.line) is not None:
             return
         if config.package is None:
@@ -73,12 +74,14 @@ class Stages:
             push(path, config.store, line=config.line, only_if=NOBODY, message="the first of the line")
 
     def demand_fitting(self, config: Config, release: str) -> None:
-        """As `Work.demand_fitting`. Raises: as of `checks.demand_fitting`."""
-        demand_fitting(config, self.open(f"{config.store}#{config.line}/{shown(release)}"))
+        """As `Work.demand_fitting`. Raises: as of `checks.demand_known` and `training.training_plan`."""
+        package = self._release(config, release)
+        demand_known(config, package)
+        self._plan(config, package)
 
     def snapshot(self, trail: Trail) -> Snapshot:
         """As `Work.snapshot`."""
-        package = self._open(trail, trail.pinned.parent)
+        package = self._release(trail.config, trail.pinned.parent)
         ticks = _ticks(trail)
         had = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
         return take(trail.config, trail.scheduled, package, had, folder_of(trail) / "data")
@@ -90,7 +93,9 @@ class Stages:
         demand_unchanged(snapshot)
         config, seconds = trail.config, {}
         release = trail.pinned.parent if config.train.start == "current" else self._first_release(trail)
-        run = TickRun(trail, snapshot, self._open(trail, release), self._run_options, self._say, self._on_event)
+        package = self._release(config, release)
+        plan = self._plan(config, package)
+        run = TickRun(trail, snapshot, package, plan, self._run_options, self._say, self._on_event)
         result = run.result(self._optimizer_from(trail))
         assert result.output is not None, "a challenger is the run's output"
         began = time.monotonic()
@@ -114,7 +119,7 @@ class Stages:
             "first_loss": result.first_loss,
             "last_loss": result.last_loss,
             "rows": snapshot.rows,
-            "plan": {"strategy": run.plan.strategy, "ranks": run.plan.world_size, "global_batch": run.plan.global_batch},
+            "plan": {"strategy": plan.strategy, "ranks": plan.world_size, "global_batch": plan.global_batch},
             "seconds": seconds,
             "sent_bytes": report.sent_bytes,
             "restarts": result.restarts,
@@ -168,7 +173,7 @@ class Stages:
         steps: list[Callable[[], None]] = []
         if ended.outcome == "promoted" and config.handover is not None and ended.release is not None:
             handover, release = config.handover, ended.release
-            steps.append(lambda: aftermath.hand_over(handover, self._open(trail, release), f"{config.line}-{shown(release)}", ended))
+            steps.append(lambda: aftermath.hand_over(handover, self._release(config, release), f"{config.line}-{shown(release)}", ended))
         needed = () if config.train.start == "current" else (self._first_release(trail),)
         steps.append(lambda: aftermath.clean_up(config, _ticks(trail).names(), self._kept(trail, ended), needed))
         if config.notify is not None and ended.outcome in config.notify.outcomes:
@@ -183,9 +188,16 @@ class Stages:
 
     # Packages
 
-    def _open(self, trail: Trail, release: str) -> Package:
+    def _release(self, config: Config, release: str) -> Package:
         """A release's package, in this machine's cache."""
-        return self.open(f"{trail.config.store}#{trail.line}/{shown(release)}")
+        return self.open(f"{config.store}#{config.line}/{shown(release)}")
+
+    def _plan(self, config: Config, package: Package) -> Plan:
+        """How a package is trained. A tick asks before it is begun, and when it trains: it is planned once."""
+        asked = (package.digest, config.cluster, config.train)
+        if self._planned is None or self._planned[0] != asked:
+            self._planned = asked, training_plan(config, package)
+        return self._planned[1]
 
     def open(self, reference: str) -> Package:
         """A package, once the policies let it be run."""
@@ -243,7 +255,7 @@ class Stages:
     def _evaluate(self, trail: Trail, snapshot: Snapshot, release: str) -> Scores:
         from trainload.evaluating import evaluate
 
-        package = self._open(trail, release)
+        package = self._release(trail.config, release)
         cluster, settings = trail.config.cluster, settings_of(trail.config)
         source = evaluation_source(trail.config, snapshot, folder_of(trail) / "data")
         self._say(f"tick {trail.name}: evaluating release {shown(release)}")

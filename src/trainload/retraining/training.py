@@ -31,24 +31,29 @@ class TickRun:
         trail: the tick.
         snapshot: its data.
         package: what is trained.
+        plan: how.
         options: what the run is given of how packages are opened.
         say: told what is done.
         on_event: told what happens in the run.
 
     Attributes:
-        plan: how it is trained.
         folder: the run's.
         first_step: when its first step had ended, as `time.monotonic` has it; None: it has not.
     """
 
     def __init__(
-        self, trail: Trail, snapshot: Snapshot, package: Package, options: dict[str, Any], say: Say, on_event: Callable[[Event], None]
+        self,
+        trail: Trail,
+        snapshot: Snapshot,
+        package: Package,
+        plan: Plan,
+        options: dict[str, Any],
+        say: Say,
+        on_event: Callable[[Event], None],
     ) -> None:
-        self._trail, self._snapshot, self._package, self._options = trail, snapshot, package, options
+        self._trail, self._snapshot, self._package, self._plan, self._options = trail, snapshot, package, plan, options
         self._say, self._on_event = say, on_event
         self._settings = settings_of(trail.config)
-        overrides = self._settings.changes
-        self.plan = plan_of(trail.config, overrides.apply(package, trail.config.train.steps), self._settings.batch)
         self.folder = self._place()
         self.first_step: float | None = None
 
@@ -92,7 +97,7 @@ class TickRun:
         data = folder_of(self._trail) / "data"
         return launch(
             self._package,
-            self.plan,
+            self._plan,
             train_source(config, self._snapshot, data),
             on_event=self._heard,
             run_dir=self.folder,
@@ -113,7 +118,7 @@ class TickRun:
         train = self._trail.config.train
         if train.epochs is None:
             return train.steps
-        return max(1, math.ceil(train.epochs * self._snapshot.rows / self.plan.global_batch))
+        return max(1, math.ceil(train.epochs * self._snapshot.rows / self._plan.global_batch))
 
     def _heard(self, event: Event) -> None:
         if event.kind == "step" and self.first_step is None:
@@ -137,6 +142,18 @@ def settings_of(config: Config) -> Any:
         raise RequestError("a setting is not allowed", where="train.set", got=error.message.removeprefix("--set ")) from error
 
 
+def training_plan(config: Config, package: Package) -> Plan:
+    """The plan by which a retraining trains a package.
+
+    Raises:
+        RequestError: a setting is not allowed.
+        JobError: a setting cannot be changed of this package.
+        PlanError: no plan of these settings fits it.
+    """
+    settings = settings_of(config)
+    return plan_of(config, settings.changes.apply(package, config.train.steps), settings.batch)
+
+
 def plan_of(config: Config, package: Package, batch: dict[str, Any]) -> Plan:
     """The plan for a package on the retraining's cluster."""
     from trainload.api import plan
@@ -145,6 +162,13 @@ def plan_of(config: Config, package: Package, batch: dict[str, Any]) -> Plan:
 
     cluster = config.cluster
     if cluster.plan is not None:
+        if batch:
+            raise RequestError(
+                "the plan says this already",
+                where="train.set",
+                got=" and ".join(sorted(batch)),
+                cure="Leave it out, or the key cluster.plan.",
+            )
         return read_plan(Path(cluster.plan)).model_copy(update={"package": package.digest})
     shape = {"nodes": cluster.nodes, "devices_per_node": cluster.workers, "device": cluster.device}
     return plan(package, Cluster.model_validate(shape), cluster.strategy, **batch)
