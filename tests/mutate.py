@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutations import MUTATIONS, Mutation
+from tests.breaks.mutation import Mutation
+from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo", "runs")

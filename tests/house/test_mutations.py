@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.breaks.mutation import Mutation
 from tests.house.source import ROOT
-from tests.mutations import MUTATIONS, Mutation
+from tests.mutations import MUTATIONS
 
 LAWS = range(1, 8)
 

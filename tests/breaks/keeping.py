@@ -1,0 +1,266 @@
+"""Breaks of what is kept: packages, releases, checkpoints, ticks. Laws 5 to 7."""
+
+from __future__ import annotations
+
+from tests.breaks.mutation import Mutation
+
+KEEPING: tuple[Mutation, ...] = (
+    Mutation(
+        5,
+        "source paths are part of the identity",
+        "packaging/manifest.py",
+        'OUTSIDE = ("debug", "derived", "signatures")',
+        'OUTSIDE = ("derived", "signatures")',
+        "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",
+    ),
+    Mutation(
+        5,
+        "a set's order reaches the manifest",
+        "packaging/write.py",
+        "higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),",
+        "higher_order_ops=tuple(frozenset[str]().union(*(fact.higher_order for fact in facts))),",
+        "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",
+    ),
+    Mutation(
+        5,
+        "files are known by their size",
+        "packaging/files.py",
+        "    if (size, digest) != (entry.size, entry.sha256):\n",
+        "    if size != entry.size:\n",
+        "test_law_5.py::test_a_flipped_bit_in_an_asset_is_found",
+    ),
+    Mutation(
+        5,
+        "weights are read unchecked",
+        "packaging/chunks.py",
+        "if hashlib.sha256(block).hexdigest() != self._digests[number]:",
+        "if len(block) == 0:",
+        "test_law_5.py::test_a_run_does_not_train_on_weights_with_a_flipped_bit",
+    ),
+    Mutation(
+        5,
+        "shards of checkpoints are known by their size",
+        "packaging/chunks.py",
+        "if hashlib.sha256(block).hexdigest() != self._digests[number]:",
+        "if len(block) == 0:",
+        "test_law_5.py::test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found",
+    ),
+    Mutation(
+        6,
+        "symbolic sizes go to sympy as they are",
+        "packaging/validate.py",
+        '        check_expression(value, f"{self.file}, {self.at}")\n',
+        "",
+        "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[symbolic_size]",
+    ),
+    Mutation(
+        6,
+        "a worker does not ask its own machine's policy",
+        "launch/libraries.py",
+        "    held = tuple(dict.fromkeys((*policies, *find_policies())))\n",
+        "    held = tuple(policies)\n",
+        "../launch/test_policy_runs.py::test_a_worker_holds_the_package_to_its_own_machine_s_policy",
+    ),
+    Mutation(
+        6,
+        "an unsigned package is launched though a policy demands a signature",
+        "packaging/signatures/policy.py",
+        "        if count < policy.signatures:\n",
+        "        if held and count < policy.signatures:\n",
+        "../launch/test_policy_runs.py::test_an_unsigned_package_is_not_launched[launch]",
+    ),
+    Mutation(
+        6,
+        "a signature of another key will do",
+        "packaging/signatures/vouching.py",
+        '    if identity.kind == "key" and signature.signer != identity.fingerprint:\n',
+        "    if False:\n",
+        "../packaging/test_signing.py::test_another_key_s_signature_is_a_problem_that_names_both_keys",
+    ),
+    Mutation(
+        6,
+        "a graph may make files",
+        "packaging/operators.py",
+        '{"from_file", "_print", ',
+        '{"_print", ',
+        "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[operator_that_writes_files]",
+    ),
+    Mutation(
+        6,
+        "unknown fields of a graph are let through",
+        "packaging/validate.py",
+        "                if key not in fields:\n"
+        '                    self.refuse("a field that graph files do not have", key)\n'
+        "                fields[key](entry)\n",
+        "                if key in fields:\n                    fields[key](entry)\n",
+        "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[guards]",
+    ),
+    Mutation(
+        6,
+        "wheels in a package are loaded without a word",
+        "launch/extensions.py",
+        'return "the user or a policy said so" if trusted else None',
+        'return "the user said so"',
+        "../launch/test_extensions.py::test_without_the_word_nothing_of_the_wheel_runs",
+    ),
+    Mutation(
+        6,
+        "a wheel may write outside of its folder",
+        "packaging/wheels.py",
+        'if not plain or any(part in ("", ".", "..") for part in parts):',
+        "if not plain:",
+        "../packaging/test_wheels.py::test_a_wheel_with_a_path_that_leaves_its_folder_is_refused",
+    ),
+    Mutation(
+        7,
+        "a package is renamed before its files are written",
+        "packaging/files.py",
+        "        yield folder\n"
+        "        folder.chmod(0o755)\n"
+        "        for inner, _, _ in os.walk(folder):\n"
+        "            sync_folder(Path(inner))\n"
+        "        _put(folder, Path(path))\n",
+        "        folder.rename(path)\n"
+        "        folder = Path(path)\n"
+        "        yield folder\n"
+        "        folder.chmod(0o755)\n"
+        "        for inner, _, _ in os.walk(folder):\n"
+        "            sync_folder(Path(inner))\n",
+        "test_law_7.py::test_packages_are_visible_whole_or_not_at_all",
+    ),
+    Mutation(
+        7,
+        "at a URL the shards of a checkpoint are removed before its index",
+        "launch/checkpoints/remote.py",
+        '        self._place.delete([f"{folder}/{INDEX}"])\n'
+        "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path))\n",
+        "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path) and not path.endswith(INDEX))\n"
+        '        self._place.delete([f"{folder}/{INDEX}"])\n',
+        "../launch/test_checkpoint_places.py::test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from",
+    ),
+    Mutation(
+        7,
+        "at a URL an attempt publishes shards that another one has removed",
+        "launch/checkpoints/remote.py",
+        "            if size != file.size:\n",
+        "            if False:\n",
+        "../launch/test_checkpoint_places.py::test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_begun[memory]",
+    ),
+    Mutation(
+        7,
+        "the index of a checkpoint comes after it was published",
+        "launch/checkpoints/folder.py",
+        "        if self._final.exists():\n            self._final.rename(self._replaced)\n        self._draft.rename(self._final)\n",
+        "        (self._draft / INDEX).rename(self._folder / INDEX)\n"
+        "        if self._final.exists():\n"
+        "            self._final.rename(self._replaced)\n"
+        "        self._draft.rename(self._final)\n"
+        "        (self._folder / INDEX).rename(self._final / INDEX)\n",
+        "test_law_7.py::test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all",
+    ),
+    Mutation(
+        5,
+        "a pulled file is taken though its digest is another one",
+        "packaging/stores/pull.py",
+        "    if size != entry.size or digest.hexdigest() != entry.sha256:\n        raise _damaged(file",
+        "    if size != entry.size:\n        raise _damaged(file",
+        "../packaging/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
+    ),
+    Mutation(
+        7,
+        "a second writer takes the number of the first",
+        "packaging/stores/folder.py",
+        "                os.link(draft, target)\n            except FileExistsError:",
+        "                draft.replace(target)\n            except FileExistsError:",
+        "../packaging/test_stores_writers.py::test_processes_that_write_at_once_lose_nothing[folder]",
+    ),
+    Mutation(
+        7,
+        "a release appears before its files",
+        "packaging/stores/push.py",
+        "        sent = _send(target, local, lease, on_progress)\n        lease.demand()\n",
+        "        target.publish(name, local.manifest, local.digest, local.files)\n"
+        "        sent = _send(target, local, lease, on_progress)\n        lease.demand()\n",
+        "../packaging/test_stores_writers.py::test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on",
+    ),
+    Mutation(
+        7,
+        "gc does not look what pushes rely on",
+        "packaging/stores/collect.py",
+        "    needed = {digest for path in live for digest in pushes[path].blobs}\n",
+        "    needed = set[str]()\n",
+        "../packaging/test_stores_gc.py::test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it[folder]",
+    ),
+    Mutation(
+        7,
+        "a scheduler that was paused can promote",
+        "src/trainload/retraining/lease.py",
+        "        if last is None or (beat is not None and beat.over):\n",
+        "        if True:\n",
+        "../retraining/test_lease.py::test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask",
+    ),
+    Mutation(
+        7,
+        "a challenger that was promoted before a kill is promoted again",
+        "src/trainload/retraining/tick.py",
+        "            if entry.release == trained.release:\n                return entry\n",
+        "            pass\n",
+        "../retraining/test_tick.py::test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not",
+    ),
+    Mutation(
+        7,
+        "a loss that is no number passes under not",
+        "src/trainload/retraining/expression.py",
+        "                return None if inner is None else not inner\n",
+        "                return not inner\n",
+        "../retraining/test_expression.py::test_what_is_no_finite_number_lets_nobody_pass",
+    ),
+    Mutation(
+        6,
+        "commands of a retraining come from the store",
+        "src/trainload/retraining/tick.py",
+        "        config = began_with.model_copy(update={key: getattr(self._config, key) for key in OWN})\n",
+        "        config = began_with\n",
+        "../retraining/test_tick.py::test_commands_and_folders_are_those_of_the_file_whatever_the_store_says",
+    ),
+    Mutation(
+        5,
+        "data that has changed since it was pinned is trained on",
+        "src/trainload/retraining/snapshot.py",
+        "        if identity != wanted.identity:\n",
+        "        if False:\n",
+        "../retraining/test_snapshot.py::test_a_file_that_changed_since_is_noticed",
+    ),
+    Mutation(
+        7,
+        "a retraining's old releases take those with them that it can be rolled back to",
+        "src/trainload/retraining/aftermath.py",
+        "        kept_releases = {*list(was_current)[: config.retention.releases], *needed}\n",
+        "        kept_releases = {*needed}\n",
+        "../retraining/test_retraining.py::test_releases_that_were_current_keep_their_files",
+    ),
+    Mutation(
+        7,
+        "what another process uses is removed from the cache",
+        "launch/cache.py",
+        "                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "",
+        "../launch/test_cache.py::test_what_another_process_uses_stays_until_it_ends",
+    ),
+    Mutation(
+        5,
+        "what is not trained lies in one file with what is",
+        "packaging/weights.py",
+        "    others = [spec for spec in specs if changing is not None and spec.name not in changing]\n",
+        "    first, others = list(specs), []\n",
+        "../launch/test_unchanged_weights.py::test_a_run_leaves_the_files_of_what_it_does_not_train",
+    ),
+    Mutation(
+        7,
+        "a driver whose number another process has is taken for alive",
+        "launch/processes.py",
+        "        return _began(int(parts[2])) != parts[3]\n",
+        "        return not _began(int(parts[2]))\n",
+        "../launch/test_processes.py::test_a_process_whose_number_is_used_again_has_ended",
+    ),
+)
