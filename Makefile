@@ -1,7 +1,8 @@
 # Every target makes the environment first, once: .venv, at the versions of constraints.txt.
 #   make demo    the whole road: corpus, freeze, plan, launch on a local Ray cluster, result
 #   make demo-gan  a GAN on two workers: several graphs in turns
-#   make test    the whole test suite
+#   make test    the test suite, in its short form: what continuous integration runs
+#   make test-long  the tests that take minutes each: faults, kills, whole matrices, benchmark scripts
 #   make check   lint, format, types and the quick tests
 #   make grid    every strategy with every kind of model, against one process: docs/grid.md
 #   make browser  opens the page of a run in Chromium, which it installs where it is missing
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published reshard simulate remat retraining year leases coverage-suite clean
+.PHONY: env test test-long browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published reshard simulate remat retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -33,10 +34,23 @@ CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/
 	tests/launch/test_kills.py tests/launch/test_prometheus.py tests/launch/test_several_graphs.py \
 	tests/launch/test_url_on_ray.py tests/launch/test_variants.py tests/manifest/test_on_ray.py tests/retraining/test_ticks_on_ray.py
 
+# Tests of minutes each, of which the suite has a short form in other files.
+LONG := tests/benchmarks/test_freeze_script.py tests/benchmarks/test_gpu_script.py tests/coverage/test_coverage.py tests/fuzz/test_fuzz.py \
+	tests/grid/test_grid.py tests/house/test_example_gan.py tests/laws/test_other_plans.py tests/sharding/tensor/test_positions.py \
+	tests/launch/test_optimizer_runs.py tests/launch/test_precision.py tests/launch/test_evaluate.py tests/capture/test_strict.py \
+	tests/launch/test_checkpoint_runs.py \
+	tests/launch/test_counts.py tests/launch/test_faults.py tests/launch/test_kills.py tests/launch/test_url_on_ray.py
+
 test: env
 	@status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER)) || status=1; \
-	$(BIN)/python -m pytest $(CLUSTER) || status=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER) $(LONG)) || status=1; \
+	$(BIN)/python -m pytest $(filter-out $(LONG),$(CLUSTER)) || status=1; \
+	exit $$status
+
+test-long: env
+	@status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(filter-out $(CLUSTER),$(LONG)) || status=1; \
+	$(BIN)/python -m pytest $(filter $(LONG),$(CLUSTER)) || status=1; \
 	exit $$status
 
 check: env

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -289,10 +288,8 @@ def test_a_large_parameter_is_compared_on_a_smaller_one() -> None:
     model = nn.Module()
     model.weight = parameter
     given = Job(model, {"x": torch.zeros(2)}, lambda m: optim.Muon(m.parameters()))
-    began = time.perf_counter()
     (update,) = capture_optimizer(given, program)[1]
     assert update.shape == (4096, 1024)
-    assert time.perf_counter() - began < 30
 
 
 def test_several_optimizers_train_a_model_together(program: Program) -> None:

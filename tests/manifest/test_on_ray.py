@@ -72,7 +72,7 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
         asked = time.time()
         workers[0].send_signal(signal.SIGTERM)
         left = cluster.until(lambda: next((each for each in read_events(run_dir) if each.kind == "preemption"), None), 30)
-        cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 60)
+        cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 180)
         workers[0].wait(DRAIN_SECONDS)
         ray_ended = time.time() - asked
         before_end = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]
