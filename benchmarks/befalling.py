@@ -296,6 +296,19 @@ def preempt(run: Run) -> None:
     run.nodes.remove(node)
 
 
+def preempt_before_another_comes(run: Run) -> None:
+    """A node is told that it will be gone when there is no other; one comes a few seconds later."""
+    run.at = time.time()
+    node = run.node(1)
+    run.nodes.drain(node, 60.0)
+    run.wait(lambda: run.last("preemption", run.at))
+    time.sleep(5.0)
+    run.cleared = time.time()
+    run.nodes.add()
+    run.wait(lambda: run.last("start", run.at))
+    run.nodes.remove(node)
+
+
 def fail_storage(run: Run, seconds: float = 60.0) -> None:
     """Storage takes nothing for a minute."""
     run.at = time.time()
@@ -375,6 +388,7 @@ FAULTS = (
     Fault("node lost, elastic from 1 to 2", shrink_and_grow, sizes="1:2"),
     Fault("node gained, elastic from 1 to 2", gain, nodes=1, said="resize", sizes="1:2"),
     Fault("preemption notice, a spare there", preempt, nodes=3, said="preemption"),
+    Fault("preemption notice, another one later", preempt_before_another_comes, said="preemption"),
     Fault("driver lost (SIGKILL)", lose_driver, said='"driver was lost"'),
     Fault("cluster and head restarted", restart_cluster, said='"driver was lost"'),
     Fault("storage takes nothing for 60 s", fail_storage, said="warning", disk=64),

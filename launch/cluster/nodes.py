@@ -91,7 +91,7 @@ def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Coll
 
 
 class Leave:
-    """Whether nodes that an attempt is on were told to drain.
+    """Which nodes that an attempt is on were told to drain.
 
     Args:
         places: the id of each rank's node.
@@ -99,16 +99,15 @@ class Leave:
 
     def __init__(self, places: Sequence[str]) -> None:
         self._taken = Counter(places)
-        self._told: set[str] = set()
 
-    def news(self) -> dict[str, float | None]:
-        """Nodes that were told since this was last asked -> the seconds that they have left, None where nobody said."""
-        found: dict[str, float | None] = {}
-        for node, deadline in ray._private.state.state.get_draining_nodes().items():
-            if node in self._taken and node not in self._told:
-                self._told.add(node)
-                found[node] = max(0.0, deadline / 1000 - time.time()) if deadline else None
-        return found
+    def told(self) -> dict[str, float | None]:
+        """Those nodes -> the seconds that they have left, None where nobody said."""
+        draining = ray._private.state.state.get_draining_nodes()
+        return {
+            node: max(0.0, deadline / 1000 - time.time()) if deadline else None
+            for node, deadline in draining.items()
+            if node in self._taken
+        }
 
     def without_us(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes as they would be if this attempt were over."""

@@ -86,6 +86,7 @@ class Supervisor:
         self._larger_since: float | None = None
         self._unheard_since: float | None = None
         self._lost: set[str] = set()
+        self._warned: set[str] = set()
 
     def run(self) -> None:
         """Returns when the run has done its last step.
@@ -143,6 +144,7 @@ class Supervisor:
         self._number += 1
         ray.get(self._mailbox.begin.remote(self._number))
         self._beats, self._order, self._moving = (), (), False
+        self._warned = set()
         leave = Leave(places)
         spec = self._spec.model_copy(update={"had_checkpoint": self._spec.had_checkpoint or self._book.has_checkpoint})
         saving = spec.storage_patience + spec.hang_timeout
@@ -204,29 +206,39 @@ class Supervisor:
         return self._what_happened(attempt)
 
     def _heed(self, leave: Leave) -> None:
-        """What is done about nodes that will be gone: the run goes elsewhere, where there is room, and saves what it has in any case."""
-        for node, seconds in leave.news().items():
-            elsewhere = self._book.stepped and self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device))) is not None
-            self._moving = self._moving or elsewhere
-            self._book.write(
-                "preemption",
-                node=node,
-                seconds_left=seconds,
-                message=f"node {node} will be gone"
-                + ("" if seconds is None else f" in {seconds:.0f} s")
-                + (
-                    ": the run goes to other nodes, with a checkpoint" if elsewhere else ": a checkpoint is written; there is no other node"
-                ),
-            )
-            if not elsewhere:
-                with suppress(OSError):
-                    (self._run_dir / Request.CHECKPOINT.file).touch()
+        """What is done about nodes that will be gone: the run saves what it has, and goes elsewhere as soon as there is room."""
+        told = leave.told()
+        news = told.keys() - self._warned
+        self._warned |= news
+        goes = bool(told) and not self._moving and self._book.stepped and self._room_elsewhere(leave) is not None
+        self._moving = self._moving or goes
+        for node, seconds in told.items():
+            if goes or node in news:
+                self._book.write(
+                    "preemption",
+                    node=node,
+                    seconds_left=seconds,
+                    message=f"node {node} will be gone"
+                    + ("" if seconds is None else f" in {seconds:.0f} s")
+                    + (
+                        ": the run goes to other nodes, with a checkpoint"
+                        if self._moving
+                        else ": a checkpoint is written; there is no other node yet"
+                    ),
+                )
+        if news and not self._moving:
+            with suppress(OSError):
+                (self._run_dir / Request.CHECKPOINT.file).touch()
         if self._spec.plans and not self._moving:
             self._grow(leave)
 
+    def _room_elsewhere(self, leave: Leave) -> tuple[Plan, list[str]] | None:
+        """What `_fitting` would find if this attempt were over."""
+        return self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device)))
+
     def _grow(self, leave: Leave) -> None:
         """Goes to more nodes, if there have been some for a while. The workers save what they have before they go."""
-        found = self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device)))
+        found = self._room_elsewhere(leave)
         larger = found is not None and found[0].world_size > self._spec.plan.world_size
         if not larger or not self._beats or any(beat.doing.phase is Phase.STARTING for beat in self._beats):
             self._larger_since = None

@@ -19,7 +19,7 @@ from trainload.launch.journal import Event, losses, read_events
 from trainload.launch.state import read_state
 from trainload.packaging.read import Package
 
-STEPS = 1500
+STEPS = 4000
 DRAIN_SECONDS = 60.0
 SECRET = "hunter2000"
 
@@ -30,8 +30,9 @@ class Story:
 
     run_dir: Path
     folder: Path
+    warned: Event
     left: Event
-    seconds_to_leave: float
+    seconds_to_warn: float
     ray_ended: float
     first: tuple[str, str]
     second: tuple[str, str]
@@ -39,9 +40,14 @@ class Story:
     stranger: int
 
 
+def announced(run_dir: Path) -> list[Event]:
+    """What a run's driver has said of nodes that will be gone."""
+    return [event for event in read_events(run_dir) if event.kind == "preemption"]
+
+
 @pytest.fixture(scope="module")
 def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """A job starts on one of two nodes, whose `ray start` gets SIGTERM; it goes on on the other, is stopped, and submitted twice more."""
+    """A job's node gets SIGTERM; the job goes on on one that comes later, is stopped, and submitted twice more."""
     folder, volume = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("volume")
     shutil.copytree(gpt.path, volume / "gpt.tl")
     (volume / SECRET).mkdir()
@@ -60,7 +66,7 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
     run_dir = volume / "runs" / "gpt"
     try:
         cluster.start_head()
-        workers = [cluster.start_worker()]
+        worker = cluster.start_worker()
         try:
             cluster.asked("/api/jobs/", {"entrypoint": "true"}, token=False)
             stranger = 200
@@ -68,12 +74,13 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
             stranger = error.code
         cluster.submit(entrypoint, "first")
         cluster.until(lambda: (state := read_state(run_dir)) and state.summary.step > 5, 120)
-        workers.append(cluster.start_worker())
         asked = time.time()
-        workers[0].send_signal(signal.SIGTERM)
-        left = cluster.until(lambda: next((each for each in read_events(run_dir) if each.kind == "preemption"), None), 30)
-        cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 180)
-        workers[0].wait(DRAIN_SECONDS)
+        worker.send_signal(signal.SIGTERM)
+        (warned,) = cluster.until(lambda: announced(run_dir), 30)
+        cluster.start_worker()
+        left = cluster.until(lambda: announced(run_dir)[1:], 60)[0]
+        cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 60)
+        worker.wait(DRAIN_SECONDS)
         ray_ended = time.time() - asked
         before_end = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]
         subprocess.run([*TRAINLOAD, *before_end["exec"]["command"][3:]], env=cluster.variables, check=True, capture_output=True, timeout=60)
@@ -84,15 +91,20 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
         third = cluster.ended("third", 120)
     finally:
         cluster.close()
-    return Story(run_dir, volume, left, left.time - asked, ray_ended, first, second, third, stranger)
+    return Story(run_dir, volume, warned, left, warned.time - asked, ray_ended, first, second, third, stranger)
 
 
 @pytest.mark.timeout(600)
-def test_a_node_that_gets_sigterm_is_left_with_a_checkpoint(story: Story) -> None:
-    assert "will be gone in " in story.left.data["message"]
+def test_a_node_that_gets_sigterm_is_saved_from_at_once(story: Story) -> None:
+    assert story.warned.data["message"].endswith(": a checkpoint is written; there is no other node yet")
+    assert 0 < story.warned.data["seconds_left"] <= DRAIN_SECONDS
+    assert story.seconds_to_warn < 5
+
+
+def test_a_run_goes_to_a_node_that_comes_after_the_warning(story: Story) -> None:
+    assert story.left.data["node"] == story.warned.data["node"]
     assert "the run goes to other nodes, with a checkpoint" in story.left.data["message"]
-    assert 0 < story.left.data["seconds_left"] <= DRAIN_SECONDS
-    assert story.seconds_to_leave < 5
+    assert 0 < story.left.data["seconds_left"] < story.warned.data["seconds_left"]
 
 
 def test_ray_waits_for_the_run_to_leave_and_no_longer(story: Story) -> None:
