@@ -1,11 +1,11 @@
 """Two machines' worth of processes fight for the lease of a line: never two of them may act at once.
 
-    python benchmarks/lease_fight.py [--leases 1000] [--processes 8]
+    python benchmarks/lease_fight.py [--leases 1000] [--processes 8] [--s3]
 
 Half of the processes cannot see whether those of the other half live, as if they were on another machine. Each takes the lease, acts a
 few times, promotes, and gives it back. At random one is paused for longer than its lease lasts, and tries to act and to promote when it
 wakes; or it is killed. An act is a look at the lease (`Held.demand`) and a line in the process's own log, with the time. Two leases overlap
-where an act under an earlier one comes after an act under a later one.
+where an act under an earlier one comes after an act under a later one. The store is a folder, or lies in S3: moto's server on this machine.
 """
 
 from __future__ import annotations
@@ -18,18 +18,33 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from measure import RESULTS, ROOT, alone, machine, save, screen, table
 
-SECONDS = 0.6
-"""Of a lease."""
+SECONDS, SECONDS_S3 = 0.6, 4.0
+"""Of a lease. moto's server serves one request after another, so there an owner says later that it lives."""
 PAUSED, KILLED = 0.02, 0.02
 """The share of leases in which that befalls the owner."""
 
 
-def prepare(folder: str) -> None:
+@contextmanager
+def s3() -> Iterator[str]:
+    """The URL of a store on a server of its own, which all that is started meanwhile can reach."""
+    sys.path.insert(0, str(ROOT))
+    from tests.packaging.places import s3_place, s3_server
+
+    with s3_server() as server:
+        place = s3_place(server)
+        os.environ.update(place.environment)
+        yield place.url
+
+
+def prepare(folder: str, store: str) -> None:
     """A store with two releases."""
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
     import torch
@@ -41,11 +56,11 @@ def prepare(folder: str) -> None:
     package = trainload.freeze(job(), Path(folder) / "1.tl")
     tensors = {name: package.weights.tensor(name) for name in package.weights.names()}
     changed = with_weights(package, Path(folder) / "2.tl", ((name, torch.zeros_like(tensor)) for name, tensor in tensors.items()))
-    trainload.push(package.path, Path(folder) / "store", line="main")
-    trainload.push(changed.path, Path(folder) / "store", line="main", promote=False)
+    trainload.push(package.path, store, line="main")
+    trainload.push(changed.path, store, line="main", promote=False)
 
 
-def fight(store: str, log: Path, seed: int, far: bool, leases: int) -> None:
+def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: float) -> None:
     """What each process does until there were so many leases."""
     from trainload.capture.errors import ConflictError
     from trainload.launch import processes
@@ -69,7 +84,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int) -> None:
                 out.write(json.dumps([time.monotonic(), int(held.id), "knew that it had lost it"]) + "\n")
 
         while int(line.last() or 0) < leases:
-            held = line.take("20260101T000000Z", SECONDS)
+            held = line.take("20260101T000000Z", seconds)
             if not isinstance(held, Held):
                 time.sleep(chance.uniform(0.0, 0.02))
                 continue
@@ -77,7 +92,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int) -> None:
             fate = chance.random()
             if fate < PAUSED:
                 if os.fork() == 0:  # somebody who wakes it
-                    time.sleep(chance.uniform(2.0, 4.0) * SECONDS)
+                    time.sleep(chance.uniform(2.0, 4.0) * seconds)
                     os.kill(os.getppid(), signal.SIGCONT)
                     os._exit(0)
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -110,12 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leases", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=RESULTS / "lease_fight.json")
+    parser.add_argument("--s3", action="store_true", help="the store lies in S3")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
-    with tempfile.TemporaryDirectory() as folder:
-        alone(prepare, folder)
-
+    lease_seconds = SECONDS_S3 if options.s3 else SECONDS
+    with tempfile.TemporaryDirectory() as folder, s3() if options.s3 else nullcontext(f"{folder}/store") as store:
+        alone(prepare, folder, store)
         began = time.monotonic()
         killed, number = 0, 0
         running: dict[int, tuple[int, bool]] = {}
@@ -125,26 +141,31 @@ def main() -> None:
                 number += 1
                 child = os.fork()
                 if child == 0:
+                    status = 1
                     try:
-                        fight(f"{folder}/store", Path(folder) / f"{number}.log", number, far, options.leases)
+                        fight(store, Path(folder) / f"{number}.log", number, far, options.leases, lease_seconds)
+                        status = 0
+                    except Exception:  # noqa: BLE001  # the parent sees the status
+                        traceback.print_exc()
                     finally:
-                        os._exit(0)
+                        os._exit(status)
                 running[child] = (number, far)
             child, status = os.wait()
             running.pop(child)
             if status == 0:
                 break
+            assert os.WIFSIGNALED(status), "a process failed of something else than its fate"
             killed += 1
         for child in running:
             os.waitpid(child, 0)
         seconds = time.monotonic() - began
-        result = judged(Path(folder))
+        result = judged(Path(folder), store)
     result = {"processes": options.processes, "seconds": seconds, "killed": killed, **result}
     screen().print(table("Who has the lease", ("", "value"), [(name.replace("_", " "), str(value)) for name, value in result.items()]))
-    save({"machine": machine(), **result}, options.output)
+    save({"machine": machine(), **result}, options.output or RESULTS / ("lease_fight_s3.json" if options.s3 else "lease_fight.json"))
 
 
-def judged(folder: Path) -> dict[str, Any]:
+def judged(folder: Path, url: str) -> dict[str, Any]:
     """What the logs and the store say."""
     from collections import Counter
 
@@ -157,7 +178,7 @@ def judged(folder: Path) -> dict[str, Any]:
         if what in ("taken", "acted", "after a pause"):
             overlaps += lease < greatest
             greatest = max(greatest, lease)
-    store = Store(folder / "store")
+    store = Store(url)
     history = [entry.reason.split(" ") for entry in store.history("main")]
     promoted = [int(words[2]) for words in history if words[0] == "owner"]
     taken_over = sum(words[0] == "lease" for words in history)

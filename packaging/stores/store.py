@@ -195,7 +195,10 @@ class Store:
         message: str = "",
         facts: Mapping[str, bool | int | float | str] | None = None,
     ) -> tuple[Release, bool]:
-        """Publish a release whose blobs are in the store already. One that the line has already is not published twice.
+        """Publish a release whose blobs are in the store already.
+
+        One that the line has already, with the same verdict on it, is not published twice; nor is one of the same facts, whatever the
+        verdict by now, unless its files were removed.
 
         Returns:
             It, and whether it is new.
@@ -206,8 +209,11 @@ class Store:
         found = self._many(lambda each: self._read_release(line, each), self.release_ids(line))
         known = [release for release in found if release is not None]
         for release in reversed(known):
-            same = release.package == digest and release.files == dict(files) and release.verdict == verdict
-            if same and ((mark := self.mark_of(line, release.id)) is None or mark.verdict != "removed"):
+            if release.package != digest or release.files != dict(files):
+                continue
+            mark = self.mark_of(line, release.id)
+            thought = release.verdict if mark is None else mark.verdict
+            if thought == verdict or (facts and release.facts == facts and thought != "removed"):
                 return release, False
         parent = next((release.id for release in reversed(known) if release.package == manifest.parent), None)
         nonce = secrets.token_hex(16)

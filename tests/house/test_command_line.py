@@ -46,7 +46,7 @@ COMMANDS = (
     "lineage",
     "migrate",
 )
-GROUPS = {"manifest": ("kuberay",), "retrain": ("init", "schema", "check", "tick", "run", "manifest")}
+GROUPS = {"manifest": ("kuberay",), "retrain": ("init", "schema", "check", "tick", "run", "manifest", "handover")}
 INNER = [(group, name) for group, names in GROUPS.items() for name in names]
 
 

@@ -44,6 +44,18 @@ def refused(**changes: Any) -> str:
         ({"data": {"files": "x", "window": {"kind": "column", "span": "1d"}}}, ["data.window", "a column goes with the kind column"]),
         ({"line": "Not A Line"}, ["line: a value is not allowed", "small letters", "got Not A Line"]),
         ({"notify": {"command": []}}, ["notify.command"]),
+        ({"data": {"files": []}}, ["data.files"]),
+        ({"lease": {"patience": "999999999w"}}, ["lease.patience", "at most 36500d", "got 999999999w"]),
+        ({"schedule": {"every": "0s"}}, ["schedule.every", "such as 90s", "got 0s"]),
+        ({"schedule": {"every": "6h", "zone": "Europe/Berlin"}}, ["schedule", "a zone goes with cron"]),
+        ({"gate": {"drift": {"bar": float("inf")}}}, ["gate.drift.bar", "finite number", "got inf"]),
+        ({"train": {"epochs": float("inf")}}, ["train.epochs", "finite number", "got inf"]),
+        ({"train": {"set": {"lr": float("nan")}}}, ["train.set.lr", "got nan"]),
+        ({"train": {"steps": True}}, ["train.steps", "got true"]),
+        ({"attempts": 21}, ["attempts", "less than or equal to 20", "got 21"]),
+        ({"runs": "s3://bucket/runs"}, ["runs", "this is a URL", "got s3://bucket/runs"]),
+        ({"handover": {"place": "s3://bucket/serving"}}, ["handover.place", "this is a URL", "got s3://bucket/serving"]),
+        ({"handover": {"place": "p", "graph": "predict"}}, ["handover", "a graph goes with the forms pt2 and aoti"]),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(changes: dict[str, Any], words: list[str]) -> None:
@@ -113,6 +125,14 @@ def test_relative_paths_start_at_the_files_folder(tmp_path: Path) -> None:
     assert (config.store, config.package, config.data.files) == (str(inner / "s"), str(inner / "gpt.tl"), (str(inner / "x/*.parquet"),))
     assert config.handover is not None
     assert config.handover.place == str(inner / "serving")
+
+
+def test_a_command_of_the_files_folder_is_found_from_anywhere(tmp_path: Path) -> None:
+    commands = {"notify": {"command": ["./tell.sh", "./x"]}, "handover": {"place": "p", "command": ["reload", "now"]}}
+    config = read_config(written(tmp_path, "retrain.yaml", yaml.safe_dump({**LEAST, **commands})))
+    assert config.notify is not None
+    assert config.handover is not None
+    assert (config.notify.command, config.handover.command) == ((str(tmp_path / "tell.sh"), "./x"), ("reload", "now"))
 
 
 def test_urls_and_references_stay_as_they_are(tmp_path: Path) -> None:

@@ -70,6 +70,21 @@ def test_its_ticks_must_run_on_that_cluster(tmp_path: Path, capsys: pytest.Captu
     assert "cluster.address" in capsys.readouterr().err
 
 
+def test_ticks_are_given_the_programs_own_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = ("--library", "mine=mine.ops", "--trust-extensions")
+    wanted = "python -m trainload --library mine=mine.ops --trust-extensions retrain tick"
+    assert cli.run([*program, "retrain", "manifest", "raycronjob", str(file(tmp_path)), *PODS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["spec"]["jobTemplate"]["entrypoint"].startswith(f"exec {wanted}")
+    policy = tmp_path / "policy.toml"
+    assert cli.run([*program, "--policy", str(policy), "retrain", "manifest", "systemd", str(file(tmp_path))]) == 0
+    assert f"mine=mine.ops --trust-extensions --policy {policy} retrain tick" in capsys.readouterr().out
+
+
+def test_a_policy_of_this_machine_is_none_of_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--policy", str(tmp_path / "policy.toml"), "retrain", "manifest", "cronjob", str(file(tmp_path)), *PODS]) == 2
+    assert "TRAINLOAD_POLICY" in capsys.readouterr().err
+
+
 def test_yaml_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = file(tmp_path)
     for kind in ("cronjob", "raycronjob"):

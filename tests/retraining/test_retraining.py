@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 from trainload.retraining import stages
 from trainload.retraining.config import Config, checked
-from trainload.retraining.lease import Leases
+from trainload.retraining.lease import Held, LeaseLostError, Leases
 from trainload.retraining.lineage import ancestry, read_line, rollback
 from trainload.retraining.migrate import migrate
 from trainload.retraining.records import Decided, Ended, Evaluated, Ticks, Trained, name_of
@@ -100,7 +101,7 @@ def test_the_challenger_starts_from_the_champion(ticks: Ticks) -> None:
 
 def test_champion_and_challenger_are_evaluated_on_the_same_rows_as_by_themselves(lived: Path, ticks: Ticks) -> None:
     evaluated, trained = ticks.demand(Evaluated, name(2)), ticks.demand(Trained, name(2))
-    held = lived / "runs" / LINE / name(2) / "data" / "held-out.arrow"
+    (held,) = (lived / "runs" / LINE / name(2)).glob("data-*/held-out.arrow")
     for release, scores in ((2, evaluated.champion), (int(trained.release), evaluated.challenger)):
         package = trainload.open(f"{lived / 'store'}#{LINE}/{release}")
         plan = trainload.plan(package, trainload.Cluster(devices_per_node=1), "single")
@@ -474,3 +475,152 @@ def test_a_file_that_is_no_report_is_not_written_over(store: Store, tmp_path: Pa
     (tmp_path / "thesis.html").write_text("years of work")
     status, _, said = commands("report", store.url, "--output", str(tmp_path / "thesis.html"))
     assert (status, "it exists already, and is no report" in said) == (2, True)
+
+
+def test_a_challenger_that_was_rejected_before_can_be_promoted_by_another_gate(small: Package, folder: Path) -> None:
+    """The same data and champion give the same bytes again."""
+    data = {"files": str(folder / "data" / "*.arrow"), "window": {"kind": "new", "since": "promoted"}}
+    assert tick(config_of(folder, small, data=data, gate={"require": "eval.loss < 0"}), 0).outcome == "rejected"
+    ended = tick(config_of(folder, small, data=data), 1)
+    states = Store(folder / "store").releases(LINE)
+    assert (ended.outcome, ended.release, [state.status for state in states]) == (
+        "promoted",
+        "00000003",
+        ["promoted", "rejected", "current"],
+    )
+    assert states[1].release.package == states[2].release.package
+
+
+def test_drift_may_be_named_before_there_is_anything_that_it_could_be_told_against(small: Package, folder: Path) -> None:
+    ended = tick(config_of(folder, small, gate={"require": "drift.x < 0.5 and drift.cls < 0.5"}), 0)
+    assert (ended.outcome, ended.reason) == ("promoted", "drift.x < 0.5: 0 < 0.5 is true")
+
+
+def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(small: Package, folder: Path) -> None:
+    held = write_day(folder / "held.arrow", rows=60, seed=9, land=np.arange(60) % 2)
+    slices = {"column": "land", "require": "eval.loss < 99", "values": [0, 7]}
+    tick(config_of(folder, small, evaluation={"files": str(held), "slices": slices}), 0)
+    checks = Ticks(Store(folder / "store"), LINE).demand(Decided, name(0)).checks
+    assert [(each.slice, each.judged, each.text) for each in checks if each.slice] == [
+        ("land=0", True, checks[-2].text),
+        ("land=7", False, "not judged: 0 rows, fewer than 1"),
+    ]
+
+
+def test_held_out_rows_that_change_between_two_evaluations_are_noticed(
+    small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = write_day(folder / "held.arrow", rows=60, seed=9)
+    config = config_of(folder, small, evaluation={"files": str(held)}, train={"steps": 2, "start": "first"})
+    real = Stages.evaluate
+
+    def late(stages: Stages, *arguments: Any) -> Any:
+        write_day(held, rows=60, seed=10)
+        return real(stages, *arguments)
+
+    monkeypatch.setattr(Stages, "evaluate", late)
+    with pytest.raises(RequestError, match="has changed since it was looked at"):
+        tick(config, 0)
+
+
+def test_a_champion_is_evaluated_in_a_folder_that_all_nodes_share(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, train={"steps": 2, "start": "first"}, gate={"require": "eval.loss < 99"})
+    tick(config, 0)
+    assert (folder / "runs" / LINE / name(0) / "evaluation-1-1" / "run.json").is_file()
+
+
+def serving(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"form": "huggingface", "place": str(folder / "serving"), **more}
+
+
+def test_what_was_rolled_back_before_it_was_handed_over_is_not_handed_over(
+    small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(folder, small, handover=serving(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(Stages, "after", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tick(config, 0)
+    rollback(Store(folder / "store"), LINE)
+    assert tick(config, 0).outcome == "promoted"
+    assert (folder / "serving" / "current").resolve().name == "small-1"
+
+
+def test_a_tick_after_a_rollback_hands_over_what_is_current(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, handover=serving(folder))
+    tick(config, 0)
+    rollback(Store(folder / "store"), LINE)
+    assert tick(config, 1).outcome == "no data"
+    assert (folder / "serving" / "current").resolve().name == "small-1"
+
+
+def test_a_rollback_is_handed_over_at_once_by_a_command(small: Package, folder: Path, commands: Any) -> None:
+    config = config_of(folder, small, handover=serving(folder))
+    (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
+    tick(config, 0)
+    rollback(Store(folder / "store"), LINE)
+    status, out, said = commands("retrain", "handover", str(folder / "retrain.yaml"), "--json")
+    assert (status, json.loads(out)["release"], (folder / "serving" / "current").resolve().name) == (0, "1", "small-1"), said
+
+
+def test_nothing_is_handed_over_that_nobody_promoted(small: Package, folder: Path) -> None:
+    config = config_of(folder, small, handover=serving(folder), gate={"require": "eval.loss < 0"})
+    assert tick(config, 0).outcome == "rejected"
+    assert not (folder / "serving").exists()
+
+
+def test_who_is_told_of_a_tick_hears_of_a_handover_that_failed(small: Package, folder: Path) -> None:
+    (folder / "serving").write_text("in the way")
+    told = folder / "told.json"
+    hook = {"command": [sys.executable, "-c", f"import sys, pathlib; pathlib.Path({str(told)!r}).write_text(sys.stdin.read())"]}
+    tick(config_of(folder, small, handover=serving(folder), notify=hook), 0)
+    assert ["cannot be handed over" in text for text in json.loads(told.read_text())["warnings"]] == [True]
+
+
+def test_a_command_may_print_anything(small: Package, folder: Path) -> None:
+    hook = {"command": [sys.executable, "-c", "import sys; sys.stdout.buffer.write(bytes([0xe9, 0xff]))"]}
+    assert tick(config_of(folder, small, notify=hook), 0).warnings == ()
+
+
+def test_folders_of_runs_that_were_being_removed_go_too(small: Package, folder: Path) -> None:
+    left = folder / "runs" / LINE / f".{name(0)}.4711"
+    left.mkdir(parents=True)
+    (left / "events.jsonl").write_text("")
+    tick(config_of(folder, small), 1)
+    assert not left.exists()
+
+
+def test_a_process_that_lost_its_lease_asks_no_run_to_stop(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the lease now goes on with it."""
+    asked = folder / "runs" / LINE / name(0) / "run-1" / "stop"
+    seen: list[bool] = []
+
+    def heard(event: Event) -> None:
+        if event.kind == "step" and event.data["step"] == 3:
+            monkeypatch.setattr(Held, "demand", lost)
+        if event.kind == "step":
+            time.sleep(0.1)
+            seen.append(asked.exists())
+
+    def lost(_held: Held) -> None:
+        raise LeaseLostError("the lease is lost")
+
+    with pytest.raises(LeaseLostError):
+        Scheduler(config_of(folder, small, train={"steps": 30}), Stages(Opening(), print, heard), print).tick(day(0))
+    assert set(seen) == {False}
+
+
+def test_a_migration_into_a_line_that_has_releases_publishes_nothing(small: Package, store: Store, tmp_path: Path, commands: Any) -> None:
+    trainload.freeze(classifier(width=12), tmp_path / "wider.tl")
+    before = store.release_ids(LINE)
+    status, _, said = commands(
+        "migrate", str(tmp_path / "wider.tl"), "--from", f"{store.url}#{LINE}/3", "--store", store.url, "--line", LINE
+    )
+    assert (status, "the line has releases already" in said, store.release_ids(LINE)) == (2, True, before), said
+
+
+def test_a_lineage_goes_on_where_its_store_was_moved(small: Package, store: Store, tmp_path: Path, commands: Any) -> None:
+    trainload.freeze(classifier(width=12), tmp_path / "wider.tl")
+    commands("migrate", str(tmp_path / "wider.tl"), "--from", f"{store.url}#{LINE}/3", "--store", store.url, "--line", "wide")
+    moved = Path(store.url).rename(tmp_path / "moved")
+    assert [step.line for step in ancestry(Store(moved), "wide")] == ["wide", LINE, LINE, LINE]

@@ -147,6 +147,26 @@ def test_what_does_not_pass_is_not_tried_again(error: Exception) -> None:
     assert f"tick 2026-01-01T01:00:00Z failed: {error}" in said
 
 
+def test_a_store_that_cannot_be_asked_for_longer_than_a_period_does_not_end_the_loop() -> None:
+    found: list[datetime] = []
+    said: list[str] = []
+    clock = Clock()
+
+    def last_done() -> datetime:
+        if found and clock.now() < hour(4):
+            raise StorageError("away", where="s3://bucket")
+        return hour(0)
+
+    def tick(when: datetime) -> None:
+        found.append(when)
+        if clock.now() < hour(4):
+            raise StorageError("away", where="s3://bucket")
+
+    serve(Every(HOUR), "once", tick, last_done, on_event=said.append, clock=clock, ticks=4)
+    assert (found[0], found[-1]) == (hour(1), hour(4))
+    assert any(text.startswith("what was run cannot be asked: ") for text in said)
+
+
 def test_who_asks_a_loop_to_end_that_waits_to_try_again_need_not_wait_for_it() -> None:
     def tick(_: datetime) -> None:
         raise StorageError("away", where="s3://bucket")

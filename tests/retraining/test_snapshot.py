@@ -15,10 +15,11 @@ import pytest
 from tests.retraining.conftest import write_day
 
 from trainload.capture.errors import DataError, RequestError
+from trainload.launch.data.files import LocalFile
 from trainload.launch.data.run_data import open_run_data
 from trainload.packaging.read import Package
 from trainload.retraining.config import Config, checked
-from trainload.retraining.snapshot import Snapshot, demand_unchanged, evaluation_source, take, train_source
+from trainload.retraining.snapshot import Snapshot, demand_unchanged, evaluation_source, newest, take, train_source
 
 WHEN = datetime(2026, 3, 10, tzinfo=UTC)
 
@@ -182,8 +183,7 @@ def test_too_many_slices_are_refused(small: Package, tmp_path: Path) -> None:
     write_day(tmp_path / "data" / "1.arrow")
     held = write_day(tmp_path / "held" / "h.arrow", rows=100, seed=9, land=np.arange(100))
     config = config_of(tmp_path, evaluation={"files": str(held), "slices": {"column": "land", "require": "eval.loss < 9"}})
-    with pytest.raises(DataError, match="the slices' column has too many values"):
-        taken(config, small, tmp_path)
+    assert "the slices' column has too many values" in taken(config, small, tmp_path).refused
 
 
 def test_columns_that_are_no_inputs_are_dropped_where_that_is_asked_for(small: Package, tmp_path: Path) -> None:
@@ -289,3 +289,110 @@ def test_values_are_told_of(small: Package, tmp_path: Path) -> None:
     assert (statistics["cls"].least, statistics["cls"].greatest, set(statistics["cls"].counts)) == (0.0, 2.0, {"0", "1", "2"})
     assert statistics["x"].count == 1600
     assert len(statistics["x"].percentiles) == 101
+
+
+def test_columns_may_be_in_another_order_from_file_to_file(small: Package, tmp_path: Path) -> None:
+    for number, order in enumerate((["x", "cls"], ["cls", "x"])):
+        table = pa.ipc.open_file(str(write_day(tmp_path / "made" / f"{number}.arrow", seed=number))).read_all().select(order)
+        nullable = [pa.field(field.name, field.type, nullable=bool(number)) for field in table.schema]
+        (tmp_path / "data").mkdir(exist_ok=True)
+        pq.write_table(table.cast(pa.schema(nullable)), tmp_path / "data" / f"{number}.parquet")
+    config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.parquet")})
+    snapshot = taken(config, small, tmp_path)
+    assert (snapshot.refused, snapshot.rows + snapshot.held_out_rows) == ("", 80)
+    assert len(rows_of(train_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["cls"]) == snapshot.rows
+
+
+@pytest.mark.parametrize("kind", ["dangling", "secret"])
+def test_a_file_that_cannot_be_read_is_bad_and_new_when_it_can(
+    small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    write_day(tmp_path / "data" / "1.arrow")
+    path = write_day(tmp_path / "data" / "2.arrow", seed=2)
+    with monkeypatch.context() as patch:
+        if kind == "secret":
+            patch.setattr(LocalFile, "opened", refusing(path))
+            patch.setattr(LocalFile, "identity", lambda file, _: "" if file.path != path else raising())
+        else:
+            path.unlink()
+            path.symlink_to(tmp_path / "nowhere.arrow")
+        config = config_of(tmp_path, data=data(tmp_path, bad="skip"))
+        first = taken(config, small, tmp_path)
+    assert [(Path(file.name).name, bool(file.problem)) for file in first.files] == [("1.arrow", False), ("2.arrow", True)]
+    path.unlink()
+    write_day(path, seed=2)
+    again = taken(config, small, tmp_path, had=[(file.name, file.identity) for file in first.files])
+    assert "2.arrow" in [Path(file.name).name for file in again.good]
+
+
+def raising() -> str:
+    raise PermissionError(13, "Permission denied")
+
+
+def refusing(path: Path) -> Any:
+    real = LocalFile.opened
+    return lambda file: raising() if file.path == path else real(file)
+
+
+def timed(tmp_path: Path, values: Any, times: Any) -> Config:
+    """A file of 200 rows, an hour apart, the last one now; a window of two days."""
+    path = write_day(tmp_path / "made" / "1.arrow", rows=200, x=values)
+    (tmp_path / "data").mkdir()
+    table = pa.ipc.open_file(str(path)).read_all().append_column("time", pa.array(times))
+    pq.write_table(table, tmp_path / "data" / "1.parquet")
+    window = {"kind": "column", "column": "time", "span": "2d"}
+    return config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.parquet"), "window": window, "inspect_rows": 30})
+
+
+HOURS = WHEN.timestamp() + np.arange(-199, 1) * 3600.0
+
+
+def test_values_are_told_of_rows_in_the_window_alone(small: Package, tmp_path: Path) -> None:
+    values = np.zeros((200, 4), dtype=np.float32)
+    values[-49:] = 50.0
+    statistics = taken(timed(tmp_path, values, HOURS), small, tmp_path).statistics["x"]
+    assert (statistics.count, statistics.least, statistics.greatest) == (120, 50.0, 50.0)
+
+
+def test_a_nan_outside_of_the_window_is_nobodys_business(small: Package, tmp_path: Path) -> None:
+    values = np.zeros((200, 4), dtype=np.float32)
+    values[3] = np.nan
+    assert taken(timed(tmp_path, values, HOURS), small, tmp_path).refused == ""
+
+
+def test_a_nan_in_it_is_told_by_its_row(small: Package, tmp_path: Path) -> None:
+    values = np.zeros((200, 4), dtype=np.float32)
+    values[160] = np.nan
+    assert "the first is row 160" in taken(timed(tmp_path, values, HOURS), small, tmp_path).refused
+
+
+def test_a_row_without_a_time_is_bad_data(small: Package, tmp_path: Path) -> None:
+    times = [None if row == 5 else when for row, when in enumerate(HOURS)]
+    snapshot = taken(timed(tmp_path, np.zeros((200, 4), dtype=np.float32), times), small, tmp_path)
+    assert "the column that tells the time holds nulls" in snapshot.refused
+
+
+def test_what_is_said_of_a_file_is_cut_where_a_record_ends(small: Package, tmp_path: Path) -> None:
+    write_day(tmp_path / "data" / "1.arrow", **{f"column_{'long' * 10}_{number}": np.zeros(40) for number in range(400)})
+    snapshot = taken(config_of(tmp_path), small, tmp_path)
+    assert Snapshot.model_validate_json(snapshot.model_dump_json()) == snapshot
+    assert len(snapshot.refused) == 8192
+
+
+def test_another_snapshot_of_a_tick_has_a_folder_of_its_own(small: Package, tmp_path: Path) -> None:
+    write_day(tmp_path / "data" / "1.arrow")
+    config = config_of(tmp_path)
+    one = taken(config, small, tmp_path)
+    first = Path(train_source(config, one, tmp_path / "tick"))
+    before = first.read_bytes()
+    write_day(tmp_path / "data" / "2.arrow", seed=2)
+    two = taken(config, small, tmp_path)
+    assert (Path(train_source(config, two, tmp_path / "tick")) != first, first.read_bytes() == before) == (True, True)
+
+
+def test_rows_that_cannot_be_chosen_are_found_before_anything_runs(small: Package, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    np.savez(tmp_path / "data" / "1.npz", x=np.zeros((20, 4), dtype=np.float32), cls=np.zeros(20, dtype=np.int64))
+    config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.npz")})
+    with pytest.raises(RequestError, match="in these formats alone"):
+        newest(config, WHEN, small, 10)

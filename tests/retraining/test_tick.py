@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, scheduler, summary
+from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, made_snapshot, scheduler, summary
 
-from trainload.capture.errors import RequestError, RunInterrupted, TrainingError, TrainloadError
+from trainload.capture.errors import PackageError, RequestError, RunInterrupted, TrainingError, TrainloadError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.store import Store
+from trainload.retraining.config import Config
 from trainload.retraining.lease import LeaseLostError, LeaseTakenError
-from trainload.retraining.records import Begun, Decided, Ended, Pinned, Ticks, Trained, name_of
+from trainload.retraining.records import Begun, Decided, Ended, Pinned, Taken, Ticks, Trained, name_of
 from trainload.retraining.snapshot import Snapshot
 from trainload.retraining.tick import Trail
 
@@ -248,6 +249,63 @@ def test_a_tick_that_is_asked_to_stop_gives_way(packaged: Package, tmp_path: Pat
     thread.join()
     ended = Ticks(store_of(tmp_path), LINE).demand(Ended, name(0))
     assert (ended.outcome, ended.reason) == ("replaced", "second asked it to stop")
+
+
+def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: Package, tmp_path: Path) -> None:
+    config = config_of(tmp_path / "store", lease={"seconds": "6s", "taken": "replace"})
+    first, asked = Patient(packaged, tmp_path), []
+    first.inside = threading.Event()
+
+    def train(trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+        first.inside.set()
+        time.sleep(4.0)
+        asked.append(trail.held.asked_to_stop)
+        return Pretended.train(first, trail, snapshot)
+
+    first.train = train  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: scheduler(config, first, owner="first").tick(at(0)))
+    thread.start()
+    assert first.inside.wait(30)
+    (tmp_path / "other").mkdir()
+    assert scheduler(config, Pretended(packaged, tmp_path / "other"), owner="second").tick(at(0)).outcome == "promoted"
+    thread.join()
+    assert asked == [None]
+
+
+def test_a_tick_whose_configuration_cannot_be_read_any_more_is_given_up(
+    work: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "to_json", lambda config: {**config.model_dump(mode="json", by_alias=True), "of_tomorrow": 1})
+        ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
+    assert ended.outcome == "failed"
+    assert "of_tomorrow: there is no such key" in ended.reason
+    assert scheduler(config_of(tmp_path / "store"), work).tick(at(1)).outcome == "promoted"
+
+
+@pytest.mark.parametrize("verdict", ["rejected", "removed"])
+def test_a_challenger_that_somebody_rejected_before_it_was_promoted_does_not_stop_the_line(
+    work: Pretended, tmp_path: Path, verdict: str
+) -> None:
+    def by_hand(stage: str) -> None:
+        if stage == "decide":
+            store_of(tmp_path).mark(LINE, 2, verdict, "by hand")
+
+    work.fail = by_hand
+    ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
+    assert ended.outcome == "conflict"
+    assert f"the challenger was {verdict} meanwhile" in ended.reason
+    work.fail = lambda _stage: None
+    assert scheduler(config_of(tmp_path / "store"), work).tick(at(1)).outcome == "promoted"
+
+
+def test_a_record_that_could_not_be_read_again_is_not_written(work: Pretended, tmp_path: Path) -> None:
+    scheduler(config_of(tmp_path / "store"), work).tick(at(0))
+    ticks = Ticks(store_of(tmp_path), LINE)
+    snapshot = made_snapshot().model_copy(update={"empty": "x" * 8193})
+    with pytest.raises(PackageError):
+        ticks.write(Taken, name(1), snapshot=snapshot)
+    assert ticks.read(Taken, name(1)) is None
 
 
 def test_a_process_that_lost_its_lease_ends_without_a_word(work: Pretended, tmp_path: Path) -> None:

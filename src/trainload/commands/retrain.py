@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from pathlib import Path
@@ -117,6 +118,8 @@ def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks
     from trainload.retraining.service import serve
 
     config = read_config(file)
+    if zone is not None and cron is None:
+        raise click.UsageError("--zone goes with --cron.")
     if every is not None or cron is not None:
         given = {"every": every, "cron": cron, "zone": zone or "UTC"}
         missed = {} if config.schedule is None else {"missed": config.schedule.missed}
@@ -173,8 +176,9 @@ def manifest(
     if kind == "systemd":
         if image is not None or claim is not None or secrets or env or service_account or namespace:
             raise click.UsageError("systemd goes without pods: leave out --image, --claim and the like.")
-        command = [sys.executable, "-m", "trainload", "retrain", "tick", str(file.absolute())]
-        units = systemd_units(name, config.schedule, command, str(file.absolute().parent))
+        policy = shared.policy()
+        before = [*shared.program_options(), *([] if policy is None else ["--policy", str(policy.absolute())])]
+        units = systemd_units(name, config.schedule, _tick(sys.executable, before, file.absolute()), str(file.absolute().parent))
         if as_json:
             print_json(units)
         elif output is None:
@@ -186,6 +190,8 @@ def manifest(
         return
     if image is None or claim is None:
         raise click.UsageError(f"{kind} needs --image and --claim.")
+    if shared.policy() is not None:
+        raise click.UsageError("--policy is a file of this machine: pods find theirs by TRAINLOAD_POLICY (--env), or in their image.")
     cluster = config.cluster
     pods = pods_of(
         claim,
@@ -204,13 +210,47 @@ def manifest(
         raise RequestError(
             "a RayCronJob's ticks run on the cluster that it makes", where="cluster.address", expected="auto", got=str(cluster.address)
         )
-    made = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, f"{pods.mount}/{file.name}")
+    words = _tick("python", shared.program_options(), Path(pods.mount) / file.name)
+    made = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, words)
     if as_json:
         print_json(made)
     elif output is None:
         click.echo(as_yaml(made), nl=False)
     else:
         write_text(output, as_yaml(made))
+
+
+@retrain.command(short_help="Hand over what is current.")
+@config_argument
+@json_option
+def handover(file: Path, as_json: bool) -> None:
+    """Export the current release for those who serve it, as FILE says: after `trainload rollback`, say.
+
+    A promotion does so by itself, and the next tick after a rollback.
+    """
+    demand_supported_torch()
+    from trainload.packaging.stores.releases import shown
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining.config import read_config
+
+    config = read_config(file)
+    if config.handover is None:
+        raise RequestError("nothing is handed over", where=f"{file}, handover", cure="Give the key: `trainload retrain init` shows it.")
+    pointer = Store(config.store).current(config.line)
+    if pointer is None:
+        raise RequestError("no release is current", where=f"{config.store}, line {config.line}", cure="Run a tick first.")
+    record = {"line": config.line, "release": shown(pointer.release), "reason": pointer.reason}
+    with redirect_stdout(sys.stderr):
+        release = _stages(as_json=as_json).hand_over(config, record)
+    if as_json:
+        print_json(record)
+    else:
+        out().print(view.table([("release", f"{config.line} {shown(release)}"), ("place", f"{config.handover.place}/current")]))
+
+
+def _tick(python: str, before: Sequence[str], file: Path) -> list[str]:
+    """Words that run a tick. before: the program's own options."""
+    return [python, "-m", "trainload", *before, "retrain", "tick", str(file)]
 
 
 def _timing(config: Config) -> Any:

@@ -185,6 +185,13 @@ def policy() -> Path | None:
     return named
 
 
+def program_options() -> list[str]:
+    """The program's own options that a command run elsewhere needs too. Not --policy, which names a file of this machine."""
+    named = libraries()
+    found = [word for name, place in named.items() for word in ("--library", name if place is None else f"{name}={place}")]
+    return [*found, *(["--trust-extensions"] if trusts_extensions() else [])]
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that a command was asked for."""
     try:

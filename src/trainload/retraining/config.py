@@ -12,7 +12,17 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from trainload.capture.errors import RequestError
 from trainload.packaging.stores.releases import Line
@@ -21,18 +31,26 @@ from trainload.sharding.strategies import Strategy
 MOST_BYTES = 2**20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,9}) ?([smhdw])")
+_LONGEST = timedelta(days=36500)
 
 
 def seconds_of(text: object) -> object:
     """The seconds of a text such as "90s", "30m", "6h", "7d" or "2w"; anything else as it is."""
     found = _SPAN.fullmatch(text) if isinstance(text, str) else None
-    return timedelta(seconds=int(found[1]) * _UNITS[found[2]]) if found else text
+    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    return timedelta(seconds=seconds) if 0 < seconds <= _LONGEST.total_seconds() else text
 
 
 def _is_span(value: object) -> object:
-    if not isinstance(value, timedelta) or value <= timedelta(0):
-        raise ValueError("give a number of seconds, minutes, hours, days or weeks, such as 90s, 30m, 6h, 7d or 2w")
+    if not isinstance(value, timedelta) or not timedelta(0) < value <= _LONGEST:
+        raise ValueError("give a number of seconds, minutes, hours, days or weeks, such as 90s, 30m, 6h, 7d or 2w; at most 36500d")
     return value
+
+
+def _is_folder(path: str) -> str:
+    if "://" in path:
+        raise ValueError("give a folder, on storage that all machines share: this is a URL")
+    return path
 
 
 def _several(value: object) -> object:
@@ -57,11 +75,17 @@ Names = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 """One text or a list of them."""
-Positive = Annotated[int, Field(ge=1)]
+Some = Annotated[Names, Field(min_length=1)]
+"""The same, and not none."""
+Folder = Annotated[str, AfterValidator(_is_folder)]
+"""A path of this machine."""
+Positive = Annotated[int, Field(ge=1, strict=True)]
+MOST_ATTEMPTS = 20
+"""How often a tick is begun at most."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Window(_Section):
@@ -104,7 +128,7 @@ class Data(_Section):
         inspect_rows: rows, spread over the files, whose values are looked at for NaN and for the statistics of drift.
     """
 
-    files: Names
+    files: Some
     window: Window = Window()
     bad: Literal["refuse", "skip"] = "refuse"
     least_rows: Positive = 1
@@ -138,7 +162,7 @@ class Evaluation(_Section):
         slices: groups with bars of their own.
     """
 
-    files: Names | None = None
+    files: Some | None = None
     hold_out: Annotated[float, Field(gt=0, lt=1)] | None = None
     batches: Positive | None = None
     slices: Slices | None = None
@@ -268,6 +292,8 @@ class Timing(_Section):
     def _one(self) -> Timing:
         if (self.every is None) == (self.cron is None):
             raise ValueError("give every or cron, and not both")
+        if self.every is not None and self.zone != "UTC":
+            raise ValueError("a zone goes with cron: every counts from the beginning of 1970 in UTC")
         return self
 
 
@@ -297,10 +323,16 @@ class Handover(_Section):
     """
 
     form: Literal["pt2", "aoti", "huggingface"] = "huggingface"
-    place: str
+    place: Folder
     graph: str | None = None
     command: Names = ()
     timeout: Span = timedelta(minutes=10)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Handover:
+        if self.form == "huggingface" and self.graph is not None:
+            raise ValueError("a graph goes with the forms pt2 and aoti: huggingface holds weights alone")
+        return self
 
 
 class Hook(_Section):
@@ -312,7 +344,7 @@ class Hook(_Section):
         timeout: how long it may take.
     """
 
-    command: Annotated[Names, Field(min_length=1)]
+    command: Some
     outcomes: tuple[Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"], ...] = (
         "promoted",
         "rejected",
@@ -331,13 +363,13 @@ class Config(_Section):
         line: of the store's releases.
         package: published as the line's first release where it has none: a folder, or STORE#LINE/N.
         runs: a folder for runs, on storage that all nodes share.
-        attempts: how often a tick may fail before it is given up. One that is killed from outside is begun 20 times.
+        attempts: how often a tick may fail before it is given up, 20 at most. One that is killed from outside is begun 20 times.
     """
 
     store: str
     line: Line
     package: str | None = None
-    runs: str = "retraining"
+    runs: Folder = "retraining"
     data: Data
     evaluation: Evaluation
     train: Train = Train()
@@ -345,7 +377,7 @@ class Config(_Section):
     gate: Gate = Gate()
     schedule: Timing | None = None
     lease: Lease = Lease()
-    attempts: Positive = 3
+    attempts: Annotated[Positive, Field(le=MOST_ATTEMPTS)] = 3
     retention: Retention = Retention()
     handover: Handover | None = None
     notify: Hook | None = None
@@ -446,6 +478,9 @@ def _placed(config: Config, folder: Path) -> Config:
     def all_of(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(whole(each) for each in paths)
 
+    def command_of(words: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(whole(word) if number == 0 and "/" in word else word for number, word in enumerate(words))
+
     evaluation, handover, cluster = config.evaluation, config.handover, config.cluster
     changed: dict[str, Any] = {
         "store": whole(config.store),
@@ -456,7 +491,9 @@ def _placed(config: Config, folder: Path) -> Config:
     if evaluation.files is not None:
         changed["evaluation"] = evaluation.model_copy(update={"files": all_of(evaluation.files)})
     if handover is not None:
-        changed["handover"] = handover.model_copy(update={"place": whole(handover.place)})
+        changed["handover"] = handover.model_copy(update={"place": whole(handover.place), "command": command_of(handover.command)})
+    if config.notify is not None:
+        changed["notify"] = config.notify.model_copy(update={"command": command_of(config.notify.command)})
     if cluster.plan is not None:
         changed["cluster"] = cluster.model_copy(update={"plan": whole(cluster.plan)})
     return config.model_copy(update=changed)

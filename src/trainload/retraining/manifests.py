@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from datetime import timedelta
 
 from trainload.capture.errors import RequestError
@@ -48,18 +49,18 @@ def crontab_of(timing: Timing) -> tuple[str, str]:
     )
 
 
-def cron_job(pods: Pods, timing: Timing, file: str) -> Json:
+def cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
     """A CronJob whose pod runs one tick: on a Ray cluster that is there, or by itself.
 
     Args:
         pods: its pod: `name`, `image`, `memory`, `claim` and the like.
         timing: when.
-        file: the retraining's file, as the pod sees it.
+        tick: words that run a tick, as the pod sees their files.
     """
     demand_label(pods.name, "--name", most=52)
     crontab, zone = crontab_of(timing)
     container = container_of(pods, "tick", HEAD_CPUS if pods.devices < HEAD_CPUS else pods.devices, {"memory": pods.memory})
-    container["command"] = ["python", "-m", "trainload", "retrain", "tick", file]
+    container["command"] = list(tick)
     pod = pod_of(pods, container, ranks=1, token=False)
     spec = {
         "schedule": crontab,
@@ -73,28 +74,28 @@ def cron_job(pods: Pods, timing: Timing, file: str) -> Json:
     return {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": metadata_of(pods), "spec": spec}
 
 
-def ray_cron_job(pods: Pods, timing: Timing, file: str) -> Json:
+def ray_cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
     """A RayCronJob: each tick has a cluster of its own, which goes when the tick has ended.
 
     Args:
         pods: its pods.
         timing: when.
-        file: the retraining's file, as the pods see it; its `cluster.address` is auto.
+        tick: words that run a tick, as the pods see their files; its `cluster.address` is auto.
     """
     demand_label(pods.name, "--name", most=MOST_NAME, letter=True)
     crontab, zone = crontab_of(timing)
-    command = shlex.join(["exec", "python", "-m", "trainload", "retrain", "tick", file])
+    command = shlex.join(["exec", *tick])
     spec = {"schedule": crontab, "timeZone": zone, "jobTemplate": ray_job_spec(pods, command, None, 1)}
     return {"apiVersion": "ray.io/v1", "kind": "RayCronJob", "metadata": metadata_of(pods), "spec": spec}
 
 
-def systemd_units(name: str, timing: Timing, command: list[str], folder: str) -> dict[str, str]:
+def systemd_units(name: str, timing: Timing, tick: Sequence[str], folder: str) -> dict[str, str]:
     """A service that runs one tick, and a timer that starts it: file name -> text.
 
     Args:
         name: of both.
         timing: when.
-        command: words that run a tick.
+        tick: words that run a tick.
         folder: where it is run.
 
     Raises:
@@ -112,7 +113,7 @@ After=network-online.target
 [Service]
 Type=oneshot
 WorkingDirectory={_escaped(folder)}
-ExecStart={" ".join(_quoted(word) for word in command)}
+ExecStart={" ".join(_quoted(word) for word in tick)}
 KillSignal=SIGTERM
 # Secrets and settings, one NAME=value in a line, readable by this service alone:
 EnvironmentFile=-/etc/trainload/{name}.env

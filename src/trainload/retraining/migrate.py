@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainload.capture.errors import PackageError, RequestError
+from trainload.capture.errors import ConflictError, PackageError, RequestError
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.write import with_weights
 from trainload.retraining.lineage import LINE, RELEASE, STORE
@@ -205,13 +205,25 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
     """
     from trainload.launch.fetching import parts_of
     from trainload.packaging.stores.push import push
-    from trainload.packaging.stores.store import NOBODY
+    from trainload.packaging.stores.store import NOBODY, Store
 
+    place = Store(store, create=True)
+    line = place.line(line)
+    if place.release_ids(line):
+        raise ConflictError(
+            "the line has releases already",
+            where=f"{place.url}, line {line}",
+            expected="a line of its own for a program of its own",
+            got=f"{len(place.release_ids(line))} releases",
+            cure="Choose another --line.",
+        )
     facts: dict[str, bool | int | float | str] = {"migrated.carried": made.carried, "migrated.elements": made.elements}
     if old.source is not None and "#" in old.source:
         url, name, number = parts_of(old.source)
         assert name is not None and number is not None, "a package's source names its release"
-        facts |= {LINE: name, RELEASE: number, STORE: url}
+        facts |= {LINE: name, RELEASE: number}
+        if Store(url).url != place.url:  # in its own store it stays where that is moved
+            facts[STORE] = url
     message = f"the weights of {old.source or old.digest[:12]}"
     return push(made.package, store, line=line, only_if=NOBODY, message=message, facts=facts).release
 

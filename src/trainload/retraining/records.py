@@ -245,7 +245,12 @@ class Ticks:
         return kind(line=self._line, tick=tick, created=now(), nonce=secrets.token_hex(16), **fields)
 
     def write(self, kind: type[R], tick: str, **fields: Any) -> R:
-        """Writes a record, unless there is one. Returns: the one that is there now."""
+        """Writes a record, unless there is one. Returns: the one that is there now.
+
+        Raises:
+            StorageError: it is too large, or the store cannot be written.
+            PackageError: it breaks the rules of its kind.
+        """
         record = self.draft(kind, tick, **fields)
         path = f"{self._root}/{tick}/{record.file}.json"
         data = record.to_bytes()
@@ -257,6 +262,7 @@ class Ticks:
                 got=f"{len(data)} bytes",
                 cure="Let a tick have fewer files: shorten the window, or write larger ones.",
             )
+        kind.from_bytes(data, f"{self._files.url}/{path}")  # what cannot be read again would stop the line for ever
         if self._files.create(path, data):
             return record
         there = self.read(kind, tick, record.file)

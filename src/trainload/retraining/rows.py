@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,44 @@ def extra_columns(config: Config, *, held: bool, trained: bool = True) -> tuple[
     if held and config.evaluation.slices is not None:
         found.append(config.evaluation.slices.column)
     return tuple(dict.fromkeys(found))
+
+
+def judged_slices(config: Config, found: Collection[str]) -> list[str]:
+    """The slices that have a bar: those of `evaluation.slices.values`, else all that were `found`."""
+    slices = config.evaluation.slices
+    if slices is None or slices.values is None:
+        return sorted(found)
+    return sorted({_slice(slices.column, value, None) for value in slices.values})
+
+
+def demand_tables(config: Config, files: Sequence[DataFile]) -> None:
+    """Demands that rows can be chosen of files, where they are to be. Raises: RequestError."""
+    other = next((file for file in files if file.suffix not in TABLES), None)
+    if other is not None and chosen_rows(config):
+        raise RequestError(
+            "rows can be chosen of files in these formats alone", where=other.name, expected=", ".join(TABLES), got=other.suffix,
+            cure="Write such files; or leave out window.column, data.drop, evaluation.hold_out and evaluation.slices.",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """The rows whose `column` is not before `first` and before `stop`, in seconds since 1970."""
+
+    column: str
+    first: float
+    stop: float
+
+    def holds(self, batch: Any, file: DataFile) -> Bools:
+        """Which rows of a batch are in it. Raises: DataError where the column tells no time, or has nulls."""
+        seconds = _seconds(batch.column(self.column), f"{file.name}, column {self.column!r}")
+        found: Bools = (seconds >= self.first) & (seconds < self.stop)
+        return found
+
+    def rows(self, file: DataFile) -> Bools:
+        """Which rows of a file are in it. Raises: as `holds`."""
+        found = [self.holds(batch, file) for batch in _batches(file, (self.column,))]
+        return np.concatenate(found) if found else np.zeros(0, dtype=bool)
 
 
 class RowFiles:
@@ -109,20 +148,16 @@ class RowFiles:
     def _divide(self, told: FileOf, writers: _Writers, *, held: bool) -> None:
         """Writes the rows of one file where they belong."""
         (file,) = find_files(told.name, READERS)
-        if file.suffix not in TABLES:
-            raise RequestError(
-                "rows can be chosen of files in these formats alone", where=file.name, expected=", ".join(TABLES), got=file.suffix,
-                cure="Write such files; or leave out window.column, data.drop, evaluation.hold_out and evaluation.slices.",
-            )  # fmt: skip
+        demand_tables(self._config, (file,))
         start = 0
-        for batch in _batches(file):
+        for batch in _read(file):
             numbers = np.arange(start, start + batch.num_rows, dtype=np.uint64)
             start += batch.num_rows
             chosen = np.ones(batch.num_rows, dtype=bool) if held else self._in_window(batch, file)
             share = self._config.evaluation.hold_out
             out = np.ones(batch.num_rows, dtype=bool) if held else _held_out(told.identity, numbers, share or 0.0)
             if not held:
-                writers.add(TRAIN, self._kept(batch, held=False), chosen & ~out)
+                writers.add(TRAIN, self._kept(batch, held=False), chosen & ~out, file.name)
             if held or share is not None:
                 self._held(batch, chosen & out, writers, file)
 
@@ -130,13 +165,13 @@ class RowFiles:
         slices = self._config.evaluation.slices
         kept = self._kept(batch, held=True)
         if slices is None:
-            writers.add(HELD, kept, rows)
+            writers.add(HELD, kept, rows, file.name)
             return
         values = batch.column(slices.column).to_pylist()
         wanted = None if slices.values is None else {str(value) for value in slices.values}
         names = np.array([_slice(slices.column, value, wanted) for value in values], dtype=object)
         for name in sorted(set(names[rows])):
-            writers.add(name, kept, rows & (names == name))
+            writers.add(name, kept, rows & (names == name), file.name)
         if writers.slices > _MOST_SLICES + 1:
             raise DataError(
                 "the slices' column has too many values",
@@ -157,9 +192,7 @@ class RowFiles:
         first, stop = self._snapshot.first, self._snapshot.stop
         assert first is not None, "a window by column has a first moment"
         assert stop is not None, "a window by column has an end"
-        seconds = _seconds(batch.column(column), f"{file.name}, column {column!r}")
-        found: Bools = (seconds >= first) & (seconds < stop)
-        return found
+        return TimeWindow(column, first, stop).holds(batch, file)
 
 
 class _Writers:
@@ -168,6 +201,7 @@ class _Writers:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
         self._open: dict[str, Any] = {}
+        self._schemas: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
         stack.callback(self._discard)
 
@@ -176,14 +210,15 @@ class _Writers:
         """How many there are beside those that are trained on."""
         return len(self._counts.keys() - {TRAIN, HELD})
 
-    def add(self, name: str, batch: Any, rows: Bools) -> None:
-        """Writes those of a batch's rows."""
+    def add(self, name: str, batch: Any, rows: Bools, where: str) -> None:
+        """Writes those of a batch's rows. where: the file that they are of. Raises: DataError, as `_as_first`."""
         if not rows.any():
             return
         part = batch.filter(pa.array(rows))
         if name not in self._open:
-            self._open[name] = self._stack.enter_context(pa.ipc.new_file(str(self._draft(name)), part.schema))
-        self._open[name].write_batch(part)
+            self._schemas[name] = pa.schema([pa.field(field.name, field.type) for field in part.schema])
+            self._open[name] = self._stack.enter_context(pa.ipc.new_file(str(self._draft(name)), self._schemas[name]))
+        self._open[name].write_batch(_as_first(part, self._schemas[name], where))
         self._counts[name] = self._counts.get(name, 0) + part.num_rows
 
     def close(self) -> dict[str, int]:
@@ -216,11 +251,33 @@ def _slice(column: str, value: object, wanted: set[str] | None) -> str:
     return f"{column}={OTHER}" if wanted is not None and text not in wanted else f"{column}={text}"[:128]
 
 
-def _batches(file: DataFile) -> Iterator[Any]:
-    """The record batches of a table, with all columns."""
+def _as_first(batch: Any, schema: Any, where: str) -> Any:
+    """A batch with the columns of the first one in their order and types, as far as no value changes. Raises: DataError."""
+    try:
+        columns = [batch.column(field.name).cast(field.type) for field in schema]
+        return pa.RecordBatch.from_arrays(columns, schema=schema)
+    except (KeyError, pa.ArrowException) as error:
+        raise DataError(
+            "a file's columns are not those of the files before it",
+            where=where,
+            expected=", ".join(f"{field.name}: {field.type}" for field in schema),
+            got=", ".join(f"{field.name}: {field.type}" for field in batch.schema),
+        ) from error
+
+
+def _read(file: DataFile) -> Iterator[Any]:
+    """The record batches of a table, with all columns. Raises: DataError where it cannot be read."""
+    try:
+        yield from _batches(file)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"a file cannot be read: {' '.join(str(error).split())}", where=file.name) from error
+
+
+def _batches(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """The record batches of a table. columns: some of them, at least; None: all."""
     if file.suffix == ".parquet":
         with file.opened() as stream, pq.ParquetFile(stream, pre_buffer=False) as opened:
-            yield from opened.iter_batches(batch_size=_BATCH)
+            yield from opened.iter_batches(batch_size=_BATCH, columns=None if columns is None else list(columns))
         return
     with record_batches(file) as (_, batches):
         yield from batches

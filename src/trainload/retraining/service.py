@@ -137,8 +137,17 @@ def _serve(
         done += 1
         if _run(schedule, last, tick, on_event, clock):
             break
-        after = max(after, last_done() or after)
+        after = max(after, _last(last_done, on_event) or after)
     return done
+
+
+def _last(last_done: Callable[[], datetime | None], on_event: Callable[[str], None]) -> datetime | None:
+    """The last time that was run, as far as the store can be asked."""
+    try:
+        return last_done()
+    except _PASSING as error:
+        on_event(f"what was run cannot be asked: {error}")
+        return None
 
 
 def _run(schedule: Schedule, when: datetime, tick: Callable[[datetime], object], on_event: Callable[[str], None], clock: Clock) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+import pyarrow as pa
 from pydantic import Field
 
 from trainload.capture.errors import DataError, MissingDataError
@@ -18,25 +19,27 @@ from trainload.launch.data.columns import FileSchema, Sizes, check_file
 from trainload.launch.data.dataset import READERS
 from trainload.launch.data.files import DataFile, find_files
 from trainload.launch.spec import default_cache_dir, replace_file
+from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.entries import data_specs
 from trainload.packaging.guards import Record
 from trainload.retraining.config import Config
 from trainload.retraining.drift import ColumnStatistics, Sampled
-from trainload.retraining.rows import RowFiles, chosen_rows, extra_columns
-from trainload.retraining.windows import files_of, one_format
+from trainload.retraining.rows import HELD, TRAIN, RowFiles, TimeWindow, chosen_rows, demand_tables, extra_columns
+from trainload.retraining.windows import TABLES, files_of, one_format
 
 if TYPE_CHECKING:
     from trainload.packaging.read import Package
 
-Words = Annotated[str, Field(max_length=8192)]
-TRAIN, HELD = "train", "held-out"
+_LONGEST = 8192
+Words = Annotated[str, Field(max_length=_LONGEST)]
 
 
 class FileOf(Record):
     """A file of a snapshot.
 
     Attributes:
-        name: its path or URL. identity: its sha256, or what a URL's file system says of its version. size: bytes. rows: of it.
+        name: its path or URL. identity: its sha256, or what a URL's file system says of its version; "": it could not be read.
+        size: bytes. rows: of it.
         problem: why it cannot be trained on; "": it can.
     """
 
@@ -97,14 +100,14 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
     try:
         files = files_of(config, scheduled)
     except MissingDataError as error:
-        return nothing.model_copy(update={"empty": f"no new data: {error}"})
-    identities = {file.name: _identity(file) for file in files}
+        return nothing.model_copy(update={"empty": _words(f"no new data: {error}")})
+    identities = {file.name: _identity_or_none(file) for file in files}
     if config.data.window.kind == "new":
         files = tuple(file for file in files if (file.name, identities[file.name]) not in had)
     if not files:
-        return nothing.model_copy(update={"empty": f"no new data: nothing in {', '.join(config.data.files)} that no tick has had"})
+        return nothing.model_copy(update={"empty": _words(f"no new data: nothing in {', '.join(config.data.files)} that no tick has had")})
     specs = data_specs(package.manifest, "")
-    looked = _look(config, specs, len(files))
+    looked = _look(config, specs, len(files), _window(config, scheduled))
     told = tuple(looked.at(file, identities[file.name]) for file in files)
     snapshot = nothing.model_copy(update={"files": told, "statistics": looked.statistics})
     refused = _refusal(config, files, told)
@@ -114,12 +117,14 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
         refused = refused or problem
     snapshot = snapshot.model_copy(update={"held_out": held})
     if refused:
-        return snapshot.model_copy(update={"refused": refused})
-    if config.data.window.kind == "column":
-        assert config.data.window.span is not None, "a window by column has one"
-        first, stop = (scheduled - config.data.window.span).timestamp(), scheduled.timestamp()
-        snapshot = snapshot.model_copy(update={"first": first, "stop": stop})
-    return _counted(config, snapshot, folder)
+        return snapshot.model_copy(update={"refused": _words(refused)})
+    window = _window(config, scheduled)
+    if window is not None:
+        snapshot = snapshot.model_copy(update={"first": window.first, "stop": window.stop})
+    try:
+        return _counted(config, snapshot, folder)
+    except DataError as error:
+        return snapshot.model_copy(update={"refused": _words(" ".join(str(error).split()))})
 
 
 def newest(config: Config, scheduled: datetime, package: Package, most: int) -> tuple[int, tuple[FileOf, ...]]:
@@ -135,6 +140,7 @@ def newest(config: Config, scheduled: datetime, package: Package, most: int) -> 
         How many the window has, and what is to be said of the last ones of them.
 
     Raises:
+        RequestError: rows are to be chosen of files in a format that does not let them be.
         DataError: there are none, they are of several formats, or the files that are held out cannot be used.
         StorageError: a URL cannot be reached.
     """
@@ -143,8 +149,9 @@ def newest(config: Config, scheduled: datetime, package: Package, most: int) -> 
     specs = data_specs(package.manifest, "")
     if config.evaluation.files is not None and (problem := _held_out(config, specs)[1]):
         raise DataError(problem, where="evaluation.files")
+    demand_tables(config, files)
     last = files[-most:]
-    look = _look(config, specs, len(last))
+    look = _look(config, specs, len(last), _window(config, scheduled))
     return len(files), tuple(look.at(file, "") for file in last)
 
 
@@ -158,13 +165,25 @@ def evaluation_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
     return _source(config, snapshot, folder, HELD)
 
 
+def demand_evaluable(config: Config, snapshot: Snapshot, folder: Path) -> None:
+    """Demands that the held-out rows are those that there were when the tick looked. Raises: as `demand_unchanged`."""
+    if not snapshot.made:
+        _demand_same(snapshot.held_out)
+    elif not RowFiles(config, snapshot, _place(snapshot, folder)).there():  # they are written anew
+        demand_unchanged(snapshot)
+
+
 def demand_unchanged(snapshot: Snapshot) -> None:
     """Demands that the files are those that were looked at.
 
     Raises:
         DataError: one has changed, or is gone.
     """
-    for wanted in (*snapshot.good, *snapshot.held_out):
+    _demand_same((*snapshot.good, *snapshot.held_out))
+
+
+def _demand_same(files: Sequence[FileOf]) -> None:
+    for wanted in files:
         (file,) = _found(wanted)
         identity = _identity(file)
         if identity != wanted.identity:
@@ -190,15 +209,35 @@ def _identity(file: DataFile) -> str:
     return file.identity(cache)
 
 
-def _look(config: Config, specs: Sequence[InputSpec], files: int) -> _Look:
-    return _Look(specs, extra_columns(config, held=config.evaluation.hold_out is not None), config.data.inspect_rows, files)
+def _identity_or_none(file: DataFile) -> str:
+    """A file's identity; "" where it cannot be read, which is said of it when it is looked at."""
+    try:
+        return _identity(file)
+    except OSError:
+        return ""
+
+
+def _words(text: str) -> str:
+    return text[:_LONGEST]
+
+
+def _window(config: Config, scheduled: datetime) -> TimeWindow | None:
+    """Which rows a tick has, where that is told by a column."""
+    window = config.data.window
+    if window.column is None or window.span is None:
+        return None
+    return TimeWindow(window.column, (scheduled - window.span).timestamp(), scheduled.timestamp())
+
+
+def _look(config: Config, specs: Sequence[InputSpec], files: int, window: TimeWindow | None) -> _Look:
+    return _Look(specs, extra_columns(config, held=config.evaluation.hold_out is not None), config.data.inspect_rows, files, window)
 
 
 class _Look:
     """Looks at files, one after another: whether they fit, and what their values are like."""
 
-    def __init__(self, specs: Sequence[InputSpec], extra: Collection[str], rows: int, files: int) -> None:
-        self._specs, self._extra = specs, extra
+    def __init__(self, specs: Sequence[InputSpec], extra: Collection[str], rows: int, files: int, window: TimeWindow | None = None) -> None:
+        self._specs, self._extra, self._window = specs, extra, window
         self._each = max(1, -(-rows // files))
         self._sizes = Sizes(specs)
         self._samples = {spec.name: Sampled(spec.dtype) for spec in specs}
@@ -210,11 +249,11 @@ class _Look:
 
     def at(self, file: DataFile, identity: str) -> FileOf:
         """What is to be said of a file."""
-        with file.opened() as stream:
-            size = stream.seek(0, 2)
         sizes, samples = copy.deepcopy(self._sizes), copy.deepcopy(self._samples)
-        rows, problem = 0, ""
+        size, rows, problem = 0, 0, ""
         try:
+            with file.opened() as stream:
+                size = stream.seek(0, 2)
             schema = READERS[file.suffix].read_schema(file) if file.suffix in READERS else None
             if schema is None:
                 raise DataError("no reader knows a file of this name", where=file.name, expected=", ".join(READERS))
@@ -222,7 +261,10 @@ class _Look:
             self._demand(schema, sizes)
             problem = self._values(file, sizes, samples) if rows else ""
         except DataError as error:
-            problem = " ".join(str(error).split())[:8192]
+            problem = _words(" ".join(str(error).split()))
+        except (OSError, pa.ArrowException) as error:
+            problem = _words(f"{file.name} cannot be read: {' '.join(str(error).split())}")
+            identity = "" if isinstance(error, OSError) else identity  # it may be read another time, and is new then
         if not problem:
             self._sizes, self._samples = sizes, samples
         return FileOf(name=file.name, identity=identity, size=size, rows=rows, problem=problem)
@@ -236,19 +278,22 @@ class _Look:
             check_file(FileSchema(schema.name, schema.rows, kept), self._specs, sizes)
 
     def _values(self, file: DataFile, sizes: Sizes, samples: dict[str, Sampled]) -> str:
-        """Looks at the first rows of a file. Returns: what is wrong with them."""
-        start = 0
+        """Looks at the first rows of a file; of a window, at the first ones in it. Returns: what is wrong with them."""
+        chosen = None if self._window is None or file.suffix not in TABLES else self._window.rows(file)
+        start = looked = 0
         for block in READERS[file.suffix].read_blocks(file, self._specs, sizes):
             rows = len(next(iter(block.values())))
+            numbers = np.arange(rows) if chosen is None else np.flatnonzero(chosen[start : start + rows])
+            numbers = numbers[: self._each - looked]
             for name, values in block.items():
-                part = values[: self._each - start]
+                part = values[: len(numbers)] if chosen is None else values[numbers]
                 if part.dtype.kind == "f" and not np.isfinite(part).all():
                     broken = ~np.isfinite(part.reshape(len(part), -1)).all(axis=1)
-                    row = start + int(np.flatnonzero(broken)[0])
+                    row = start + int(numbers[np.flatnonzero(broken)[0]])
                     return f"{file.name}, column {name!r}: {int(broken.sum())} rows hold NaN or infinity, the first is row {row}"
                 samples[name].add(part)
-            start += rows
-            if start >= self._each:
+            start, looked = start + rows, looked + len(numbers)
+            if looked >= self._each:
                 break
         return ""
 
@@ -273,15 +318,15 @@ def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf,
     except MissingDataError as error:
         return (), f"there is no held-out data: {error}"
     look = _Look(specs, extra_columns(config, held=True, trained=False), config.data.inspect_rows, len(files))
-    told = tuple(look.at(file, _identity(file)) for file in files)
+    told = tuple(look.at(file, _identity_or_none(file)) for file in files)
     bad = [file for file in told if file.problem]
-    return told, f"the held-out data is bad: {bad[0].problem}" if bad else ""
+    return told, _words(f"the held-out data is bad: {bad[0].problem}") if bad else ""
 
 
 def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
     """The snapshot with its numbers of rows; rows that are chosen are written."""
     if chosen_rows(config):
-        counts = RowFiles(config, snapshot, folder).write()
+        counts = RowFiles(config, snapshot, _place(snapshot, folder)).write()
         held = {name: rows for name, rows in counts.items() if name != TRAIN}
         slices = {name: rows for name, rows in held.items() if name != HELD}
         changed = {"rows": counts.get(TRAIN, 0), "held_out_rows": sum(held.values()), "slices": slices, "made": True}
@@ -296,7 +341,14 @@ def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
     return snapshot
 
 
+def _place(snapshot: Snapshot, folder: Path) -> Path:
+    """The folder of a snapshot's own data in that of a tick: a process that was paused, and has seen other files, has another one."""
+    files = [[(file.name, file.identity) for file in each] for each in (snapshot.good, snapshot.held_out)]
+    return folder / f"data-{sha256_bytes(canonical_json([files, snapshot.first, snapshot.stop]))[:16]}"
+
+
 def _source(config: Config, snapshot: Snapshot, folder: Path, which: str) -> str:
+    folder = _place(snapshot, folder)
     if snapshot.made:
         files = RowFiles(config, snapshot, folder)
         if not files.there():

@@ -21,7 +21,8 @@ from trainload.retraining.drift import drift_of
 from trainload.retraining.gate import Verdict, decide
 from trainload.retraining.lineage import TICK
 from trainload.retraining.records import Ended, Evaluated, Scores, Taken, Ticks, Trained
-from trainload.retraining.snapshot import Snapshot, demand_unchanged, evaluation_source, take
+from trainload.retraining.rows import judged_slices
+from trainload.retraining.snapshot import Snapshot, demand_evaluable, demand_unchanged, evaluation_source, take
 from trainload.retraining.tick import Say, Trail
 from trainload.retraining.training import TickRun, folder_of, plan_of, settings_of, training_plan
 
@@ -84,7 +85,7 @@ class Stages:
         package = self._release(trail.config, trail.pinned.parent)
         ticks = _ticks(trail)
         had = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
-        return take(trail.config, trail.scheduled, package, had, folder_of(trail) / "data")
+        return take(trail.config, trail.scheduled, package, had, folder_of(trail))
 
     def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
         """As `Work.train`."""
@@ -136,6 +137,7 @@ class Stages:
         """As `Work.decide`."""
         gate, slices = trail.config.gate, trail.config.evaluation.slices
         drift = self._drift(trail, snapshot)
+        columns = dict.fromkeys(snapshot.statistics, 0.0) | drift
         values = {
             **_flat("eval", evaluated.challenger),
             **_flat("champion.eval", evaluated.champion),
@@ -143,7 +145,7 @@ class Stages:
             "train.loss": trained.last_loss,
             "data.rows": float(snapshot.rows),
             "drift.greatest": max(drift.values(), default=0.0),
-            **{f"drift.{name}": value for name, value in drift.items()},
+            **{f"drift.{name}": value for name, value in columns.items()},
         }
         by_slice = {
             name: {
@@ -154,6 +156,9 @@ class Stages:
             }
             for name, scores in evaluated.challenger.slices.items()
             if name in evaluated.champion.slices
+        }
+        by_slice = {
+            name: by_slice.get(name, {"slice.rows": 0.0}) for name in judged_slices(trail.config, by_slice.keys() | snapshot.slices)
         }
         verdict = decide(
             gate.require,
@@ -169,22 +174,47 @@ class Stages:
 
     def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
         """As `Work.after`."""
-        config, wrong = trail.config, []
-        steps: list[Callable[[], None]] = []
-        if ended.outcome == "promoted" and config.handover is not None and ended.release is not None:
-            handover, release = config.handover, ended.release
-            steps.append(lambda: aftermath.hand_over(handover, self._release(config, release), f"{config.line}-{shown(release)}", ended))
+        config = trail.config
+        wrong: list[str] = []
+        steps: list[Callable[[], object]] = []
+        if config.handover is not None:
+            steps.append(lambda: self.hand_over(config, aftermath.record_of(ended), promoted=ended.outcome == "promoted"))
         needed = () if config.train.start == "current" else (self._first_release(trail),)
         steps.append(lambda: aftermath.clean_up(config, _ticks(trail).names(), self._kept(trail, ended), needed))
         if config.notify is not None and ended.outcome in config.notify.outcomes:
             hook = config.notify
-            steps.append(lambda: aftermath.tell(hook.command, ended, hook.timeout))
+            steps.append(lambda: aftermath.tell(hook.command, told(), hook.timeout))
+
+        def told() -> dict[str, Any]:
+            return aftermath.record_of(ended.model_copy(update={"warnings": (*ended.warnings, *wrong)}))
+
         for step in steps:
             try:
                 step()
             except TrainloadError as error:
                 wrong.append(aftermath.in_words(error))
         return tuple(wrong)
+
+    def hand_over(self, config: Config, record: Mapping[str, Any], *, promoted: bool = True) -> str | None:
+        """Hands over what is current, for those who serve it.
+
+        Args:
+            config: the retraining, which has a handover.
+            record: what its command is told.
+            promoted: also where it was handed over before; else only where something else was: what was rolled back.
+
+        Returns:
+            The release; None: there was nothing to do.
+        """
+        handover, pointer = config.handover, Store(config.store).current(config.line)
+        assert handover is not None, "there is a place to hand over to"
+        if pointer is None:
+            return None
+        name = aftermath.name_at(handover, config.line, pointer.release)
+        if not promoted and aftermath.handed_over(handover) in (None, name):
+            return None
+        aftermath.hand_over(handover, self._release(config, pointer.release), name, record)
+        return pointer.release
 
     # Packages
 
@@ -257,7 +287,8 @@ class Stages:
 
         package = self._release(trail.config, release)
         cluster, settings = trail.config.cluster, settings_of(trail.config)
-        source = evaluation_source(trail.config, snapshot, folder_of(trail) / "data")
+        demand_evaluable(trail.config, snapshot, folder_of(trail))
+        source = evaluation_source(trail.config, snapshot, folder_of(trail))
         self._say(f"tick {trail.name}: evaluating release {shown(release)}")
         found = evaluate(
             package,
@@ -267,6 +298,7 @@ class Stages:
             address=cluster.address,
             compile=cluster.compile,
             eval_batches=trail.config.evaluation.batches,
+            run_dir=folder_of(trail) / f"evaluation-{shown(release)}-{shown(trail.held.id)}",
             **self._run_options,
         )
         return scores(found.loss, found.metrics, found.parts, found.rows)

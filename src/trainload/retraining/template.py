@@ -72,11 +72,11 @@ schedule:
 #   releases: 20                    # of those that were current, so many keep their files; left out: all
 
 # handover:                         # when a release is promoted
-#   form: huggingface               # pt2, aoti or huggingface
+#   form: pt2                       # huggingface, pt2 or aoti; left out: huggingface
 #   place: serving
-#   graph: predict                  # of pt2 and aoti
+#   graph: predict                  # of pt2 and aoti alone
 #   timeout: 10m
-#   command: [./reload.sh]
+#   command: [./reload.sh]          # gets the tick's record on standard input, and the export's path as its last word
 
 # notify:
 #   command: [./tell.sh]            # gets the tick's record as JSON on standard input

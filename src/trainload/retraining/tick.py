@@ -19,7 +19,7 @@ from trainload.launch.cache import in_use, leave
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.stores.releases import Pointer, shown
 from trainload.packaging.stores.store import Store
-from trainload.retraining.config import OWN, Config, checked
+from trainload.retraining.config import MOST_ATTEMPTS, OWN, Config, checked
 from trainload.retraining.gate import Verdict
 from trainload.retraining.lease import Held, LeaseLostError, Leases, LeaseTakenError, Other
 from trainload.retraining.records import (
@@ -44,9 +44,6 @@ from trainload.run_request import versions
 _POLL_SECONDS = 1.0
 _LATE = 16
 """How many of the last ticks are looked at for those that were not ended: one at most, unless a process was paused at a bad moment."""
-
-_MOST_KILLS = 20
-"""How often a tick is begun that does not fail by itself, but is killed."""
 
 R = TypeVar("R", bound=TickRecord)
 Say = Callable[[str], None]
@@ -173,7 +170,7 @@ class Scheduler:
                     got=f"tick {found.tick}, by {found.owner}",
                     cure=f"Run this one again when it has ended; if its process is gone, in {max(1.0, found.left):.0f} s.",
                 )
-            if rules.taken == "replace" and asked != found.id:
+            if rules.taken == "replace" and found.tick < name and asked != found.id:
                 self._leases.ask_to_stop(found.id)
                 asked = found.id
                 self._say(f"tick {found.tick}, by {found.owner}, is asked to stop")
@@ -200,12 +197,11 @@ class Scheduler:
         done = self._ticks.read(Ended, name)  # by whoever had the lease before
         if done is not None:
             return done
-        began_with = checked(parse_canonical(pinned.config.encode(), f"{name}, pinned.json, config"), f"tick {name}")
-        config = began_with.model_copy(update={key: getattr(self._config, key) for key in OWN})
+        config, unreadable = self._begun_with(pinned)
         if config != self._config:
             self._say(f"tick {name} goes on with the configuration that it was begun with")
         trail = Trail(self._config.line, name, config, pinned, held)
-        if self._ticks.read(Decided, name) is None and (why := self._hopeless(trail)):
+        if self._ticks.read(Decided, name) is None and (why := unreadable or self._hopeless(trail)):
             return self._end(trail, "failed", why)
         number = self._ticks.begin(name, held.id, held.owner).number
         try:
@@ -219,13 +215,21 @@ class Scheduler:
                     self._end(trail, "failed", why)
             raise
 
+    def _begun_with(self, pinned: Pinned) -> tuple[Config, str]:
+        """The configuration of a tick, with what is each machine's own, and why it cannot be read; then it is this machine's."""
+        try:
+            found = checked(parse_canonical(pinned.config.encode(), f"{pinned.tick}, pinned.json, config"), f"tick {pinned.tick}")
+        except TrainloadError as error:  # another version of trainload began it
+            return self._config, f"what it was begun with cannot be read by this trainload: {' '.join(str(error).split())}"
+        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
+
     def _hopeless(self, trail: Trail) -> str:
         """Why a tick is given up; "" where it is not."""
         failures, begun = self._ticks.count(Failed, trail.name), self._ticks.count(Begun, trail.name)
         last = self._ticks.last_failure(trail.name)
         if last is not None and failures >= trail.config.attempts:
             return f"it failed {failures} times, the last time of: {last.message}"
-        return f"it was begun {begun} times, and ended from outside" if begun >= _MOST_KILLS else ""
+        return f"it was begun {begun} times, and ended from outside" if begun >= MOST_ATTEMPTS else ""
 
     def _pin(self, name: str) -> Pinned:
         current = self._store.current(self._config.line)
@@ -314,7 +318,7 @@ class Scheduler:
         """Makes the challenger current; once, whoever did it.
 
         Raises:
-            ConflictError: another release was made current since the tick began.
+            ConflictError: another release was made current since the tick began, or the challenger was rejected or removed by somebody.
         """
         since = [entry for entry in self._store.history(trail.line) if entry.id > trail.pinned.pointer]
         for entry in since:
@@ -328,6 +332,14 @@ class Scheduler:
                     expected=f"release {shown(trail.pinned.parent)}, which the challenger was compared with",
                     got=f"release {shown(entry.release)}: {entry.reason}",
                 )
+        mark = self._store.mark_of(trail.line, trained.release)
+        if mark is not None and mark.verdict != "candidate":
+            raise ConflictError(
+                f"the challenger was {mark.verdict} meanwhile",
+                where=f"tick {trail.name}, release {shown(trained.release)}",
+                expected="a candidate",
+                got=mark.reason,
+            )
         trail.held.demand()
         pointer = self._store.promote(
             trail.line, shown(trained.release), after=trail.held.after, reason=f"tick {trail.name}: {decided.reason}"[:8192]

@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainload.capture.errors import ConflictError, RequestError
+from trainload.capture.errors import RequestError
 from trainload.retraining.config import Config
+from trainload.retraining.lease import LeaseLostError
 from trainload.retraining.snapshot import Snapshot, evaluation_source, train_source
 from trainload.retraining.tick import Say, Trail
 
@@ -80,6 +81,7 @@ class TickRun:
         """Trains, or goes on with it. optimizer_from: the run whose optimizer's state it begins with.
 
         Raises:
+            LeaseLostError: on Ray, at the first event in the run after the lease was lost. The run is left as it is.
             TrainloadError: as `trainload.launch` and `resume`.
         """
         with _stopped_for(self._trail, self.folder):
@@ -94,15 +96,15 @@ class TickRun:
         if (self.folder / RUN_FILE).exists():
             self._say(f"tick {self._trail.name}: going on with {self.folder}")
             return resume(self.folder, on_event=self._heard, policy=self._options["policy"], **place)
-        data = folder_of(self._trail) / "data"
+        folder = folder_of(self._trail)
         return launch(
             self._package,
             self._plan,
-            train_source(config, self._snapshot, data),
+            train_source(config, self._snapshot, folder),
             on_event=self._heard,
             run_dir=self.folder,
             steps=self._steps(),
-            eval_data=evaluation_source(config, self._snapshot, data),
+            eval_data=evaluation_source(config, self._snapshot, folder),
             eval_batches=config.evaluation.batches,
             checkpoint_every=config.train.checkpoint_every,
             output=self.folder.with_name(f"{self.folder.name}.tl"),
@@ -121,6 +123,8 @@ class TickRun:
         return max(1, math.ceil(train.epochs * self._snapshot.rows / self._plan.global_batch))
 
     def _heard(self, event: Event) -> None:
+        if self._trail.config.cluster.backend == "ray":  # there the driver itself asks; a run in this process ends as it would have
+            self._trail.held.demand()  # else somebody else may have gone on with this very run, and writes into its folder
         if event.kind == "step" and self.first_step is None:
             self.first_step = time.monotonic()
         self._on_event(event)
@@ -181,21 +185,18 @@ def folder_of(trail: Trail) -> Path:
 
 @contextmanager
 def _stopped_for(trail: Trail, run_dir: Path) -> Iterator[None]:
-    """Within it a run is asked to stop, with a checkpoint, when the tick is, or when its lease is lost."""
+    """Within it a run is asked to stop, with a checkpoint, when the tick is."""
     from trainload.launch.contact import Request
 
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(_WATCH_SECONDS):
-            stop = trail.held.asked_to_stop is not None
-            try:
+            if trail.held.asked_to_stop is None or not run_dir.is_dir():
+                continue
+            with suppress(LeaseLostError, OSError):  # a run of somebody else's by now is not asked
                 trail.held.demand()
-            except ConflictError:
-                stop = True
-            if stop and run_dir.is_dir():
-                with suppress(OSError):
-                    (run_dir / Request.STOP.file).touch()
+                (run_dir / Request.STOP.file).touch()
 
     thread = threading.Thread(target=watch, name="retraining", daemon=True)
     thread.start()
