@@ -175,7 +175,7 @@ class TrainingError(WorkError):
 
 
 class DivergedError(TrainingError):
-    """A loss is not finite."""
+    """A loss, or a gradient, is not finite."""
 
 
 class LostClusterError(TrainingError):

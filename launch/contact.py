@@ -11,10 +11,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainload.capture.errors import StorageError
+from trainload.capture.errors import LostClusterError, StorageError
 from trainload.launch.activity import Activity
 from trainload.launch.journal import Event, Journal, last_word, read_events
-from trainload.launch.state import STATE_SECONDS, RankSeen, Summary, write_state
+from trainload.launch.state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state
 
 
 class Request(IntEnum):
@@ -34,14 +34,39 @@ _FILES = {Request.CHECKPOINT: "checkpoint-now", Request.STOP: "stop"}
 
 
 def asked_by_file(run_dir: Path) -> Request:
-    """What the files in a run's folder ask for."""
-    return max((request for request, name in _FILES.items() if (run_dir / name).exists()), default=Request.NONE)
+    """What the files in a run's folder ask for. Storage that fails asks for nothing."""
+    with suppress(OSError):
+        return max((request for request, name in _FILES.items() if (run_dir / name).exists()), default=Request.NONE)
+    return Request.NONE
+
+
+def asked_since_lost(run_dir: Path) -> bool:
+    """Whether a run whose last driver was lost was asked to stop after that driver's last word: by the times that their storage has."""
+    state = read_state(run_dir)
+    if state is None or (state.over and state.summary.error != LostClusterError.__name__):
+        return False
+    with suppress(OSError):
+        return (run_dir / Request.STOP.file).stat().st_mtime_ns > (run_dir / STATE_FILE).stat().st_mtime_ns
+    return False
 
 
 def take_back(run_dir: Path, *requests: Request) -> None:
-    """Removes the files of requests that were met, or concern an attempt that is over."""
+    """Removes the files of requests that were met, or concern an attempt that is over. Raises: OSError."""
     for request in requests or _FILES:
         (run_dir / request.file).unlink(missing_ok=True)
+
+
+def demand_taken_back(run_dir: Path) -> None:
+    """Removes the files of all requests, before a run begins. Raises: StorageError: they would be met again."""
+    try:
+        take_back(run_dir)
+    except OSError as error:
+        raise StorageError(
+            f"what the run was asked for before cannot be removed: {error.strerror}",
+            where=str(run_dir),
+            expected=f"no files {' and '.join(_FILES.values())}, or a folder that can be written",
+            cure="Remove them, and resume the run.",
+        ) from error
 
 
 class Contact(Protocol):
@@ -92,7 +117,8 @@ class FileContact:
         return asked_by_file(self._run_dir)
 
     def met(self, request: Request) -> None:
-        take_back(self._run_dir, request)
+        with suppress(OSError):  # storage that fails has it met again
+            take_back(self._run_dir, request)
 
     def report(self, activity: Activity) -> None:
         """To `trainload status` alone."""

@@ -48,9 +48,13 @@ class GraphResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult(GraphResult):
-    """What a round came to: the main graph's last result, and the last one of each other graph that trained."""
+    """What a round came to: the main graph's last result, and the last one of each other graph that trained.
+
+    turns: the name of the graph and the result of every update, in order.
+    """
 
     others: Mapping[str, GraphResult] = field(default_factory=dict)
+    turns: Sequence[tuple[str, GraphResult]] = ()
 
 
 class Engine:
@@ -98,6 +102,7 @@ class Engine:
         """
         fed: dict[str, list[Tensor]] = {}
         results: dict[str, GraphResult] = {}
+        turns: list[tuple[str, GraphResult]] = []
         counts = {turn.graph: turns_before(self._recipe.turns, turn.graph, number) for turn in self._recipe.turns}
         for call in calls_of(self._recipe, number):
             draw = draws[call.draw]
@@ -110,9 +115,10 @@ class Engine:
             else:
                 given = self._recipe.rates(counts) if rates is None else rates
                 results[call.graph] = self._train(call, draw, fed, given)
+                turns.append((call.graph, results[call.graph]))
             counts[call.graph] += 1
         main = results.pop(self._recipe.main)
-        return StepResult(main.loss, main.weight, main.metrics, main.gradient_norm, main.loss_scale, results)
+        return StepResult(main.loss, main.weight, main.metrics, main.gradient_norm, main.loss_scale, results, turns)
 
     def _train(self, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
         """One turn of a training graph: forward and backward over the microbatches, then the update."""

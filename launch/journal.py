@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,20 +100,35 @@ def _ends_whole(descriptor: int) -> bool:
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"the journal cannot be read: {error.strerror}", where=str(path), cure="See that you may read it, and that its storage answers."
+        ) from error
+
+
 class Follower:
-    """Reads a journal as it grows. Only whole lines count: the last one may be half written, by a worker that was killed."""
+    """Reads a journal as it grows. Only whole lines count: the last one may be half written, by a worker that was killed.
+
+    Raises: StorageError where the journal is there and cannot be read.
+    """
 
     def __init__(self, run_dir: Path, *, from_end: bool = False) -> None:
         self._path = run_dir / JOURNAL
-        self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
+        with _reading(self._path):
+            self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
 
     def new(self) -> Iterator[Event]:
-        """The events since the last call."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
+        """The events since the last call. Raises: as the class."""
+        with _reading(self._path):
+            if not self._path.exists():
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
@@ -124,14 +139,18 @@ class Follower:
 
 @contextmanager
 def followed(run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """Within it a thread tells `on_event` what this and other processes write from now on; all of it, by the end."""
+    """Within it a thread tells `on_event` what this and other processes write from now on; all of it, by the end, where it can be read."""
     follower = Follower(run_dir, from_end=True)
     ended = threading.Event()
 
-    def follow() -> None:
-        while not ended.wait(POLL_SECONDS):
+    def tell() -> None:
+        with suppress(StorageError):  # what cannot be read now is told later
             for event in follower.new():
                 on_event(event)
+
+    def follow() -> None:
+        while not ended.wait(POLL_SECONDS):
+            tell()
 
     thread = threading.Thread(target=follow, name="journal", daemon=True)
     thread.start()
@@ -140,23 +159,26 @@ def followed(run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]
     finally:
         ended.set()
         thread.join()
-        for event in follower.new():
-            on_event(event)
+        tell()
 
 
 def stream_events(run_dir: Path) -> Iterator[Event]:
-    """All events of a run so far, one by one: a journal may be larger than the memory that there is. Only whole lines count."""
+    """All events of a run so far, one by one: a journal may be larger than the memory that there is. Only whole lines count.
+
+    Raises: as `Follower`.
+    """
     path = run_dir / JOURNAL
-    if path.exists():
-        with path.open("rb") as file:
-            for line in file:
-                event = event_of(line) if line.endswith(b"\n") else None
-                if event is not None:
-                    yield event
+    with _reading(path):
+        if path.exists():
+            with path.open("rb") as file:
+                for line in file:
+                    event = event_of(line) if line.endswith(b"\n") else None
+                    if event is not None:
+                        yield event
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """All events of a run so far."""
+    """All events of a run so far. Raises: as `Follower`."""
     return list(Follower(run_dir).new())
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from trainload.capture.errors import ClusterError
-from trainload.launch.contact import FileContact, Request, take_back
+from trainload.launch.contact import FileContact, Request, demand_taken_back, take_back
+from trainload.launch.journal import stream_events
+from trainload.launch.processes import in_main_thread, is_nobodys
 from trainload.launch.spec import RunSpec
+from trainload.launch.state import Summary
 from trainload.launch.worker import Place, run_worker
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def demand_one_worker(spec: RunSpec) -> None:
@@ -37,6 +41,8 @@ def run_in_process(spec: RunSpec) -> None:
 
 
 def _work(spec: RunSpec, place: Place) -> None:
+    before = Summary.of(stream_events(Path(spec.run_dir)))  # the same on every rank: none goes on before all have read it
+    spec = spec.model_copy(update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None})
     contact = FileContact(Path(spec.run_dir), place.rank)
     try:
         run_worker(spec, place, contact)
@@ -94,18 +100,30 @@ def run_under_torchrun(spec: RunSpec, place: Place) -> None:
 
 @contextmanager
 def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]:
-    """The first Ctrl-C asks the run to stop after its step; the second ends it at once. `leading`: this process clears the request."""
+    """The first Ctrl-C or SIGTERM asks the run to stop after its step; the second ends it at once, and so does the first where storage does
+    not take the request. A handler that the caller has set stays. `leading`: this process clears the request. In another thread than the
+    main one signals do what they did before.
+    """
 
     def ask(number: int, frame: object) -> None:
-        (run_dir / Request.STOP.file).touch()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for each in before:
+            signal.signal(each, signal.default_int_handler)
+        try:
+            (run_dir / Request.STOP.file).touch()
+        except OSError:
+            raise KeyboardInterrupt from None
 
     if leading:
-        take_back(run_dir)  # of an attempt that was ended before it could stop
-    before = signal.signal(signal.SIGINT, ask)
+        demand_taken_back(run_dir)  # of an attempt that was ended before it could stop
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS} if in_main_thread() else {}
+    before = {number: handler for number, handler in handlers.items() if is_nobodys(handler)}
+    for number in before:
+        signal.signal(number, ask)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if leading:
-            take_back(run_dir)
+            with suppress(OSError):
+                take_back(run_dir)

@@ -14,7 +14,7 @@ class Hang:
     """A run that does not go on.
 
     ranks: those that keep it; where all of them wait for each other alike, all. why: in words. seconds: since the first of them last went
-    on. doing: what every rank was last known to do.
+    on; of ranks that were never heard of, since the first of the others did. doing: what every rank was last known to do.
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +78,9 @@ class Monitor:
         # Ranks wait for one another at every step: as long as one of them moves, nothing hangs.
         if not self._ranks or any(now - seen.moved <= self._limit(seen) for seen in self._ranks.values()):
             return None
+        unheard = sorted(set(range(self._world)) - set(self._ranks))
+        if unheard:  # those that were heard of wait for them
+            return self._found(unheard, "{} never said anything, and the others wait", now)
         positions = {rank: _position(seen.doing) for rank, seen in self._ranks.items()}
         behind = [rank for rank, position in positions.items() if position == min(positions.values())]
         if len(behind) == self._world and self._world > 1:
@@ -90,9 +93,8 @@ class Monitor:
         return max(self._hang_timeout, self._others.get(seen.doing.phase, 0.0))
 
     def _found(self, ranks: list[int], why: str, now: float) -> Hang:
-        return Hang(
-            tuple(sorted(ranks)), why.format(in_words(sorted(ranks))), max(now - self._ranks[rank].moved for rank in ranks), self.doing
-        )
+        moved = [seen.moved for rank, seen in self._ranks.items() if rank in ranks] or [seen.moved for seen in self._ranks.values()]
+        return Hang(tuple(sorted(ranks)), why.format(in_words(sorted(ranks))), now - min(moved), self.doing)
 
 
 def in_words(ranks: Sequence[int]) -> str:

@@ -44,7 +44,7 @@ class Overrides(BaseModel):
         lr: the greatest learning rate of the first group; those of the others keep their ratio to it.
         group_lr: group -> its greatest learning rate.
         schedule: the learning rate's course over the run's steps, as a share of its greatest: "constant", "linear" or "cosine" (to zero),
-            with ":N" after N updates of rising from zero.
+            with ":N" after N updates of rising from zero, fewer than the run has.
         clip_norm, clip_value: what the gradient is clipped by; 0: not.
         frozen: patterns, as in a shell, of names of parameters that are not trained.
         seed: of the order of rows, and of random numbers.
@@ -85,10 +85,11 @@ class Overrides(BaseModel):
 
         Args:
             package: what was frozen.
-            steps: of the run, over which a schedule is spread; None: the recipe's.
+            steps: of the run, over which a schedule is spread; None: the recipe's, where the run's are not known yet, as for a plan.
 
         Raises:
-            JobError: the package has no such group or parameter, or leaves nothing to train; the adapters do not fit it.
+            JobError: the package has no such group or parameter, or leaves nothing to train; the adapters do not fit it; the schedule
+                rises throughout these steps.
             PackageError: it is abstract, and its graphs are to be changed.
         """
         if self == Overrides():
@@ -99,6 +100,8 @@ class Overrides(BaseModel):
         if changes := Changes(self.adapters, self.precision):
             seed = package.recipe.seed if self.seed is None else self.seed
             package = derived_package(package, changes, seed, default_cache_dir())
+        if self.schedule is not None and steps:
+            _demand_peak(self.schedule, steps)
         recipe, held = self._frozen(package)
         recipe = self._rates(recipe, steps or recipe.steps)
         if self.clip_norm is not None or self.clip_value is not None:
@@ -201,6 +204,19 @@ def _ratio(wanted: float, peak: float) -> float:
     if peak == 0 and wanted != 0:
         raise JobError("a group's learning rate is zero throughout, and cannot be scaled", where="lr", cure="Give a schedule as well.")
     return 1.0 if peak == 0 else wanted / peak
+
+
+def _demand_peak(schedule: str, steps: int) -> None:
+    """Demands a schedule that gets to its greatest rate within a run. Raises: JobError."""
+    shape, _, warmup = schedule.partition(":")
+    if warmup and int(warmup) >= steps:
+        raise JobError(
+            "the learning rate would rise throughout the run, and never be the one that was asked for",
+            where="schedule",
+            expected=f"{shape}:N with N less than the run's {steps} steps",
+            got=schedule,
+            cure="Give fewer updates of rising, or the run more steps.",
+        )
 
 
 def _course(schedule: str, step: int, steps: int) -> float:

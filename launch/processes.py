@@ -1,9 +1,14 @@
-"""What tells a process from all others, and whether another one is known to have ended."""
+"""What tells a process from all others, whether another one is known to have ended, and how this one is told to."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def this_process() -> str:
@@ -30,6 +35,41 @@ def has_ended(process: str) -> bool | None:
         return True
     except (OSError, IndexError):
         return None
+
+
+def in_main_thread() -> bool:
+    """Whether this is the thread that may say what signals do."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[Callable[[], None]]:
+    """Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does; afterwards it does what it did before. Where the caller has a handler of
+    its own, that stays.
+
+    Gives what sees to it again, for after code that sets a handler of its own, as `ray.init` does. In another thread than the main one
+    nothing is changed.
+    """
+    if not in_main_thread():
+        yield lambda: None
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    within = signal.default_int_handler if is_nobodys(before) else before
+
+    def again() -> None:
+        signal.signal(signal.SIGTERM, within)
+
+    again()
+    try:
+        yield again
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def is_nobodys(handler: Any) -> bool:
+    """Whether a signal's handler is Python's own, or Ray's, and none that a caller has set."""
+    own = handler in (signal.SIG_DFL, signal.default_int_handler, None)
+    return own or str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
 
 
 def _began(process: int) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -123,15 +124,30 @@ def check_new_run(run_dir: Path) -> None:
     """Demands that a run can be made here, before anything starts.
 
     Raises:
-        StorageError: there is a run already, or the folder could not be made or written.
+        StorageError: there is a run already, or the folder could not be read, made or written.
     """
-    if (run_dir / RUN_FILE).exists():
+    with _looked_at(run_dir / RUN_FILE):
+        taken = (run_dir / RUN_FILE).exists()
+    if taken:
         raise StorageError(
             "there is a run here already",
             where=str(run_dir),
             cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
         )
     demand_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
+
+
+@contextmanager
+def _looked_at(path: Path) -> Iterator[None]:
+    """Within it a path is looked at; storage that fails is a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"it cannot be read: {error.strerror}",
+            where=str(path),
+            cure="See that you may read it, and that its storage answers; or name another folder.",
+        ) from error
 
 
 def write_spec(spec: RunSpec) -> None:
@@ -142,7 +158,8 @@ def write_spec(spec: RunSpec) -> None:
     """
     folder = Path(spec.run_dir)
     check_new_run(folder)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with _looked_at(folder):
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
@@ -156,12 +173,14 @@ def write_spec(spec: RunSpec) -> None:
 
 
 def read_spec(run_dir: Path) -> RunSpec:
-    """The run in a folder, which may have been moved since it was launched. Raises: StorageError where there is no run."""
+    """The run in a folder, which may have been moved since it was launched. Raises: StorageError where there is no run, or none to read."""
     path = run_dir / RUN_FILE
-    if not path.is_file():
+    with _looked_at(path):
+        written = path.read_bytes() if path.is_file() else None
+    if written is None:
         raise StorageError("there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}")
     try:
-        spec = RunSpec.model_validate(parse_canonical(path.read_bytes(), str(path)))
+        spec = RunSpec.model_validate(parse_canonical(written, str(path)))
     except (PackageError, ValidationError) as error:
         raise StorageError(
             "the run's description cannot be read",

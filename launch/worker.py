@@ -32,7 +32,7 @@ from trainload.launch.data.prefetch import BatchStream, RankRows
 from trainload.launch.data.run_data import RunData, open_run_data, run_dispatcher
 from trainload.launch.determinism import deterministic
 from trainload.launch.drawing import draw_of, next_calls
-from trainload.launch.engine import Engine, StepResult
+from trainload.launch.engine import Engine, GraphResult, StepResult
 from trainload.launch.evaluation import Evaluation
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
@@ -115,7 +115,7 @@ def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
 
     Raises:
         RunInterrupted: the run was asked to stop; a checkpoint was written.
-        DivergedError: the loss is not finite.
+        DivergedError: a loss, or the norm of a gradient whose loss is not scaled, is not finite.
         TrainloadError: whatever package, plan, data or checkpoints raise.
     """
     with deterministic():
@@ -282,16 +282,7 @@ class _Worker:
         self._activity.at(Phase.STEP)
         draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
         result = self._engine.step(step, draws)
-        losses = {self._package.recipe.main: result.loss} | {graph: other.loss for graph, other in result.others.items()}
-        broken = next((graph for graph, loss in losses.items() if not math.isfinite(loss)), None)
-        if broken is not None:
-            raise DivergedError(
-                f"the loss is {losses[broken]}",
-                where=f"step {step}" + (f", graph {broken}" if result.others else ""),
-                expected="a finite number",
-                got=str(losses[broken]),
-                cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",
-            )
+        self._demand_finite(step, result)
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
             self._contact.write(
@@ -308,6 +299,33 @@ class _Worker:
                 **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
                 **rates,
             )
+
+    def _demand_finite(self, step: int, result: StepResult) -> None:
+        """Demands numbers that can be trained on, of every update of a step, before anything of it is saved. They are the same on every
+        rank, so all of them raise, or none. Raises: DivergedError.
+        """
+        for graph, found in result.turns:
+            if not math.isfinite(found.loss):
+                what, value = "loss", found.loss
+            elif not self._can_train(graph, found):
+                what, value = "gradient's norm", found.gradient_norm
+            else:
+                continue
+            raise DivergedError(
+                f"the {what} is {value}",
+                where=f"step {step}" + (f", graph {graph}" if result.others else ""),
+                expected="a finite number",
+                got=str(value),
+                cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",
+            )
+
+    def _can_train(self, graph: str, found: GraphResult) -> bool:
+        """Whether an update leaves numbers in the weights, by its gradient's norm."""
+        if found.loss_scale is not None:  # where the norm is not finite nothing was updated, and the scale is lowered
+            return True
+        if self._package.recipe.graph(graph).clip_value is not None:  # what is infinite is clipped
+            return not math.isnan(found.gradient_norm)
+        return math.isfinite(found.gradient_norm)
 
     def _tokens_per_row(self) -> int | None:
         if self._package.manifest.variants:  # they may have rows of several lengths

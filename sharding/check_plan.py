@@ -119,7 +119,7 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
             where="global_batch",
             expected=f"a multiple of {world} workers x {accumulate} microbatches",
             got=str(rows),
-            cure=f"Use --global-batch {max(1, rows // calls) * calls}, or another number of workers.",
+            cure=f"Use a global batch of {max(1, rows // calls) * calls} (launch --set global_batch=N), or another number of workers.",
         )
     for entry in (i for name in package.manifest.training_graphs() for i in package.manifest.graphs[name].inputs):
         if isinstance(entry.shape[0], int) and entry.shape[0] != rows // calls:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
+from trainload.sharding.check_plan import check_batch
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster, Plan
 from trainload.sharding.source import Source
@@ -67,7 +68,7 @@ def plans_of_sizes(package: Package, plan: Plan, sizes: Sequence[int]) -> tuple[
         PlanError: none of them fits; it says why, one by one.
     """
     found: list[Plan] = []
-    why: list[str] = []
+    why: dict[int, PlanError] = {}
     source = Source(package)
     for nodes in sorted(set(sizes)):
         cluster = plan.cluster.model_copy(update={"nodes": nodes})
@@ -77,15 +78,47 @@ def plans_of_sizes(package: Package, plan: Plan, sizes: Sequence[int]) -> tuple[
         try:
             found.append(_of_size(source, plan, cluster))
         except PlanError as error:
-            why.append(f"{nodes}: {error.problem}")
+            why[nodes] = error
     if not found:
-        raise PlanError(
-            "no number of nodes fits",
-            where=f"{min(sizes)} to {max(sizes)} nodes of {plan.cluster.devices_per_node} devices",
-            got="; ".join(why),
-            cure="The rows of the global batch must divide among the ranks: choose other sizes, or another --global-batch.",
-        )
+        raise _no_size(why, plan.cluster.devices_per_node)
     return tuple(found)
+
+
+def largest_size(
+    package: Package, sizes: Sequence[int], devices: int, *, global_batch: int | None = None, accumulate: int | None = None
+) -> int:
+    """The greatest number of nodes among which the global batch divides, so that `make_plan` can plan for it: the others' plans are made
+    from that one (`plans_of_sizes`).
+
+    Args:
+        package: what is trained.
+        sizes: numbers of nodes.
+        devices: of each node, every one of which has rows of its own.
+        global_batch: rows of one optimizer update; None: the recipe's.
+        accumulate: microbatches of one update; None: one.
+
+    Raises:
+        PlanError: none of them fits; it says why, one by one.
+    """
+    why: dict[int, PlanError] = {}
+    for nodes in sorted(set(sizes), reverse=True):
+        try:
+            check_batch(package, global_batch or package.recipe.global_batch, nodes * devices, accumulate or 1)
+        except PlanError as error:
+            why[nodes] = error
+        else:
+            return nodes
+    raise _no_size(why, devices)
+
+
+def _no_size(why: Mapping[int, PlanError], devices: int) -> PlanError:
+    """What is said of numbers of nodes none of which fits. why: what is wrong with each."""
+    return PlanError(
+        "no number of nodes fits",
+        where=f"{min(why)} to {max(why)} nodes of {devices} devices",
+        got="; ".join(f"{nodes}: {why[nodes].problem}" for nodes in sorted(why)),
+        cure="The rows of the global batch must divide among the ranks: choose other sizes, or launch with --set global_batch=N.",
+    )
 
 
 def _of_size(source: Source, plan: Plan, cluster: Cluster) -> Plan:

@@ -32,7 +32,7 @@ class Book:
         self._on_event = on_event
         self._unwritten: list[Event] = []
         self._owed = 0
-        self._new_checkpoint = False
+        self._new_checkpoint = self._new_step = False
         self._warned = False
         self.summary = Summary.of(read_events(run_dir))
         self.written = 0
@@ -71,6 +71,11 @@ class Book:
         found, self._new_checkpoint = self._new_checkpoint, False
         return found
 
+    def new_step(self) -> bool:
+        """Whether there was a step since this was last asked."""
+        found, self._new_step = self._new_step, False
+        return found
+
     def _take(self, events: Sequence[Event]) -> None:
         self._unwritten += events
         if self._unwritten:
@@ -83,6 +88,7 @@ class Book:
                     self._on_event(Event("warning", {"message": f"{error} What happens is kept, and written when it can be."}, time.time()))
         for event in events:
             self.summary.take(event)
+            self._new_step = self._new_step or event.kind == "step"
             self.stepped = self.stepped or event.kind == "step"
             self.ended = self.ended or event.kind == "end"
             self._new_checkpoint = self._new_checkpoint or event.kind == "checkpoint"

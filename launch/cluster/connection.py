@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray.exceptions import AuthenticationError
 
 from trainload.capture.errors import ClusterError
 
@@ -24,7 +25,7 @@ def connect(address: str | None) -> bool:
     """Connects to a cluster, or starts a local one: on this machine's loopback alone, and for those who have its token, which Ray makes and
     keeps in ~/.ray/auth_token. Returns: whether this process started it.
 
-    Raises: ClusterError if the address does not answer.
+    Raises: ClusterError if the address does not answer, or turns this process away.
     """
     if ray.is_initialized():
         return False
@@ -43,6 +44,8 @@ def connect(address: str | None) -> bool:
             warnings.simplefilter("ignore")
             own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}
             ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+    except AuthenticationError as error:
+        raise turned_away(address or "local", error) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
             "no Ray cluster answers",
@@ -51,6 +54,16 @@ def connect(address: str | None) -> bool:
             cure="Start one with `ray start --head`, or leave out --address for a local one.",
         ) from error
     return True
+
+
+def turned_away(address: str, error: AuthenticationError) -> ClusterError:
+    """What is said where a cluster takes no token, or not this one."""
+    return ClusterError(
+        "the cluster turns away who does not show its token",
+        where=f"address {address}",
+        got=str(error).splitlines()[0],
+        cure="Give the cluster's token as RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.",
+    )
 
 
 def show_token() -> None:

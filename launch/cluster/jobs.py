@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import ClusterError, TrainingError
-from trainload.launch.cluster.connection import demand_listener, show_token
+from ray.exceptions import AuthenticationError
+
+from trainload.capture.errors import ClusterError, LostClusterError, TrainingError
+from trainload.launch.cluster.connection import demand_listener, show_token, turned_away
 from trainload.launch.state import read_state
 
 _BEGIN_SECONDS = 120.0
@@ -17,7 +19,7 @@ _LOOK_SECONDS = 0.5
 
 
 def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Has a cluster drive a run.
+    """Has a cluster drive a run, and waits for a while until its driver has begun.
 
     Args:
         address: of the cluster's dashboard, http://HOST:8265.
@@ -25,10 +27,11 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
         arguments: of `trainload`, there.
 
     Returns:
-        The job's id, "trainload-" and the name of the run's folder.
+        The job's id, "trainload-" and the name of the run's folder. It may still wait for its turn.
 
     Raises:
-        ClusterError: nobody answers at the address, or the cluster has a job of this name.
+        ClusterError: nobody answers at the address, or the cluster does not take the job: there is none.
+        LostClusterError: nobody knows whether the cluster has taken it.
         TrainingError: the driver ended before it had begun; its last words.
     """
     client = _client(address)
@@ -43,16 +46,31 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             got="" if taken else str(error).splitlines()[0],
             cure="Choose another --run-dir: the job has the name of its last part." if taken else "",
         ) from error
+    except OSError as error:
+        raise LostClusterError(
+            "the cluster has not said whether it takes the job",
+            where=f"{address}, job {name}",
+            got=str(error).splitlines()[0],
+            cure=f"Look among its jobs, or ask `trainload status {shlex.quote(str(run_dir))}`.",
+        ) from error
     until = time.monotonic() + _BEGIN_SECONDS
-    while time.monotonic() < until:
-        state = read_state(run_dir)
-        if state is not None:
-            return name
-        if client.get_job_status(name).is_terminal():
-            said = [line for line in client.get_job_logs(name).splitlines() if line.strip()]
-            raise TrainingError("the driver ended before it had begun", where=f"{address}, job {name}", got=said[-1] if said else "no word")
+    while time.monotonic() < until and read_state(run_dir) is None:
+        last = _last_words(client, name)
+        if last is not None and read_state(run_dir) is None:
+            raise TrainingError("the driver ended before it had begun", where=f"{address}, job {name}", got=last)
         time.sleep(_LOOK_SECONDS)
-    return name  # it waits for its turn
+    return name
+
+
+def _last_words(client: Any, name: str) -> str | None:
+    """The last line of a job that is over; None of one that is not, or of which the cluster says nothing now."""
+    try:
+        if not client.get_job_status(name).is_terminal():
+            return None
+        said = [line for line in client.get_job_logs(name).splitlines() if line.strip()]
+    except (OSError, RuntimeError):
+        return None
+    return said[-1] if said else "no word"
 
 
 def _client(address: str) -> Any:
@@ -63,6 +81,8 @@ def _client(address: str) -> Any:
         show_token()
         demand_listener(address.partition("://")[2] or address)
         return JobSubmissionClient(address)
+    except AuthenticationError as error:
+        raise turned_away(address, error) from error
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
             "no Ray cluster takes jobs there",

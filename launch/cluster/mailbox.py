@@ -42,11 +42,12 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What has come since the driver last asked. failure: the first error of ours that a worker of this attempt ended with. met: requests
-    that were met. order: the rank of each of Ray Train's workers, by their number there; empty before they are seated.
-    printed: rank -> what it has printed.
+    """What has come since what the driver has acknowledged. number: by which the driver acknowledges it. failure: the first error of ours
+    that a worker of this attempt ended with. met: requests that were met. order: the rank of each of Ray Train's workers, by their number
+    there; empty before they are seated. printed: rank -> what it has printed.
     """
 
+    number: int
     events: list[Event]
     beats: list[Beat]
     failure: TrainloadError | None
@@ -56,25 +57,32 @@ class Collected:
 
 
 class Mailbox:
-    """The actor. `attempt`: a number; what workers of an attempt say that is over is dropped."""
+    """The actor. `attempt`: a number; what workers of an attempt say that is over is dropped.
+
+    An answer to the driver may get lost: what was handed out is kept, and handed out again, until the driver has acknowledged it.
+    """
 
     def __init__(self) -> None:
         self._attempt = -1
         self._request = Request.NONE
-        self._events: list[Event] = []
-        self._taken = 0
+        self._number = 0
+        self._heard = 0
         self._written = 0
+        self._events: list[Event] = []
         self._senders: dict[str, int] = {}
         self._beats: dict[int, tuple[float, Beat]] = {}
         self._failure: TrainloadError | None = None
         self._met: list[Request] = []
         self._order: tuple[int, ...] = ()
         self._printed: dict[int, str] = {}
+        self._out_events: list[Event] = []
+        self._out_met: list[Request] = []
+        self._out_printed: dict[int, str] = {}
 
     def begin(self, attempt: int) -> None:
         """A new attempt starts."""
         self._attempt, self._failure = attempt, None
-        self._senders, self._beats, self._met, self._order = {}, {}, [], ()
+        self._senders, self._beats, self._met, self._out_met, self._order = {}, {}, [], [], ()
 
     def seat(self, attempt: int, order: tuple[int, ...]) -> None:
         """Ray Train's workers have their ranks."""
@@ -88,11 +96,13 @@ class Mailbox:
         """
         if attempt == self._attempt:
             known = self._senders.get(sender, 0)
-            self._events += events[max(0, known - first) :]
+            new = events[max(0, known - first) :]
+            self._events += new
+            self._heard += len(new)
             self._senders[sender] = max(known, first + len(events))
             if beat is not None:
                 self._beats[beat.rank] = (time.monotonic(), beat)
-        return self._request, self._taken + len(self._events), self._written
+        return self._request, self._heard, self._written
 
     def hear(self, attempt: int, rank: int, printed: str) -> None:
         """What a worker has printed; of much of it that nobody collects, the beginning."""
@@ -112,16 +122,23 @@ class Mailbox:
             if self._request is request:
                 self._request = Request.NONE
 
-    def collect(self, request: Request, written: int) -> Collected:
-        """What the driver asks for: all that came since. `request`: for rank 0; `written`: events that the journal has by now."""
+    def collect(self, request: Request, written: int, number: int) -> Collected:
+        """What the driver asks for: all that came since. `request`: for rank 0; `written`: events that the journal has by now; `number`: of
+        the last answer that the driver has, 0 where it has none.
+        """
         self._request, self._written = request, written
-        events, self._events = self._events, []
-        self._taken += len(events)
-        met, self._met = self._met, []
-        printed, self._printed = self._printed, {}
+        if number == self._number:
+            self._out_events, self._out_met, self._out_printed = [], [], {}
+        self._number += 1
+        self._out_events, self._events = [*self._out_events, *self._events], []
+        self._out_met, self._met = [*self._out_met, *self._met], []
+        for rank, text in self._printed.items():
+            self._out_printed[rank] = self._out_printed.get(rank, "") + text
+        self._printed = {}
         now = time.monotonic()
         beats = [Beat(beat.rank, beat.node, beat.pid, beat.doing, now - at) for at, beat in self._beats.values()]
-        return Collected(events, beats, self._failure, met, self._order, printed)
+        printed = dict(self._out_printed)
+        return Collected(self._number, list(self._out_events), beats, self._failure, list(self._out_met), self._order, printed)
 
 
 class RayContact:
@@ -153,10 +170,15 @@ class RayContact:
     def flush(self) -> None:
         """See `Contact`. The journal is on the driver's side, whose storage may fail: after half a minute this returns anyway."""
         until = time.monotonic() + _FLUSH_SECONDS
-        _, heard, written = self._send(_FLUSH_SECONDS, beats=False)
-        while written < heard and time.monotonic() < until:
+        all_of_it: int | None = None
+        while (left := until - time.monotonic()) > 0:
+            answer = self._send(min(left, _ANSWER_SECONDS), beats=False)
+            if answer is not None:
+                _, heard, written = answer
+                all_of_it = heard if all_of_it is None else all_of_it
+                if written >= all_of_it:
+                    return
             time.sleep(_SEND_SECONDS)
-            _, _, written = self._send(_ANSWER_SECONDS, beats=False)
 
     def asked(self) -> Request:
         return self._request
@@ -187,10 +209,12 @@ class RayContact:
         while not self._closed.wait(_SEND_SECONDS):
             if self._unsent or time.monotonic() - beaten >= BEAT_SECONDS:
                 beaten = time.monotonic()
-                self._request, _, _ = self._send(_ANSWER_SECONDS, beats=True)
+                answer = self._send(_ANSWER_SECONDS, beats=True)
+                if answer is not None:
+                    self._request = answer[0]
 
-    def _send(self, timeout: float, *, beats: bool) -> tuple[Request, int, int]:
-        """Sends what is unsent, and what this rank does. Returns: what `Mailbox.tell` does; where there is no answer, nothing new."""
+    def _send(self, timeout: float, *, beats: bool) -> tuple[Request, int, int] | None:
+        """Sends what is unsent, and what this rank does. Returns: what `Mailbox.tell` does; None where there is no answer."""
         with self._sending:
             with self._lock:
                 events = list(self._unsent)
@@ -202,7 +226,7 @@ class RayContact:
                     self._mailbox.tell.remote(self._attempt, self._sender, self._sent, events, beat), timeout=timeout
                 )
             except RayError:  # the driver is away: what is unsent is kept, and sent again
-                return self._request, 0, 0
+                return None
             with self._lock:
                 del self._unsent[: len(events)]
                 self._sent += len(events)

@@ -90,6 +90,31 @@ def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Coll
     return None
 
 
+def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, int]:
+    """Where the first rank of a plan can be tried out now: the id of a node with a free device, and how many of the plan's ranks it has.
+
+    Args:
+        plan: whose rank.
+        least: the plan of the run that needs the fewest ranks; the cluster can hold it (`demand_seats`).
+        nodes: what there is.
+
+    Raises: ClusterError naming what is free, where the devices are taken.
+    """
+    places = seats(plan, nodes) or seats(least, nodes) or seats(plan, nodes, free=False) or seats(least, nodes, free=False) or []
+    free = {node.id: node.free for node in nodes}
+    place = next((place for place in places if free[place] > 0), None)
+    if place is None:
+        name = resource_of(plan.cluster.device)
+        raise ClusterError(
+            "a step cannot be tried out: somebody else uses the devices",
+            where=f"{len(nodes)} nodes with {name}s",
+            expected=f"1 free {name}",
+            got=", ".join(f"{node.free} of {node.devices}" for node in nodes),
+            cure="Try again when one is free. A launch waits for them.",
+        )
+    return place, places.count(place)
+
+
 class Leave:
     """Which nodes that an attempt is on were told to drain.
 

@@ -30,8 +30,8 @@ from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launch.cluster.book import Book
 from trainload.launch.cluster.mailbox import Beat, Mailbox
 from trainload.launch.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
-from trainload.launch.cluster.tasks import end_workers, on_node, unreachable
-from trainload.launch.contact import Request, asked_by_file, take_back
+from trainload.launch.cluster.tasks import end_workers, last_line, on_node, unreachable
+from trainload.launch.contact import Request, asked_by_file, asked_since_lost, demand_taken_back, take_back
 from trainload.launch.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor, in_words
 from trainload.launch.spec import RunSpec, least_plan, replace_file, resume_command
@@ -77,7 +77,8 @@ class Supervisor:
         self._mailbox = on_node(ray.get_runtime_context().get_node_id())(Mailbox).remote()
         self._fits = Fits()
         self._number = 0
-        self._failures = 0
+        self._answer = 0
+        self._failures = self._storage_failures = 0
         self._storage_failed_at: float | None = None
         self._stop_asked = False
         self._moving = False
@@ -91,7 +92,8 @@ class Supervisor:
     def run(self) -> None:
         """Returns when the run has done its last step.
 
-        Ctrl-C asks the workers to stop after their step and to write a checkpoint; so does a file "stop" in the run's folder.
+        Ctrl-C asks the workers to stop after their step and to write a checkpoint; so does a file "stop" in the run's folder. One that
+        was made while there was no driver, since the last one was lost, stops the run before it begins.
 
         Raises:
             RunInterrupted: the run was asked to stop.
@@ -99,9 +101,10 @@ class Supervisor:
             ClusterError: nodes were missing for too long.
             TrainloadError: what a worker raised.
         """
-        take_back(self._run_dir)  # of an attempt that was ended before it could stop
+        asked = asked_since_lost(self._run_dir)
         try:
-            self._run()
+            demand_taken_back(self._run_dir)  # of an attempt that was ended before it could stop
+            self._run(asked)
         except BaseException as error:
             self._book.say(last_word(error))
             raise
@@ -110,9 +113,12 @@ class Supervisor:
                 take_back(self._run_dir)
             self._tell_state(over=True)
 
-    def _run(self) -> None:
+    def _run(self, asked: bool) -> None:
+        """All attempts. `asked`: the run was asked to stop before there is one."""
         try:
             with closing(self._fits):
+                if asked:
+                    raise self._asked_to_stop()
                 while not self._attempt():
                     pass
         except LostClusterError:
@@ -193,6 +199,9 @@ class Supervisor:
                 self._stop_asked = True
                 self._book.write("stage", name="stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
         failure = self._listen(monitor) or failure
+        while self._unheard_since is not None:  # the last words are not missed
+            time.sleep(POLL_SECONDS)
+            failure = self._listen(monitor) or failure
         if failure is not None:
             if not (self._book.stepped and isinstance(failure, _PASSING)):
                 raise failure
@@ -251,7 +260,7 @@ class Supervisor:
         """Why Ray Train gave the attempt up."""
         assert attempt.error is not None
         told: dict[int, Exception] = getattr(attempt.error, "worker_failures", None) or {}
-        text = _last_line(str(next(iter(told.values()), attempt.error)))
+        text = last_line(str(next(iter(told.values()), attempt.error)))
         by_rank = {self._order[number] if number < len(self._order) else number: each for number, each in told.items()}
         died = tuple(rank for rank, each in sorted(by_rank.items()) if _is_death(each))
         gone = unreachable({attempt.seats[rank] for rank in died} or set(attempt.seats))
@@ -269,14 +278,16 @@ class Supervisor:
     def _go_on_after(self, failed: _Failed) -> None:
         """Decides whether there is another attempt, and waits before it. Raises: what ends the run."""
         if self._book.new_checkpoint():
-            self._failures, self._storage_failed_at = 0, None
-        storage = failed.what == "storage"
-        if storage:
+            self._failures, self._storage_failures, self._storage_failed_at = 0, 0, None
+        if self._book.new_step() and all(beat.doing.phase is not Phase.ENDING for beat in self._beats):
+            self._storage_failures, self._storage_failed_at = 0, None  # the end of a run has waited for storage itself
+        if failed.what == "storage":
             self._storage_failed_at = self._storage_failed_at or time.monotonic()
             over = time.monotonic() - self._storage_failed_at > self._spec.storage_patience
+            self._storage_failures += 1
         else:
             over = self._failures >= self._spec.max_failures
-        self._failures += 1
+            self._failures += 1
         self._book.write(
             "failure",
             what=failed.what,
@@ -297,16 +308,23 @@ class Supervisor:
                 got="one more",
                 cure=f"Continue from the last checkpoint with: {self._how_to_resume()}",
             ) from failed.cause
-        if self._failures > 1:
-            self._pause(min(_LONGEST_PAUSE, 2.0 ** (self._failures - 1)))
+        again = self._failures + self._storage_failures - 1
+        if again > 0:
+            self._pause(min(_LONGEST_PAUSE, 2.0**again))
 
     def _pause(self, seconds: float) -> None:
-        """Waits before another attempt, unless the run is to stop."""
-        until = time.monotonic() + seconds
+        """Waits before another attempt, unless the run is to stop, and says that somebody waits."""
+        until, told = time.monotonic() + seconds, -float("inf")
         while time.monotonic() < until:
             if asked_by_file(self._run_dir) is Request.STOP:
-                raise RunInterrupted("the run was asked to stop", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
+                raise self._asked_to_stop()
+            if time.monotonic() - told > STATE_SECONDS:
+                told = time.monotonic()
+                self._tell_state()
             time.sleep(POLL_SECONDS)
+
+    def _asked_to_stop(self) -> RunInterrupted:
+        return RunInterrupted("the run was asked to stop", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
 
     def _how_to_resume(self) -> str:
         return resume_command(self._run_dir)
@@ -315,19 +333,18 @@ class Supervisor:
 
     def _listen(self, monitor: Monitor) -> TrainloadError | None:
         """Takes what the workers have said, and passes on what is asked of them. Returns: the error that one ended with."""
-        wanted = Request.NONE
-        with suppress(OSError):  # storage that fails for a while has no new requests
-            wanted = asked_by_file(self._run_dir)
+        wanted = asked_by_file(self._run_dir)
         self._stop_asked = self._stop_asked or wanted is Request.STOP
         wanted = Request.STOP if self._stop_asked or self._moving else wanted
         try:
-            found = ray.get(self._mailbox.collect.remote(wanted, self._book.written), timeout=_LISTEN_SECONDS)
+            found = ray.get(self._mailbox.collect.remote(wanted, self._book.written, self._answer), timeout=_LISTEN_SECONDS)
         except RayError as error:
             self._unheard_since = self._unheard_since or time.monotonic()
             if not isinstance(error, ActorDiedError) and time.monotonic() - self._unheard_since < _LOST_SECONDS:
                 return None
             raise self._lost_cluster(error) from error
         self._unheard_since = None
+        self._answer = found.number
         self._book.take(found.events)
         self._book.keep(found.printed)
         self._beats, self._order = found.beats or self._beats, found.order
@@ -402,16 +419,9 @@ class Supervisor:
             if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
                 said = time.monotonic()
                 self._book.write("waiting", message=f"for {least.world_size} free {name}s; by node there are {free}")
-            self._tell_state()
             self._pause(POLL_SECONDS * 5)
 
 
 def _is_death(error: Exception) -> bool:
     """Whether a worker's process is gone, by what Ray Train says of it."""
     return isinstance(getattr(error, "health_check_failure", error), RayActorError)
-
-
-def _last_line(text: str) -> str:
-    """The line of a traceback that says what it was."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].partition(" Worker exit detail: ")[0][:400] if lines else "no reason given"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
-from trainload.capture.errors import TrainloadError
+from trainload.capture.errors import ClusterError, TrainingError, TrainloadError
 from trainload.launch.cluster.nodes import NODE_LABEL
 from trainload.launch.spec import RunSpec
 from trainload.launch.trial import Trial, try_out
@@ -27,13 +27,35 @@ def on_node(node: str) -> Any:
 
 
 def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
-    """Tries a run's step out on a node, with one of its devices (`trial.try_out`). Raises: what that raises."""
+    """Tries a run's step out on a node, with one of its devices, of which one is free (`trial.try_out`).
+
+    Raises: what that raises; ClusterError where there is no answer in time; TrainingError where the task fails in Ray's words.
+    """
     options: dict[str, Any] = {"num_gpus": 1} if spec.plan.cluster.device == "cuda" else {"num_cpus": 1}
     task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(_try_out).options(**options)
-    found: Trial | TrainloadError = ray.get(task.remote(spec, local_world), timeout=spec.start_timeout)
+    asked = task.remote(spec, local_world)
+    try:
+        found: Trial | TrainloadError = ray.get(asked, timeout=spec.start_timeout)
+    except GetTimeoutError as error:
+        ray.cancel(asked, force=True)
+        raise ClusterError(
+            "the step that was tried out gave no answer in time",
+            where=f"node {place}",
+            expected=f"one within {spec.start_timeout:g} s",
+            got="none",
+            cure="See who uses the node, or allow more: --set start_timeout=SECONDS.",
+        ) from error
+    except RayError as error:
+        raise TrainingError("the step that was tried out failed", where=f"node {place}", got=last_line(str(error))) from error
     if isinstance(found, TrainloadError):
         raise found
     return found
+
+
+def last_line(text: str) -> str:
+    """The line of a traceback that says what it was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].partition(" Worker exit detail: ")[0][:400] if lines else "no reason given"
 
 
 def unreachable(nodes: Collection[str]) -> set[str]:

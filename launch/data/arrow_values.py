@@ -31,7 +31,7 @@ def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
     for name, kind in found.items():
         if None in kind.dims:
             column, dims = batch.column(name).slice(0, 1), list[int]()
-            while pa.types.is_nested(column.type):
+            while _is_list(column.type):
                 _refuse_nulls(column, f"{where}, column {name!r}", 0, 1)
                 dims.append(len(column[0]) if len(column) else 0)
                 column = column.flatten()
@@ -49,7 +49,7 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
     if tensor is not None:
         return _dense_tensors(column, tensor, place, start)
     shape = [len(column)]
-    while pa.types.is_nested(column.type):
+    while _is_list(column.type):
         lists_per_row = prod(shape[1:])
         _refuse_nulls(column, place, start, lists_per_row)
         if pa.types.is_fixed_size_list(column.type):
@@ -73,10 +73,15 @@ def _column_type(field: Any) -> ColumnType:
         kind = kind.storage_type.value_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
         return ColumnType(_SPELLING.get(str(kind), str(kind)), tensor)
     dims: list[int | None] = []
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    while _is_list(kind):
         dims.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
         kind = kind.value_type
     return ColumnType(_SPELLING.get(str(kind), str(kind)), tuple(dims))
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether a type's values are lists. Structs and maps are nested too, and no arrays."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _tensor_shape(field: Any) -> tuple[int, ...] | None:

@@ -14,14 +14,15 @@ from typing import IO, Any, Protocol
 
 from fsspec.core import has_magic
 
-from trainload.capture.errors import DataError, MissingDataError
+from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.packaging.canonical import canonical_json, sha256_bytes, sha256_file
 from trainload.packaging.credentials import without_secrets
 from trainload.packaging.stores.filesystem import failures, file_system, unreachable
 
 Source = str | Path | Sequence[str | Path]
 """Files, folders of them, glob patterns, each a path or an fsspec URL; one of these, or several. The files of a folder or pattern are
-taken in the order of their names; several sources in the order given."""
+taken in the order of their names; several sources in the order given. A folder that has the name of a data file, or that a pattern matches,
+stands for the data files in it."""
 
 _BLOCK = 8 << 20
 """Bytes that are asked for at once at a URL."""
@@ -161,9 +162,9 @@ def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
         endings: of the names of those files of a folder that are data.
 
     Raises:
-        MissingDataError: there are none.
+        MissingDataError: there are none, or one is a link to nothing.
         DataError: one of them is named twice.
-        StorageError: a URL cannot be reached, or what reaches its kind is not installed.
+        StorageError: a path cannot be read, a URL cannot be reached, or what reaches its kind is not installed.
     """
     parts = [source] if isinstance(source, (str, Path)) else list(source)
     files = [file for part in parts for file in _files_of(part, endings)]
@@ -195,14 +196,45 @@ def _files_of(part: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
     if is_url(part):
         return _files_at(str(part), endings)
     path = local_path(part)
-    if path.is_dir():
-        return [LocalFile(file) for file in sorted(path.iterdir()) if _is_data(file.name, endings)]
-    if path.is_file():
-        return [LocalFile(path)]
-    found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
+    with read_here(str(part)):
+        if path.is_dir():
+            return _files_in(path, endings)
+        if path.is_file():
+            return [LocalFile(path)]
+        matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
+        found = dict.fromkeys(file for name in matched for file in _file_or_files(Path(name), endings))
     if not found:
         raise _no_files(str(part), endings)
-    return [LocalFile(Path(name)) for name in found]
+    return list(found)
+
+
+def _files_in(folder: Path, endings: Collection[str]) -> list[LocalFile]:
+    return [file for path in sorted(folder.iterdir()) if _is_data(path.name, endings) for file in _file_or_files(path, endings)]
+
+
+def _file_or_files(path: Path, endings: Collection[str]) -> list[LocalFile]:
+    """What a path stands for that was found. Raises: MissingDataError: a link to nothing, or what has gone since."""
+    if path.is_dir():
+        return _files_in(path, endings)
+    if not path.exists():
+        raise MissingDataError(
+            "a file of the data is not there",
+            where=str(path),
+            got=f"a link to {path.readlink()}" if path.is_symlink() else "no file",
+            cure="Restore it, or remove the link.",
+        )
+    return [LocalFile(path)]
+
+
+@contextmanager
+def read_here(where: str) -> Iterator[None]:
+    """Within it paths of this machine are looked at and read; storage that fails is a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"the data cannot be read: {error.strerror}", where=where, cure="See that you may read it, and that its storage answers."
+        ) from error
 
 
 def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
@@ -210,9 +242,10 @@ def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
     with _reaching(url):
         try:
             if has_magic(path):
-                found = sorted(fs.glob(path))
+                matched = {name: facts["type"] for name, facts in fs.glob(path, detail=True).items()}
+                found = list(dict.fromkeys(file for name in sorted(matched) for file in _names_of(fs, name, matched[name], endings)))
             elif fs.info(path)["type"] == "directory":
-                found = sorted(name for name in fs.ls(path, detail=False) if _is_data(PurePosixPath(name).name, endings))
+                found = _names_in(fs, path, endings)
             else:
                 return [UrlFile(url, fs, path)]
         except FileNotFoundError:
@@ -220,6 +253,16 @@ def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
     if not found:
         raise _no_files(url, endings)
     return [UrlFile(fs.unstrip_protocol(name), fs, name) for name in found]
+
+
+def _names_in(fs: Any, folder: str, endings: Collection[str]) -> list[str]:
+    listed = {facts["name"]: facts["type"] for facts in fs.ls(folder, detail=True) if facts["name"].rstrip("/") != folder.rstrip("/")}
+    data = [name for name in sorted(listed) if _is_data(PurePosixPath(name).name, endings)]
+    return [file for name in data for file in _names_of(fs, name, listed[name], endings)]
+
+
+def _names_of(fs: Any, name: str, kind: str, endings: Collection[str]) -> list[str]:
+    return _names_in(fs, name, endings) if kind == "directory" else [name]
 
 
 def _is_data(name: str, endings: Collection[str]) -> bool:

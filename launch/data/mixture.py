@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import DataError, MissingDataError
-from trainload.launch.data.files import Source, is_url
+from trainload.launch.data.files import Source, is_url, read_here
 
 ENDING = ".json"
 MOST_PARTS = 256
@@ -66,14 +66,17 @@ def parts_of(source: Source) -> tuple[Part, ...]:
 
     Raises:
         DataError: the file is not there, or is no mixture; two parts have one name.
+        StorageError: it cannot be read.
     """
     if not isinstance(source, str | Path) or Path(source).suffix != ENDING:
         return (Part(source, {}, None, ""),)
     path = Path(source)
-    if not path.is_file():
+    with read_here(str(path)):
+        written = path.read_bytes() if path.is_file() else None
+    if written is None:
         raise MissingDataError("there is no such mixture", where=str(path), expected="a JSON file that lists parts", got="no file")
     try:
-        mixture = _Mixture.model_validate_json(path.read_bytes())
+        mixture = _Mixture.model_validate_json(written)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -99,6 +99,16 @@ def demand_sinks(sinks: Sequence[SinkName], backend: str) -> None:
         )
 
 
+def demand_sink_libraries(sinks: Sequence[SinkName]) -> None:
+    """Demands the libraries of sinks, before anything is written, in a process like the one that will drive the run: no other needs them.
+
+    Raises: StorageError where one is not installed.
+    """
+    for name in sinks:
+        with _demanded(name):
+            _kind(name)
+
+
 def numbers_of(event: Event) -> dict[str, float]:
     """The numbers of an event, by the names that they have everywhere: "loss", "metrics/accuracy", "evaluation/loss"."""
     data = event.data
@@ -132,20 +142,32 @@ def _extra(name: SinkName) -> str:
     return "ray" if name == "prometheus" else name
 
 
-def _opened(name: SinkName, run_dir: Path) -> Sink:
+@contextmanager
+def _demanded(name: SinkName) -> Iterator[None]:
+    """Within it a library that a sink needs and is not there has a cure. Raises: StorageError."""
     try:
-        if name == "tensorboard":
-            from trainload.launch.sinks.tensorboard import TensorBoard
-
-            return TensorBoard(run_dir)
-        if name == "prometheus":
-            from trainload.launch.sinks.prometheus import Prometheus
-
-            return Prometheus(run_dir)
-        from trainload.launch.sinks.mlflow import Mlflow
-
-        return Mlflow(run_dir)
+        yield
     except ImportError as error:
         raise StorageError(
             f"{name} is not installed", where="sinks", got=str(error), cure=f"pip install 'trainload[{_extra(name)}]', or leave it out."
         ) from error
+
+
+def _kind(name: SinkName) -> Callable[[Path], Sink]:
+    """What opens a sink for the run of a folder. Raises: ImportError where its library is not there."""
+    if name == "tensorboard":
+        from trainload.launch.sinks.tensorboard import TensorBoard
+
+        return TensorBoard
+    if name == "prometheus":
+        from trainload.launch.sinks.prometheus import Prometheus
+
+        return Prometheus
+    from trainload.launch.sinks.mlflow import Mlflow
+
+    return Mlflow
+
+
+def _opened(name: SinkName, run_dir: Path) -> Sink:
+    with _demanded(name):
+        return _kind(name)(run_dir)

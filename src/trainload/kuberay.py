@@ -4,6 +4,7 @@ What is here was taken from KubeRay 1.6 and 1.7 and from Ray 2.60; `make kuberay
 
 - The job is submitted over HTTP, so that its entrypoint reaches Ray as it stands here, and is submitted again where the head was replaced.
 - A pod that is to go gets SIGTERM. `ray start --block` then drains its node, and waits; the run saves what it has, or goes elsewhere.
+- A job that exits with another status than 0 has failed, and KubeRay makes another cluster for it, as often as it is told to.
 - A cluster that may grow is given Ray's autoscaler, which a run with a range of nodes asks for the most of them. KubeRay starts a job
   when all pods that it was asked for are there, so it is asked for the fewest.
 """
@@ -159,16 +160,15 @@ def ray_version() -> str:
 
 def entrypoint(run_dir: str, options: Sequence[str], before: Sequence[str] = ()) -> str:
     """What a job runs: a launch, or the same run's continuation where its folder is there already, since this driver was not the first.
+    How it ends tells KubeRay whether to try another cluster (`commands/driving.py`).
 
     Args:
         run_dir: the run's folder, as the pods see it.
         options: of `trainload launch`: the package and all others but --run-dir and --address.
         before: of `trainload` itself.
     """
-    program = ["exec", "python", "-m", "trainload"]
-    again = shlex.join([*program, "resume", run_dir, "--address", "auto"])
-    first = shlex.join([*program, *before, "launch", *options, "--run-dir", run_dir, "--address", "auto"])
-    return f"if [ -e {shlex.quote(f'{run_dir}/run.json')} ]; then {again}; else {first}; fi"
+    launch = [*before, "launch", *options, "--run-dir", run_dir, "--address", "auto"]
+    return shlex.join(["exec", "python", "-m", "trainload", "manifest", "drive", run_dir, "--", *launch])
 
 
 def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
@@ -181,7 +181,7 @@ def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
         retries: how many further clusters are tried when the job has failed.
     """
     demand_label(pods.name, "--name", most=LONGEST_NAME["RayJob"], letter=True)
-    spec = ray_job_spec(pods, command, ["python", "-m", "trainload", "stop", run_dir], retries)
+    spec = ray_job_spec(pods, command, ["python", "-m", "trainload", "manifest", "evict", run_dir], retries)
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata_of(pods), "spec": spec}
 
 

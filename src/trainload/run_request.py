@@ -18,7 +18,7 @@ from trainload.launch.data.run_data import check_run_data
 from trainload.launch.libraries import absolute, demand_run
 from trainload.launch.overrides import Overrides
 from trainload.launch.result import check_output
-from trainload.launch.sinks.sink import SinkName, demand_sinks
+from trainload.launch.sinks.sink import SinkName, demand_sink_libraries, demand_sinks
 from trainload.launch.spec import (
     RUN_FILE,
     RunSpec,
@@ -192,6 +192,8 @@ def checked(
     eval_data, backend = options.get("eval_data"), options.get("backend", "ray")
     run_dir = Path(options["run_dir"]).absolute()
     demand_sinks(options.get("sinks", ()), backend)
+    if leads(backend) and not (options.get("address") or "").startswith(("http://", "https://")):  # the sinks of a job are its cluster's
+        demand_sink_libraries(options.get("sinks", ()))
     given = in_files(data, eval_data, run_dir, alone=backend != "torchrun")
     spec = spec_of(package, plan, given, options)
     if spec.steps < least_steps:

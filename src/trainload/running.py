@@ -17,8 +17,9 @@ from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.journal import Event, followed
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
+from trainload.launch.processes import interrupted_by_sigterm
 from trainload.launch.result import RunResult, check_output, finish
-from trainload.launch.sinks.sink import SinkName, demand_sinks, told
+from trainload.launch.sinks.sink import SinkName, demand_sink_libraries, demand_sinks, told
 from trainload.launch.spec import (
     RUN_FILE,
     RunSpec,
@@ -62,7 +63,7 @@ def launch(
         ClusterError: the cluster cannot hold the plan.
         StorageError: a path is taken or cannot be written. Up to here nothing was started.
         RunInterrupted: Ctrl-C; the run can be resumed.
-        TrainingError: the workers failed too often, or the loss is not finite.
+        TrainingError: the workers failed too often, or a loss or gradient is not finite.
     """
     with checked(package, plan, data, options) as (spec, _):
         backend = options.get("backend", "ray")
@@ -147,6 +148,8 @@ def resume(
             update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, strategy), "plans": ()}
         )
     demand_sinks(spec.sinks, backend or "ray")
+    if leads(backend or "ray"):
+        demand_sink_libraries(spec.sinks)
     check_package(package, spec)
     check_rows(package, spec)
     check_output(spec, new=False)
@@ -159,6 +162,7 @@ def change(run_dir: Path, **changes: Unpack[RunChanges]) -> RunSpec:
     before = read_spec(run_dir)
     demand_no_driver(run_dir)
     spec = _changed(before, changes)
+    demand_sink_libraries(spec.sinks)
     package = frozen_package(spec)
     check_package(package, spec)
     check_rows(package, spec)
@@ -240,7 +244,7 @@ def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptio
 def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | None:
     """One step of a run's first rank; on Ray, where the run would begin. None where a rank cannot be tried out alone.
 
-    Raises: ClusterError as `launch`, or where the devices are taken now.
+    Raises: ClusterError as `launch`, or where the devices are taken now; TrainingError where the step fails.
     """
     alone = spec.plan.pipeline is None
     if backend != "ray":
@@ -248,15 +252,14 @@ def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | 
     import ray
 
     from trainload.launch.cluster.connection import connect
-    from trainload.launch.cluster.nodes import demand_seats, nodes_of, seats
+    from trainload.launch.cluster.nodes import demand_seats, nodes_of, place_to_try
     from trainload.launch.cluster.tasks import tried_out
 
     started = connect(address)
     try:
         nodes = nodes_of(spec.plan.cluster.device)
         demand_seats(least_plan(spec), nodes)
-        places = seats(spec.plan, nodes, free=False) or seats(least_plan(spec), nodes, free=False) or []
-        return tried_out(spec, places[0], places.count(places[0])) if alone else None
+        return tried_out(spec, *place_to_try(spec.plan, least_plan(spec), nodes)) if alone else None
     finally:
         if started:
             ray.shutdown()
@@ -310,11 +313,13 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
     from trainload.launch.cluster.nodes import demand_seats, nodes_of, room_asked_for
     from trainload.launch.cluster.supervisor import Supervisor
 
-    started = connect(address)
-    try:
-        demand_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
-        with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as tell:
-            Supervisor(spec, tell).run()
-    finally:
-        if started:
-            ray.shutdown()
+    with interrupted_by_sigterm() as again:
+        started = connect(address)
+        try:
+            again()  # Ray would end this process, and its workers without a checkpoint
+            demand_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
+            with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as tell:
+                Supervisor(spec, tell).run()
+        finally:
+            if started:
+                ray.shutdown()

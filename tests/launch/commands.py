@@ -67,9 +67,17 @@ class Interrupted:
 
 
 def interrupt(
-    arguments: list[str | Path], cwd: Path, ready: Callable[[], bool], environment: Mapping[str, str], program: Sequence[str] = TRAINLOAD
+    arguments: list[str | Path],
+    cwd: Path,
+    ready: Callable[[], bool],
+    environment: Mapping[str, str],
+    program: Sequence[str] = TRAINLOAD,
+    *,
+    terminate: bool = False,
 ) -> Interrupted:
-    """Starts a command in a session of its own and, once `ready`, does what a terminal does at Ctrl-C: SIGINT to the process group."""
+    """Starts a command in a session of its own and, once `ready`, does what a terminal does at Ctrl-C: SIGINT to the process group; or
+    what a machine does that shuts down: SIGTERM to the process.
+    """
     mark = f"TRAINLOAD_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
     name, _, value = mark.partition("=")
     process = subprocess.Popen(
@@ -85,7 +93,10 @@ def interrupt(
         if process.poll() is not None:
             raise AssertionError(f"it ended with {process.returncode}: {process.communicate()[1]}")
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    if terminate:
+        process.terminate()
+    else:
+        os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=120)
     return Interrupted(process.returncode, err, wait_until_gone(mark))
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import ray
 from tests.launch.commands import contents, refused, refused_process
 from tests.laws.gpt import CONTEXT, ROWS
 from tests.packaging.tampering import edit_manifest
@@ -201,6 +202,22 @@ def test_more_workers_than_the_cluster_has(gpt: Package, gpt_data: Path, here: P
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_dry_run_for_more_workers_than_the_cluster_has(gpt: Package, gpt_data: Path, here: Path, capsys: Capture) -> None:
     assert "got 2 CPUs" in refused(launch(gpt, gpt_data, "--workers", "4", "--dry-run"), here, capsys)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_dry_run_where_somebody_uses_the_devices_says_so_at_once(gpt: Package, gpt_data: Path, here: Path, capsys: Capture) -> None:
+    class Busy:
+        def here(self) -> bool:
+            return True
+
+    actor: Any = ray.remote(num_cpus=2)(Busy)
+    busy = actor.remote()
+    try:
+        assert ray.get(busy.here.remote(), timeout=60)
+        arguments: list[str | Path] = ["launch", gpt.path, "--data", gpt_data, "--no-compile", "--set", "start_timeout=60", "--dry-run"]
+        assert "somebody else uses the devices (expected 1 free CPU, got 0 of 2)" in refused(arguments, here, capsys)
+    finally:
+        ray.kill(busy)
 
 
 def test_a_cluster_that_does_not_answer(gpt: Package, gpt_data: Path, here: Path) -> None:

@@ -19,6 +19,7 @@ import trainload
 from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.capture.program import InputSpec
 from trainload.launch.data.dataset import check_schema, open_dataset, source_columns
+from trainload.launch.data.files import find_files
 
 ROWS = 10
 X = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
@@ -316,3 +317,33 @@ def test_rows_that_cannot_be_written_leave_the_file_that_was_there(tmp_path: Pat
     assert (tmp_path / "a.arrow").read_bytes() == before
     with pytest.raises(StorageError, match="cannot be written"):
         trainload.write_rows([{"x": X}], tmp_path / "nowhere" / "a.arrow")
+
+
+@pytest.mark.parametrize("source", ["set", "set/*", "set/*.parquet", "set/**", "set/**/*.parquet"])
+@pytest.mark.parametrize("place", ["here", "at a URL"])
+def test_a_folder_with_the_name_of_a_data_file_stands_for_the_files_in_it(
+    tmp_path: Path, cache: Path, memory: fsspec.AbstractFileSystem, source: str, place: str
+) -> None:
+    for name, first, stop in (("a.parquet", 0, 4), ("b.parquet/part-0.parquet", 4, 7), ("b.parquet/part-1.parquet", 7, ROWS)):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        memory.pipe(f"/set/{name}", write(path, first, stop).read_bytes())
+    (tmp_path / "set" / "b.parquet" / "_SUCCESS").touch()
+    memory.pipe("/set/b.parquet/_SUCCESS", b"")
+    if source != "set/**":  # that one matches the mark too
+        demand_rows(str(tmp_path / source) if place == "here" else f"memory://{source}", cache)
+    names = [file.name for file in find_files(str(tmp_path / source) if place == "here" else f"memory://{source}", [".parquet"])]
+    assert [name.partition("set/")[2] for name in names if not name.endswith("_SUCCESS")] == [
+        "a.parquet",
+        "b.parquet/part-0.parquet",
+        "b.parquet/part-1.parquet",
+    ]
+
+
+@pytest.mark.parametrize("source", ["set", "set/*.parquet"])
+def test_a_link_to_nothing_is_named(tmp_path: Path, source: str) -> None:
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "a.parquet")
+    (tmp_path / "set" / "b.parquet").symlink_to("gone.parquet")
+    with pytest.raises(MissingDataError, match=r"set/b\.parquet: a file of the data is not there \(got a link to gone\.parquet\)"):
+        find_files(tmp_path / source, [".parquet"])

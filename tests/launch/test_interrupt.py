@@ -60,6 +60,20 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", ["ray", "local"])
+def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
+    ended = interrupt(["launch", gpt.path, "--data", gpt_data, *options], tmp_path, stepped(run_dir, 5), {}, terminate=True)
+    assert ended.status == 1, ended.err
+    assert how_to_go_on(ended) == f"trainload resume {run_dir}"
+    assert ended.left == []
+    (at,) = published(run_dir)
+    assert at >= 5
+    assert not (run_dir / "stop").exists()
+
+
+@pytest.mark.timeout(400)
 def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(options: list[str | Path], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     ended = interrupt([*options, "--run-dir", "run"], tmp_path, compiling(cache), {"TRAINLOAD_CACHE_DIR": str(cache)})

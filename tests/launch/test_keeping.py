@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from trainload.launch.journal import Event
 from trainload.launch.state import Summary, write_state
 
 Drive = Callable[[int], int]
+"""What a driver of this number does, and ends with."""
 Capture = pytest.CaptureFixture[str]
 
 
@@ -24,16 +25,25 @@ def summary(checkpoint: int | None, error: str = "") -> Summary:
     return found
 
 
+def ended() -> Summary:
+    found = summary(5)
+    found.take(Event("end", {"step": 5}, 3.0))
+    return found
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "_PAUSE_SECONDS", 0.01)
 
 
-def kept(monkeypatch: pytest.MonkeyPatch, run_dir: Path, drive: Drive, answers: Callable[[], bool] = lambda: True) -> tuple[int, int]:
-    """The exit status, and how many drivers there were. drive: what a driver of this number does."""
+def kept(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path, drive: Drive, answers: Callable[[], bool] = lambda: True, signals: Sequence[int] = ()
+) -> tuple[int, int]:
+    """The exit status, and how many drivers there were. drive: what a driver of this number does. signals: are passed on to it."""
     drivers: list[int] = []
 
-    def driven(arguments: object) -> int:
+    def driven(arguments: object, asked: set[int]) -> int:
+        asked.update(signals)
         drivers.append(len(drivers))
         return drive(drivers[-1])
 
@@ -112,3 +122,54 @@ def test_a_driver_that_dies_before_it_has_begun_is_told_of(
 ) -> None:
     assert kept(monkeypatch, tmp_path, lambda number: 247) == (1, 1)
     assert "died before it had begun, with status 247" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [-9, 15])
+def test_a_driver_that_is_killed_while_it_writes_the_result_gets_a_successor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
+) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, ended(), {}, over=True)
+        return 0 if number else status
+
+    assert kept(monkeypatch, tmp_path, drive) == (0, 2)
+
+
+def test_a_run_that_has_failed_is_over_however_its_driver_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(5, "TrainingError"), {}, over=True)
+        return -6
+
+    assert kept(monkeypatch, tmp_path, drive) == (-6, 1)
+
+
+def test_a_driver_that_is_killed_before_it_says_anything_is_lost_whatever_one_before_it_has_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_state(tmp_path, 1, summary(5, "TrainingError"), {}, over=True)
+    assert kept(monkeypatch, tmp_path, lambda number: 0 if number else -9) == (0, 2)
+
+
+def test_a_request_that_is_wrong_is_not_tried_again_though_the_driver_before_was_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_state(tmp_path, 1, summary(5), {})
+    assert kept(monkeypatch, tmp_path, lambda number: 2) == (2, 1)
+
+
+def test_a_successor_that_cannot_begin_yet_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def drive(number: int) -> int:
+        if number == 0:
+            write_state(tmp_path, 1, summary(5), {})
+        return (-9, 2, 0)[number]
+
+    assert kept(monkeypatch, tmp_path, drive) == (0, 3)
+
+
+@pytest.mark.parametrize(("status", "told"), [(-9, 1), (247, 247)])
+def test_a_driver_that_was_asked_to_end_has_no_successor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, told: int) -> None:
+    def drive(number: int) -> int:
+        write_state(tmp_path, 1, summary(5), {})
+        return status
+
+    assert kept(monkeypatch, tmp_path, drive, signals=[15]) == (told, 1)

@@ -105,3 +105,14 @@ def test_a_report_that_is_old_counts_from_when_it_was_made(monitor: Monitor, clo
 
 def test_nobody_hangs_before_anybody_was_heard_of(monitor: Monitor, clock: Clock) -> None:
     assert after(monitor, clock, 1000.0) is None
+
+
+def test_a_rank_that_never_spoke_keeps_the_others_waiting(clock: Clock) -> None:
+    monitor = Monitor(4, hang_timeout=10.0, start_timeout=60.0, saving_timeout=30.0, clock=clock)
+    starting = Doing()
+    assert after(monitor, clock, 58.0, (0, starting), (1, starting), (3, starting)) is None
+    hang = after(monitor, clock, 4.0, (0, starting), (1, starting), (3, starting))
+    assert hang is not None
+    assert hang.ranks == (2,)
+    assert hang.why == "rank 2 never said anything, and the others wait"
+    assert 60.0 < hang.seconds <= 62.0

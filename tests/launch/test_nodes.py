@@ -8,7 +8,7 @@ import pytest
 
 import trainload
 from trainload.capture.errors import ClusterError
-from trainload.launch.cluster.nodes import Node, demand_seats, seats, unit_of
+from trainload.launch.cluster.nodes import Node, demand_seats, place_to_try, seats, unit_of
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 
@@ -66,3 +66,19 @@ def test_nodes_that_do_not_fit_are_told_one_by_one(gpt: Package) -> None:
 
 def test_a_cluster_whose_devices_are_taken_could_hold_the_plan(gpt: Package) -> None:
     demand_seats(plan(gpt, 2, strategy="zero3"), [node("a", 2, free=0)])
+
+
+def test_a_step_is_tried_out_where_a_run_would_begin(gpt: Package) -> None:
+    made = plan(gpt, 4, strategy="zero3")
+    assert place_to_try(made, made, [node("a", 2), node("b", 4), node("c", 2)]) == ("b", 4)
+
+
+def test_a_step_is_tried_out_on_a_node_of_the_run_with_a_free_device(gpt: Package) -> None:
+    made = plan(gpt, 4, strategy="zero3")
+    assert place_to_try(made, made, [node("a", 2, free=0), node("b", 2, free=1)]) == ("b", 2)
+
+
+def test_a_step_is_not_tried_out_where_all_devices_are_taken(gpt: Package) -> None:
+    made = plan(gpt, 4, strategy="zero3")
+    with pytest.raises(ClusterError, match=r"2 nodes with CPUs: .*expected 1 free CPU, got 0 of 2, 0 of 2.*Try again"):
+        place_to_try(made, made, [node("a", 2, free=0), node("b", 2, free=0)])

@@ -1,12 +1,19 @@
-"""What tells a process from all others."""
+"""What tells a process from all others, and what tells it to end."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
-from trainload.launch.processes import has_ended, this_process
+import pytest
+
+from trainload.launch.contact import Request, asked_by_file
+from trainload.launch.local_run import _stop_on_interrupt
+from trainload.launch.processes import has_ended, interrupted_by_sigterm, this_process
 
 
 def test_this_process_has_not_ended() -> None:
@@ -32,3 +39,67 @@ def test_a_child_that_has_ended_and_was_not_waited_for_has_ended() -> None:
         said = child.stdout.read().strip() if child.stdout is not None else ""
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert has_ended(said) is True
+
+
+def test_sigterm_is_an_interrupt_also_after_another_handler_was_set_and_then_what_it_was() -> None:
+    def work() -> None:
+        with interrupted_by_sigterm() as again:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            again()
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_that_the_caller_has_set_stays_also_after_another_one_was_set(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: heard.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with interrupted_by_sigterm() as again:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            again()
+            signal.raise_signal(signal.SIGTERM)
+        with _stop_on_interrupt(tmp_path):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            assert asked_by_file(tmp_path) is Request.NONE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+
+
+def test_another_thread_leaves_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def look() -> None:
+        with interrupted_by_sigterm() as again:
+            again()
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_without_ray_is_asked_to_stop_and_then_ended(tmp_path: Path, number: signal.Signals) -> None:
+    asked = []
+
+    def work() -> None:
+        with _stop_on_interrupt(tmp_path):
+            signal.raise_signal(number)
+            asked.append(asked_by_file(tmp_path))
+            signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert asked == [Request.STOP]
+    assert signal.getsignal(number) is before
+    assert asked_by_file(tmp_path) is Request.NONE

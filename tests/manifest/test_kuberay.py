@@ -48,8 +48,7 @@ def containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 def launched(manifest: dict[str, Any]) -> dict[str, Any]:
     """The options of the launch in a job's entrypoint, read by launch itself."""
-    _, _, otherwise = manifest["spec"]["entrypoint"].partition("; else exec python -m trainload ")
-    words = shlex.split(otherwise.removesuffix("; fi"))
+    words = shlex.split(manifest["spec"]["entrypoint"])
     return launch.make_context("launch", words[words.index("launch") + 1 :]).params
 
 
@@ -87,11 +86,23 @@ def test_the_head_has_no_rank(capsys: Capture) -> None:
     assert cluster(written(capsys, *JOB))["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
-def test_a_driver_that_is_not_the_first_goes_on_with_the_run(capsys: Capture) -> None:
+def test_a_job_drives_a_run_that_may_be_there_already(capsys: Capture) -> None:
     entrypoint = written(capsys, *JOB)["spec"]["entrypoint"]
-    assert entrypoint.startswith(
-        "if [ -e /trainload/runs/gpt/run.json ]; then exec python -m trainload resume /trainload/runs/gpt --address auto;"
-    )
+    assert entrypoint.startswith("exec python -m trainload manifest drive /trainload/runs/gpt -- launch /trainload/gpt.tl --data ")
+    assert entrypoint.endswith(" --run-dir /trainload/runs/gpt --address auto")
+
+
+def test_libraries_are_those_of_the_launch(capsys: Capture) -> None:
+    assert cli.run(["--library", "mine=my_operators", "manifest", "kuberay", *JOB]) == 0
+    entrypoint = yaml.safe_load(capsys.readouterr().out)["spec"]["entrypoint"]
+    assert " -- --library mine=my_operators launch /trainload/gpt.tl " in entrypoint
+
+
+def test_the_heads_end_stops_the_run_as_one_that_goes_on(capsys: Capture) -> None:
+    head, worker = containers(written(capsys, *JOB))
+    command = head["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == ["python", "-m", "trainload", "manifest", "evict", "/trainload/runs/gpt"]
+    assert "lifecycle" not in worker
 
 
 def test_secrets_are_named_and_not_written(capsys: Capture) -> None:

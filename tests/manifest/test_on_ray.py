@@ -86,7 +86,7 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
         subprocess.run([*TRAINLOAD, *before_end["exec"]["command"][3:]], env=cluster.variables, check=True, capture_output=True, timeout=60)
         first = cluster.ended("first", 60)
         cluster.submit(entrypoint, "second")
-        second = cluster.ended("second", 240)
+        second = cluster.ended("second", 400)
         cluster.submit(entrypoint, "third")
         third = cluster.ended("third", 120)
     finally:
@@ -94,7 +94,7 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
     return Story(run_dir, volume, warned, left, warned.time - asked, ray_ended, first, second, third, stranger)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_node_that_gets_sigterm_is_saved_from_at_once(story: Story) -> None:
     assert story.warned.data["message"].endswith(": a checkpoint is written; there is no other node yet")
     assert 0 < story.warned.data["seconds_left"] <= DRAIN_SECONDS

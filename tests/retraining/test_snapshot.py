@@ -373,7 +373,8 @@ def test_a_row_without_a_time_is_bad_data(small: Package, tmp_path: Path) -> Non
 
 
 def test_what_is_said_of_a_file_is_cut_where_a_record_ends(small: Package, tmp_path: Path) -> None:
-    write_day(tmp_path / "data" / "1.arrow", **{f"column_{'long' * 10}_{number}": np.zeros(40) for number in range(400)})
+    many: dict[str, Any] = {f"column_{'long' * 10}_{number}": np.zeros(40) for number in range(400)}
+    write_day(tmp_path / "data" / "1.arrow", **many)
     snapshot = taken(config_of(tmp_path), small, tmp_path)
     assert Snapshot.model_validate_json(snapshot.model_dump_json()) == snapshot
     assert len(snapshot.refused) == 8192

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from trainload.commands import shared
+from trainload.commands.driving import drive, evict
 from trainload.commands.planning import KINDS
 from trainload.commands.runs import launch
 from trainload.commands.settings import Settings
@@ -48,6 +49,10 @@ def pod_options(command: Command) -> Command:
 @click.group(short_help="Write clusters' manifests.")
 def manifest() -> None:
     """Write what a cluster is told to run."""
+
+
+manifest.add_command(drive)
+manifest.add_command(evict)
 
 
 @manifest.command(short_help="A RayJob or RayCluster.")
@@ -114,7 +119,7 @@ def kuberay(
         given = _launch_options(options, place)
         asked = [place(package), "--data", place(data), *_size(pods.nodes, workers, planned="--plan" in given), *given]
         launch.make_context("launch", list(asked))
-        made = ray_job(pods, folder, entrypoint(folder, asked, _before()), retries)
+        made = ray_job(pods, folder, entrypoint(folder, asked, shared.program_options()), retries)
     text = json.dumps(made, indent=2) + "\n" if as_json else as_yaml(made)
     if output is None:
         click.echo(text, nl=False)
@@ -188,10 +193,3 @@ def _size(nodes: tuple[int, int], workers: tuple[int, str], *, planned: bool) ->
     if most > 1 and not (planned and least == most):
         found += ["--nodes", str(most) if least == most else f"{least}:{most}"]
     return found
-
-
-def _before() -> list[str]:
-    """The program's own options that a launch on the cluster needs too."""
-    named = shared.libraries()
-    found = [word for name, place in named.items() for word in ("--library", name if place is None else f"{name}={place}")]
-    return [*found, *(["--trust-extensions"] if shared.trusts_extensions() else [])]

@@ -7,15 +7,16 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainload import run_view, view
-from trainload.capture.errors import RunInterrupted, StorageError
+from trainload.capture.errors import ClusterError, LostClusterError, RunInterrupted, StorageError, TrainingError
 from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
@@ -26,6 +27,7 @@ from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from trainload.launch.journal import Event
+    from trainload.packaging.read import Package
     from trainload.run_request import Backend
     from trainload.sharding.strategies import Strategy
 
@@ -85,12 +87,13 @@ def launch(
     """Train a package, or a release STORE#LINE/N, on Ray unless told otherwise."""
     if nodes is not None and nodes[1] > 1 and backend != "ray":
         raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
+    _demand_ray(backend, address, detach=detach)
     if detach and not (address or "").startswith(("http://", "https://")):
         raise click.UsageError("--detach goes with the --address of a cluster's dashboard: http://HOST:8265.")
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
     chosen = Settings(given)
-    _demand_one_plan(plan_file, workers, strategy, chosen)
+    _demand_one_plan(plan_file, workers, strategy, chosen, nodes if nodes is None or nodes[0] == nodes[1] else None)
     from trainload.launch.fetching import run_name
 
     opened = shared.open_to_run(package)
@@ -100,7 +103,10 @@ def launch(
         workers = (int(os.environ.get("WORLD_SIZE", "1")), "cpu")
     least, most = nodes or (1, 1)
     per_node, device = workers or (1, "cpu")
-    made = read_plan(plan_file) if plan_file is not None else make_plan(changed, most, per_node, device, strategy, **chosen.batch)
+    if plan_file is not None:
+        made = read_plan(plan_file)
+    else:
+        made = make_plan(changed, _largest(changed, least, most, per_node, chosen), per_node, device, strategy, **chosen.batch)
     run_dir = run_dir or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
@@ -130,9 +136,9 @@ def launch(
         show_record(report, as_json)
         return DONE
     if backend == "ray" and address is not None:
-        with _nothing_left(run_dir.absolute()):
+        with _nothing_left(run_dir.absolute()) as prepared:
             api.prepare(opened, made, data, **options)
-            return (_detach if detach else _keep)(run_dir.absolute(), address, as_json)
+            return _detach(prepared, address, as_json) if detach else _keep(prepared.run_dir, address, as_json)
     result = _watch(lambda report: api.launch(opened, made, data, **options, on_event=report), run_dir)
     if _leads(backend):
         show_record(result, as_json)
@@ -145,7 +151,7 @@ def launch(
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
 @click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
 @strategy_option
-@click.option("--nodes", type=positive, metavar="N", default=1, help="Nodes. Default: 1.")
+@click.option("--nodes", type=positive, metavar="N", help="Nodes. Default: 1.")
 @click.option("--batches", "eval_batches", type=positive, metavar="N", help="At most so many global batches.")
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="A folder to keep; with --address needed.")
 @click.option("--backend", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="What runs it.")
@@ -159,7 +165,7 @@ def evaluate(
     plan_file: Path | None,
     workers: tuple[int, str] | None,
     strategy: Strategy | None,
-    nodes: int,
+    nodes: int | None,
     eval_batches: int | None,
     run_dir: Path | None,
     backend: Backend,
@@ -169,12 +175,13 @@ def evaluate(
     as_json: bool,
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
+    _demand_ray(backend, address)
     chosen = Settings(given)
-    _demand_one_plan(plan_file, workers, strategy, chosen)
+    _demand_one_plan(plan_file, workers, strategy, chosen, nodes)
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
     changed = chosen.changes.apply(opened)
-    made = read_plan(plan_file) if plan_file is not None else make_plan(changed, nodes, per_node, device, strategy, **chosen.batch)
+    made = read_plan(plan_file) if plan_file is not None else make_plan(changed, nodes or 1, per_node, device, strategy, **chosen.batch)
     from trainload import evaluating
 
     with redirect_stdout(sys.stderr):
@@ -195,27 +202,66 @@ def evaluate(
     show_record(result, as_json)
 
 
-def _demand_one_plan(plan_file: Path | None, workers: tuple[int, str] | None, strategy: Strategy | None, chosen: Settings) -> None:
-    """Demands that nothing is asked for that a plan says."""
+def _largest(package: Package, least: int, most: int, per_node: int, chosen: Settings) -> int:
+    """The greatest number of nodes that a run can be planned for: the plans of the other sizes are made from that one."""
+    if least == most:
+        return most
+    from trainload.sharding.replan import largest_size
+
+    return largest_size(package, range(least, most + 1), per_node, **chosen.batch)
+
+
+def _demand_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
+    """Demands that nothing is asked of a cluster where no cluster runs it."""
+    if backend != "ray" and (address is not None or detach):
+        raise click.UsageError(f"{'--detach' if detach else '--address'} goes with Ray: leave it out, or --backend {backend}.")
+
+
+def _demand_one_plan(
+    plan_file: Path | None,
+    workers: tuple[int, str] | None,
+    strategy: Strategy | None,
+    chosen: Settings,
+    nodes: int | tuple[int, int] | None,
+) -> None:
+    """Demands that nothing is asked for that a plan says. `nodes`: a number of them, not a span."""
     if plan_file is not None and (workers is not None or strategy is not None):
         raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
+    if plan_file is not None and nodes is not None:
+        raise click.UsageError("--plan says how many nodes: leave out --nodes, or make a plan for them.")
     if plan_file is not None and chosen.batch:
         raise click.UsageError(f"--plan says {' and '.join(chosen.batch)}: leave it out of --set.")
 
 
-def _keep(run_dir: Path, address: str, as_json: bool) -> int:
-    """Drives a run on a cluster from a process of its own."""
+def _keep(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
+    """Drives a run on a cluster from a process of its own. `others`: what `resume` is asked for besides."""
     from trainload.launch.cluster.connection import answers
     from trainload.launch.spec import read_spec
 
-    return keep(_driver(run_dir, address, as_json), run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
+    return keep([*_driver(run_dir, address, as_json), *others], run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
 
 
-def _detach(run_dir: Path, address: str, as_json: bool) -> int:
+@dataclass(slots=True)
+class _Prepared:
+    """The folder of a run that somebody is to drive. handed: somebody else has been asked to, and may do so."""
+
+    run_dir: Path
+    handed: bool = False
+
+
+def _detach(prepared: _Prepared, address: str, as_json: bool) -> int:
     """Has the cluster drive a run."""
     from trainload.launch.cluster.jobs import submit
 
-    job = submit(address, run_dir, _driver(run_dir, "auto", as_json=False))
+    run_dir = prepared.run_dir
+    prepared.handed = True  # from here on a job may use the folder, whatever becomes of this process
+    try:
+        job = submit(address, run_dir, _driver(run_dir, "auto", as_json=False))
+    except LostClusterError:
+        raise
+    except (ClusterError, TrainingError):  # there is no job, or none any more
+        prepared.handed = False
+        raise
     if as_json:
         shared.print_json({"run": run_dir, "job": job, "address": address})
         return DONE
@@ -224,16 +270,17 @@ def _detach(run_dir: Path, address: str, as_json: bool) -> int:
 
 
 @contextmanager
-def _nothing_left(run_dir: Path) -> Iterator[None]:
-    """After it the run's folder, and those above that were made for it, are gone if no run has begun there."""
+def _nothing_left(run_dir: Path) -> Iterator[_Prepared]:
+    """After it the run's folder, and those above that were made for it, are gone if no run has begun there, and none can begin."""
     from trainload.launch.journal import JOURNAL
     from trainload.launch.state import STATE_FILE
 
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    prepared = _Prepared(run_dir)
     try:
-        yield
+        yield prepared
     finally:
-        if made and run_dir.exists() and not (run_dir / JOURNAL).exists() and not (run_dir / STATE_FILE).exists():
+        if made and not prepared.handed and run_dir.exists() and not (run_dir / JOURNAL).exists() and not (run_dir / STATE_FILE).exists():
             shutil.rmtree(run_dir)
             for path in made[1:]:
                 with suppress(OSError):  # somebody else uses it meanwhile
@@ -269,11 +316,12 @@ def resume(
     """Continue a run from its last checkpoint, on as many workers as there are now."""
     if not run_dir.is_dir():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
+    _demand_ray(backend, address)
     demand_supported_torch()
     changes = _changes(given)
     if is_kept():
         obey_keeper()
-    elif backend == "ray" and address is not None and not (workers or strategy or plan_file):
+    elif backend == "ray" and address is not None:
         from trainload.launch.state import demand_no_driver
 
         demand_no_driver(run_dir)
@@ -281,7 +329,9 @@ def resume(
             from trainload.running import change
 
             change(run_dir.absolute(), **changes)
-        return _keep(run_dir.absolute(), address, as_json)
+        asked = {"--workers": workers, "--strategy": strategy, "--plan": None if plan_file is None else plan_file.absolute()}
+        others = [word for option, value in asked.items() if value is not None for word in (option, str(value))]
+        return _keep(run_dir.absolute(), address, as_json, others)
     plan = read_plan(plan_file) if plan_file is not None else None
     from trainload import api
 

@@ -1,0 +1,119 @@
+"""What is left of a run's folder when the cluster was asked to drive the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ray.exceptions import AuthenticationError
+
+from trainload import cli
+from trainload.capture.errors import ClusterError
+from trainload.launch.cluster import connection, jobs
+from trainload.packaging.read import Package
+
+ADDRESS = "http://127.0.0.1:8265"
+
+
+class Status:
+    def __init__(self, over: bool) -> None:
+        self._over = over
+
+    def is_terminal(self) -> bool:
+        return self._over
+
+
+class Jobs:
+    """A cluster's jobs. submit: what becomes of a submission; look: of a question for the job's status."""
+
+    def __init__(self, submit: Callable[[], object] = lambda: None, look: Callable[[], Status] = lambda: Status(False)) -> None:
+        self._submit, self._look = submit, look
+
+    def submit_job(self, entrypoint: str, submission_id: str) -> None:
+        self._submit()
+
+    def get_job_status(self, name: str) -> Status:
+        return self._look()
+
+    def get_job_logs(self, name: str) -> str:
+        return "so it is\n"
+
+
+def raising(error: BaseException) -> Callable[[], Status]:
+    def call() -> Status:
+        raise error
+
+    return call
+
+
+@pytest.fixture
+def detached(gpt: Package, gpt_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Jobs], int]:
+    """Launches a run in runs/one that those jobs are to drive. Returns: the exit status."""
+    monkeypatch.setattr(jobs, "_BEGIN_SECONDS", 0.3)
+    monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.05)
+
+    def launch(cluster: Jobs) -> int:
+        monkeypatch.setattr(jobs, "_client", lambda address: cluster)
+        arguments = ["launch", gpt.path, "--data", gpt_data, "--steps", "2", "--run-dir", tmp_path / "runs" / "one"]
+        return cli.run([*map(str, arguments), "--address", ADDRESS, "--detach"])
+
+    return launch
+
+
+def is_there(tmp_path: Path) -> bool:
+    return (tmp_path / "runs" / "one" / "run.json").is_file()
+
+
+def test_a_job_that_waits_for_its_turn_finds_its_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+    assert detached(Jobs()) == 0
+    assert is_there(tmp_path)
+
+
+def test_a_job_whose_cluster_says_nothing_for_a_while_finds_its_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+    assert detached(Jobs(look=raising(ConnectionError("no answer")))) == 0
+    assert is_there(tmp_path)
+
+
+def test_a_job_that_nobody_waits_for_any_more_finds_its_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+    assert detached(Jobs(look=raising(KeyboardInterrupt()))) == 1
+    assert is_there(tmp_path)
+
+
+def test_a_job_that_may_have_been_taken_finds_its_folder(
+    detached: Callable[[Jobs], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert detached(Jobs(submit=raising(ConnectionError("no answer")))) == 1
+    assert is_there(tmp_path)
+    assert "the cluster has not said whether it takes the job (got no answer)" in capsys.readouterr().err
+
+
+def test_a_job_that_is_refused_leaves_no_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+    assert detached(Jobs(submit=raising(RuntimeError("it already exists")))) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_ends_before_it_has_begun_leaves_no_folder(
+    detached: Callable[[Jobs], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert detached(Jobs(look=lambda: Status(True))) == 1
+    assert not (tmp_path / "runs").exists()
+    assert "the driver ended before it had begun (got so it is)" in capsys.readouterr().err
+
+
+def test_a_cluster_that_asks_for_a_token_takes_no_job_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "demand_listener", lambda address: None)
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: raising(AuthenticationError("no token was found"))())
+    with pytest.raises(ClusterError, match=r"no token was found.*RAY_AUTH_TOKEN"):
+        jobs.submit(ADDRESS, Path("run"), [])
+
+
+def test_a_cluster_that_asks_for_a_token_is_not_joined_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "demand_listener", lambda address: None)
+    monkeypatch.setattr(connection, "asks_for_token", lambda address: False)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **options: raising(AuthenticationError("no token was found"))())
+    with pytest.raises(ClusterError, match=r"no token was found.*RAY_AUTH_TOKEN"):
+        connection.connect("127.0.0.1:6379")

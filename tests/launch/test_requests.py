@@ -1,0 +1,62 @@
+"""Options of launch, resume and evaluate that do not go together, and what a driver that is kept is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from trainload import cli
+from trainload.commands import runs
+from trainload.launch.spec import RunSpec
+
+Capture = pytest.CaptureFixture[str]
+LAUNCH = ["launch", "none.tl", "--data", "d.parquet"]
+EVALUATE = ["evaluate", "none.tl", "--data", "d.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*LAUNCH, "--backend", "local", "--address", "http://h:1", "--detach"], "--detach goes with Ray"),
+        ([*LAUNCH, "--backend", "local", "--address", "h:1"], "--address goes with Ray"),
+        ([*LAUNCH, "--backend", "torchrun", "--run-dir", "r", "--address", "h:1"], "--address goes with Ray"),
+        ([*EVALUATE, "--backend", "local", "--address", "h:1"], "--address goes with Ray"),
+        (["resume", ".", "--backend", "local", "--address", "h:1"], "--address goes with Ray"),
+        ([*LAUNCH, "--plan", "p.json", "--nodes", "2"], "--plan says how many nodes"),
+        ([*EVALUATE, "--plan", "p.json", "--nodes", "2"], "--plan says how many nodes"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsys: Capture) -> None:
+    assert cli.run(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_is_the_largest_of_an_elastic_run(capsys: Capture) -> None:
+    assert cli.run([*LAUNCH, "--plan", "p.json", "--nodes", "1:2"]) == 2
+    assert "none.tl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], []),
+        (["--workers", "3", "--strategy", "zero1"], ["--workers", "3", "--strategy", "zero1"]),
+        (["--plan", "p.json"], ["--plan", "HERE/p.json"]),
+    ],
+)
+def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
+    options: list[str], told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drivers: list[Sequence[str]] = []
+
+    def keep(arguments: Sequence[str], *others: object) -> int:
+        drivers.append(arguments)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "keep", keep)
+    monkeypatch.setattr("trainload.launch.spec.read_spec", lambda folder: RunSpec.model_construct())
+    assert cli.run(["resume", ".", "--address", "h:1", *options]) == 0
+    assert drivers == [["resume", str(tmp_path), "--address", "h:1", *(word.replace("HERE", str(tmp_path)) for word in told)]]

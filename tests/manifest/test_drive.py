@@ -1,0 +1,153 @@
+"""How the job of a manifest ends: whether KubeRay is to try another cluster."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tests.launch.commands import TRAINLOAD
+from tests.laws.runs import wait_for_step
+
+from trainload import cli
+from trainload.commands import driving, watching
+from trainload.launch.journal import Event, read_events
+from trainload.launch.spec import RUN_FILE
+from trainload.launch.state import Summary, write_state
+from trainload.packaging.read import Package
+
+Capture = pytest.CaptureFixture[str]
+Driven = Callable[[Path], int]
+STOPPED = Event("stopped", {"error": "RunInterrupted", "message": "the run was asked to stop"}, 1.0)
+KILLED = Event("stopped", {"error": "KeyboardInterrupt", "message": "ended at once, without a checkpoint"}, 1.0)
+DIVERGED = Event("failed", {"error": "DivergedError", "message": "the loss is nan"}, 1.0)
+FAILED = Event("failed", {"error": "TrainingError", "message": "rank 0 died"}, 1.0)
+LAUNCH = ("launch", "gpt.tl", "--data", "rows.npz", "--address", "auto")
+
+
+def ended(event: Event) -> Driven:
+    """A driver that leaves this as its last word, and ends as one does whose run has not ended."""
+
+    def drive(run_dir: Path) -> int:
+        (run_dir / RUN_FILE).touch()
+        write_state(run_dir, 1, Summary.of([event]), {}, over=True)
+        return 1
+
+    return drive
+
+
+def driven(run_dir: Path, by: Driven, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[list[str]]]:
+    """A job's exit status, and what it has run."""
+    run_dir.mkdir(exist_ok=True)
+    words: list[list[str]] = []
+    outer = cli.run
+
+    def inner(arguments: Sequence[str]) -> int:
+        words.append(list(arguments))
+        return by(run_dir)
+
+    monkeypatch.setattr(cli, "run", inner)
+    status = outer(["manifest", "drive", str(run_dir), "--", *LAUNCH])
+    monkeypatch.setattr(cli, "run", outer)
+    return status, words
+
+
+def test_the_first_driver_launches_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    assert driven(run_dir, ended(FAILED), monkeypatch) == (1, [list(LAUNCH)])
+    assert driven(run_dir, ended(FAILED), monkeypatch) == (1, [["resume", str(run_dir), "--address", "auto"]])
+
+
+def test_a_run_that_somebody_stopped_asks_for_no_other_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    run_dir = tmp_path / "run"
+    assert driven(run_dir, ended(STOPPED), monkeypatch)[0] == 0
+    assert "the run was stopped, so the job is done: submit it again to go on" in " ".join(capsys.readouterr().err.split())
+    assert driven(run_dir, ended(STOPPED), monkeypatch) == (0, [["resume", str(run_dir), "--address", "auto"]])
+
+
+@pytest.mark.parametrize("event", [KILLED, FAILED, DIVERGED])
+def test_other_ends_are_failures_of_the_job(event: Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert driven(tmp_path / "run", ended(event), monkeypatch)[0] == 1
+
+
+def test_a_run_that_has_ended_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert driven(tmp_path / "run", lambda run_dir: 0, monkeypatch)[0] == 0
+
+
+def test_a_driver_that_says_nothing_has_not_stopped_because_an_earlier_one_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    driven(run_dir, ended(STOPPED), monkeypatch)
+    assert driven(run_dir, lambda run_dir: 1, monkeypatch)[0] == 1
+    assert driven(run_dir, lambda run_dir: 2, monkeypatch)[0] == 2
+
+
+def evicted(run_dir: Path) -> int:
+    """A driver whose run is stopped by what its manifest runs before the head's pod ends."""
+    (run_dir / RUN_FILE).touch()
+    write_state(run_dir, 1, Summary(), {})
+    assert driving.evict.main([str(run_dir)], standalone_mode=False) is None
+    assert (run_dir / "stop").exists()
+    return ended(STOPPED)(run_dir)
+
+
+def test_a_run_that_was_evicted_asks_for_another_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(watching, "_over", watching._state)
+    assert driven(run_dir, evicted, monkeypatch)[0] == 1
+    assert not (run_dir / "evicted").exists()
+    assert driven(run_dir, ended(STOPPED), monkeypatch)[0] == 0
+
+
+def test_a_mark_that_an_earlier_head_left_counts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "evicted").touch()
+    assert driven(run_dir, ended(STOPPED), monkeypatch)[0] == 0
+
+
+def test_a_run_that_is_over_gets_no_mark(tmp_path: Path, capsys: Capture) -> None:
+    ended(STOPPED)(tmp_path)
+    assert cli.run(["manifest", "evict", str(tmp_path)]) == 2
+    assert "the run is not going on" in capsys.readouterr().err
+    assert not (tmp_path / "evicted").exists()
+
+
+def test_a_run_that_has_diverged_is_not_driven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    run_dir = tmp_path / "run"
+    driven(run_dir, ended(DIVERGED), monkeypatch)
+    capsys.readouterr()
+    assert driven(run_dir, ended(DIVERGED), monkeypatch) == (1, [])
+    assert "the run has diverged, and would again (got the loss is nan)" in capsys.readouterr().err
+
+
+def test_a_run_that_has_gone_on_since_it_diverged_is_driven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    driven(run_dir, ended(DIVERGED), monkeypatch)
+    start = Event("start", {"step": 3, "steps": 9, "world": 1, "strategy": "single"}, 2.0)
+    write_state(run_dir, 1, Summary.of([DIVERGED, start]), {}, over=True)
+    assert driven(run_dir, ended(FAILED), monkeypatch) == (1, [["resume", str(run_dir), "--address", "auto"]])
+
+
+@pytest.mark.parametrize(("words", "status"), [(("stop",), 0), (("manifest", "evict"), 1)])
+def test_a_run_says_by_what_it_was_stopped(words: tuple[str, ...], status: int, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = ("--data", gpt_data, "--run-dir", run_dir, "--backend", "local", "--no-compile", "--steps", "100000")
+    command = [*TRAINLOAD, "manifest", "drive", run_dir, "--", "launch", gpt.path, *options]
+    with subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        try:
+            wait_for_step(run_dir, 2, [job])
+            subprocess.run([*TRAINLOAD, *words, str(run_dir)], check=True, capture_output=True, timeout=120)
+            assert job.wait(60) == status
+        finally:
+            job.kill()
+    kinds = [event.kind for event in read_events(run_dir)]
+    assert kinds.index("checkpoint") < kinds.index("stopped")
+    assert not (run_dir / "evicted").exists()
+
+
+def test_help_does_not_name_what_manifests_run() -> None:
+    said = subprocess.run([*TRAINLOAD, "manifest", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "kuberay" in said
+    assert "drive" not in said
+    assert "evict" not in said
