@@ -116,6 +116,7 @@ year: env
 
 leases: env
 	$(BIN)/python -W ignore benchmarks/lease_fight.py
+	$(BIN)/python -W ignore benchmarks/lease_fight.py --s3 --leases 300
 
 retraining: env
 	$(BIN)/python -W ignore benchmarks/retrain_cost.py
