@@ -10,7 +10,7 @@ import pytest
 from tests.packaging.places import Place, memory_place, travelling
 from tests.packaging.tampering import flip
 
-from trainload.capture.errors import ConflictError, StorageError
+from trainload.capture.errors import ConflictError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.manifest import FileEntry
 from trainload.packaging.read import Package, open_package
@@ -263,6 +263,28 @@ def test_a_server_that_ignores_conditions_is_found_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(files._fs, "pipe_file", lambda path, data, mode="overwrite": put_file(path, data))
     assert not files.exclusive
     assert list(files.walk("")) == []
+
+
+def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RemoteFiles(memory_place().url, {})
+    files.replace("lines/x", b"short")
+    cat_file = files._fs.cat_file
+
+    def late(path: str, **part: int) -> bytes:
+        files.replace("lines/x", b"longer than that")
+        return bytes(cat_file(path, **part))
+
+    monkeypatch.setattr(files._fs, "cat_file", late)
+    assert files.read("lines/x", 100) == b"longer than that"
+
+
+def test_a_file_is_read_up_to_a_limit_and_an_empty_one_is_empty(place: Place) -> None:
+    files = Store(place.url, place.options, create=True).files
+    assert files.create("lines/x", b"12345")
+    assert files.create("lines/y", b"")
+    assert (files.read("lines/x", 5), files.read("lines/y", 5), files.read("lines/z", 5)) == (b"12345", b"", None)
+    with pytest.raises(UnsafePackageError, match="too large"):
+        files.read("lines/x", 4)
 
 
 def test_a_put_that_was_repeated_since_its_answer_was_lost_finds_its_own_file(place: Place) -> None:
