@@ -116,7 +116,7 @@ year: env
 
 leases: env
 	$(BIN)/python -W ignore benchmarks/lease_fight.py
-	$(BIN)/python -W ignore benchmarks/lease_fight.py --s3 --leases 300
+	$(BIN)/python -W ignore benchmarks/lease_fight.py --s3 --leases 120
 
 retraining: env
 	$(BIN)/python -W ignore benchmarks/retrain_cost.py
