@@ -138,7 +138,7 @@ def test_a_run_says_by_what_it_was_stopped(words: tuple[str, ...], status: int, 
         try:
             wait_for_step(run_dir, 2, [job])
             subprocess.run([*TRAINLOAD, *words, str(run_dir)], check=True, capture_output=True, timeout=120)
-            assert job.wait(60) == status
+            assert job.wait(240) == status
         finally:
             job.kill()
     kinds = [event.kind for event in read_events(run_dir)]
