@@ -30,7 +30,7 @@ from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launch.cluster.book import Book
 from trainload.launch.cluster.mailbox import Beat, Mailbox
 from trainload.launch.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
-from trainload.launch.cluster.tasks import end_workers, last_line, on_node, unreachable
+from trainload.launch.cluster.tasks import Questions, end_workers, last_line, on_node
 from trainload.launch.contact import Request, asked_by_file, asked_since_lost, demand_taken_back, take_back
 from trainload.launch.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor, in_words
@@ -87,6 +87,7 @@ class Supervisor:
         self._larger_since: float | None = None
         self._unheard_since: float | None = None
         self._lost: set[str] = set()
+        self._questions = Questions()
         self._warned: set[str] = set()
 
     def run(self) -> None:
@@ -263,7 +264,7 @@ class Supervisor:
         text = last_line(str(next(iter(told.values()), attempt.error)))
         by_rank = {self._order[number] if number < len(self._order) else number: each for number, each in told.items()}
         died = tuple(rank for rank, each in sorted(by_rank.items()) if _is_death(each))
-        gone = unreachable({attempt.seats[rank] for rank in died} or set(attempt.seats))
+        gone = self._questions.unreachable({attempt.seats[rank] for rank in died} or set(attempt.seats))
         self._lost |= gone
         doing = {beat.rank: str(beat.doing) for beat in self._beats}
         if gone:
@@ -401,8 +402,9 @@ class Supervisor:
         began, said = time.monotonic(), 0.0
         while True:
             there = nodes_of(least.cluster.device)
+            self._questions.forget([node.id for node in there])
             if self._lost:
-                self._lost &= unreachable([node.id for node in there if node.id in self._lost])
+                self._lost &= self._questions.unreachable([node.id for node in there if node.id in self._lost])
             found = self._fitting(there)
             if found is not None:
                 return found

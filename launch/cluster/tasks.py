@@ -58,18 +58,34 @@ def last_line(text: str) -> str:
     return lines[-1].partition(" Worker exit detail: ")[0][:400] if lines else "no reason given"
 
 
-def unreachable(nodes: Collection[str]) -> set[str]:
-    """Which of these nodes do not answer. Ray takes some time to say so of a node that has died."""
-    asked = {on_node(node)(_present).options(max_retries=0).remote(): node for node in set(nodes)}
-    answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
-    here = set()
-    for reference in answered:
-        with suppress(RayError):  # it died meanwhile
-            ray.get(reference)
-            here.add(asked[reference])
-    for reference in late:
-        ray.cancel(reference, force=True)
-    return set(nodes) - here
+class Questions:
+    """Asks nodes whether they are there: Ray takes some time to say so of one that has died.
+
+    A node that is busy is slow to answer, since a process must begin there first. So it is asked once, and its answer counts whenever it
+    comes.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Any] = {}
+
+    def unreachable(self, nodes: Collection[str]) -> set[str]:
+        """Which of these nodes have not answered, after a while."""
+        for node in set(nodes) - self._open.keys():
+            self._open[node] = on_node(node)(_present).options(max_retries=0).remote()
+        asked = {self._open[node]: node for node in nodes}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
+        here = set()
+        for reference in answered:
+            del self._open[asked[reference]]
+            with suppress(RayError):  # it died meanwhile
+                ray.get(reference)
+                here.add(asked[reference])
+        return set(nodes) - here
+
+    def forget(self, there: Collection[str]) -> None:
+        """Waits no more for nodes that are known not to be there."""
+        for node in self._open.keys() - set(there):
+            ray.cancel(self._open.pop(node))
 
 
 def end_workers(workers: Iterable[tuple[str, int]]) -> None:
