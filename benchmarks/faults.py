@@ -79,7 +79,7 @@ def row(fault: Fault, run: Run, reference: dict[int, float]) -> dict[str, Any]:
         "greatest_difference": max(differences),
         "equal": max(differences) <= BAR and set(found) == set(reference),
         "worlds": [int(event.data["world"]) for event in run.events if event.kind == "start"],
-        "said": message or fault.said.strip('"'),
+        "said": (message or fault.said.strip('"')).replace(str(run.folder), "RUN"),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainload.capture.errors import RunInterrupted, StorageError
 from trainload.capture.redaction import redacted_data
+from trainload.launch.reading import reading
 
 JOURNAL = "events.jsonl"
 LOGS = "logs"
@@ -100,16 +101,6 @@ def _ends_whole(descriptor: int) -> bool:
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"the journal cannot be read: {error.strerror}", where=str(path), cure="See that you may read it, and that its storage answers."
-        ) from error
-
-
 class Follower:
     """Reads a journal as it grows. Only whole lines count: the last one may be half written, by a worker that was killed.
 
@@ -118,12 +109,12 @@ class Follower:
 
     def __init__(self, run_dir: Path, *, from_end: bool = False) -> None:
         self._path = run_dir / JOURNAL
-        with _reading(self._path):
+        with reading("the journal", self._path):
             self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
 
     def new(self) -> Iterator[Event]:
         """The events since the last call. Raises: as the class."""
-        with _reading(self._path):
+        with reading("the journal", self._path):
             if not self._path.exists():
                 return
             with self._path.open("rb") as file:
@@ -168,7 +159,7 @@ def stream_events(run_dir: Path) -> Iterator[Event]:
     Raises: as `Follower`.
     """
     path = run_dir / JOURNAL
-    with _reading(path):
+    with reading("the journal", path):
         if path.exists():
             with path.open("rb") as file:
                 for line in file:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +14,14 @@ from trainload.capture.errors import PackageError, StorageError
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
 from trainload.launch.probe import demand_writable_folder
+from trainload.launch.reading import reading
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 
 RUN_FILE = "run.json"
+_ELSEWHERE = "; or name another folder"
 Weights = Literal["mean", "last"]
 
 
@@ -126,7 +127,7 @@ def check_new_run(run_dir: Path) -> None:
     Raises:
         StorageError: there is a run already, or the folder could not be read, made or written.
     """
-    with _looked_at(run_dir / RUN_FILE):
+    with reading("it", run_dir / RUN_FILE, _ELSEWHERE):
         taken = (run_dir / RUN_FILE).exists()
     if taken:
         raise StorageError(
@@ -137,19 +138,6 @@ def check_new_run(run_dir: Path) -> None:
     demand_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
 
 
-@contextmanager
-def _looked_at(path: Path) -> Iterator[None]:
-    """Within it a path is looked at; storage that fails is a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"it cannot be read: {error.strerror}",
-            where=str(path),
-            cure="See that you may read it, and that its storage answers; or name another folder.",
-        ) from error
-
-
 def write_spec(spec: RunSpec) -> None:
     """Makes the run's folder and writes run.json into it; a folder that holds a run already is refused.
 
@@ -158,7 +146,7 @@ def write_spec(spec: RunSpec) -> None:
     """
     folder = Path(spec.run_dir)
     check_new_run(folder)
-    with _looked_at(folder):
+    with reading("it", folder, _ELSEWHERE):
         made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +163,7 @@ def write_spec(spec: RunSpec) -> None:
 def read_spec(run_dir: Path) -> RunSpec:
     """The run in a folder, which may have been moved since it was launched. Raises: StorageError where there is no run, or none to read."""
     path = run_dir / RUN_FILE
-    with _looked_at(path):
+    with reading("it", path, _ELSEWHERE):
         written = path.read_bytes() if path.is_file() else None
     if written is None:
         raise StorageError("there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}")

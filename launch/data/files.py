@@ -14,7 +14,8 @@ from typing import IO, Any, Protocol
 
 from fsspec.core import has_magic
 
-from trainload.capture.errors import DataError, MissingDataError, StorageError
+from trainload.capture.errors import DataError, MissingDataError
+from trainload.launch.reading import reading
 from trainload.packaging.canonical import canonical_json, sha256_bytes, sha256_file
 from trainload.packaging.credentials import without_secrets
 from trainload.packaging.stores.filesystem import failures, file_system, unreachable
@@ -196,7 +197,7 @@ def _files_of(part: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
     if is_url(part):
         return _files_at(str(part), endings)
     path = local_path(part)
-    with read_here(str(part)):
+    with reading("the data", part):
         if path.is_dir():
             return _files_in(path, endings)
         if path.is_file():
@@ -224,17 +225,6 @@ def _file_or_files(path: Path, endings: Collection[str]) -> list[LocalFile]:
             cure="Restore it, or remove the link.",
         )
     return [LocalFile(path)]
-
-
-@contextmanager
-def read_here(where: str) -> Iterator[None]:
-    """Within it paths of this machine are looked at and read; storage that fails is a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"the data cannot be read: {error.strerror}", where=where, cure="See that you may read it, and that its storage answers."
-        ) from error
 
 
 def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:

@@ -16,7 +16,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import DataError, MissingDataError
-from trainload.launch.data.files import Source, is_url, read_here
+from trainload.launch.data.files import Source, is_url
+from trainload.launch.reading import reading
 
 ENDING = ".json"
 MOST_PARTS = 256
@@ -71,7 +72,7 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     if not isinstance(source, str | Path) or Path(source).suffix != ENDING:
         return (Part(source, {}, None, ""),)
     path = Path(source)
-    with read_here(str(path)):
+    with reading("the data", path):
         written = path.read_bytes() if path.is_file() else None
     if written is None:
         raise MissingDataError("there is no such mixture", where=str(path), expected="a JSON file that lists parts", got="no file")
