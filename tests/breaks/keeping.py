@@ -269,7 +269,7 @@ KEEPING: tuple[Mutation, ...] = (
         "src/trainload/retraining/stages.py",
         "        if not promoted and aftermath.handed_over(handover) in (None, name):\n",
         "        if not promoted:\n",
-        "../retraining/test_retraining.py::test_a_tick_after_a_rollback_hands_over_what_is_current",
+        "../retraining/test_serving.py::test_a_tick_after_a_rollback_hands_over_what_is_current",
     ),
     Mutation(
         5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import trainload
+from trainload import cli
 from trainload.packaging.read import Package
 
 
@@ -50,3 +52,22 @@ def write_day(path: Path, rows: int = 40, seed: int = 0, shift: float = 0.0, **c
     given = {"x": values.astype(np.float32), "cls": classes.astype(np.int64), **columns}
     trainload.write_rows([{name: value for name, value in given.items() if value is not None}], path)
     return path
+
+
+@pytest.fixture
+def folder(small: Package, tmp_path: Path) -> Path:
+    write_day(tmp_path / "data" / "0.arrow", rows=60)
+    return tmp_path
+
+
+@pytest.fixture
+def commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command line. Returns: its exit status, what it printed, and what it said."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = cli.run(list(arguments))
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    monkeypatch.setenv("COLUMNS", "200")
+    return run

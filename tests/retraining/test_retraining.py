@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,55 +13,24 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tests.retraining.conftest import classifier, write_day
+from tests.retraining.ticking import LINE, config_of, day, name, tick
 
 import trainload
-from trainload import cli
 from trainload.capture.errors import PackageError, RequestError, StorageError
 from trainload.launch.journal import Event
 from trainload.packaging.read import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 from trainload.retraining import stages
-from trainload.retraining.config import Config, checked
+from trainload.retraining.config import Config
 from trainload.retraining.lease import Held, LeaseLostError, Leases
 from trainload.retraining.lineage import ancestry, read_line, rollback
 from trainload.retraining.migrate import migrate
-from trainload.retraining.records import Decided, Ended, Evaluated, Ticks, Trained, name_of
+from trainload.retraining.records import Decided, Ended, Evaluated, Ticks, Trained
 from trainload.retraining.stages import Opening, Stages
 from trainload.retraining.tick import Scheduler
 from trainload.retraining.training import training_plan
 from trainload.sharding.plan import Plan
-
-LINE = "small"
-FIRST = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-def day(number: int) -> datetime:
-    return FIRST + timedelta(days=number)
-
-
-def name(number: int) -> str:
-    return name_of(day(number))
-
-
-def config_of(folder: Path, package: Package, **changes: Any) -> Config:
-    least = {
-        "store": str(folder / "store"),
-        "line": LINE,
-        "package": str(package.path),
-        "runs": str(folder / "runs"),
-        "data": {"files": str(folder / "data" / "*.arrow")},
-        "evaluation": {"hold_out": 0.25},
-        "train": {"epochs": 2},
-        "cluster": {"backend": "local", "compile": False},
-        "gate": {"require": "eval.loss <= champion.eval.loss * 1.05"},
-    }
-    return checked({**least, **changes}, "the test")
-
-
-def tick(config: Config, number: int, said: list[str] | None = None) -> Ended:
-    say = (said if said is not None else []).append
-    return Scheduler(config, Stages(Opening(), say), say).tick(day(number))
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +102,6 @@ def test_a_finished_tick_is_the_same_when_it_is_run_again(small: Package, lived:
     assert after == before
 
 
-@pytest.fixture
-def folder(small: Package, tmp_path: Path) -> Path:
-    write_day(tmp_path / "data" / "0.arrow", rows=60)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -173,29 +134,6 @@ def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Packag
     ended = Scheduler(config, Stages(Opening(), print, heard), print).tick(day(0))
     assert (ended.outcome, ended.reason) == ("replaced", "somebody asked it to stop")
     assert list((folder / "runs" / LINE / name(0) / "run-1" / "checkpoints").glob("step-*"))
-
-
-def test_a_release_is_handed_over_when_it_is_promoted(small: Package, folder: Path) -> None:
-    told = folder / "told.json"
-    script = f"import sys, pathlib; pathlib.Path({str(told)!r}).write_text(sys.stdin.read() + sys.argv[1])"
-    place = {"form": "huggingface", "place": str(folder / "serving"), "command": [sys.executable, "-c", script]}
-    assert tick(config_of(folder, small, handover=place), 0).warnings == ()
-    assert (folder / "serving" / "current").resolve() == folder / "serving" / "small-2"
-    assert (folder / "serving" / "current" / "model.safetensors").is_file()
-    record, _, path = told.read_text().rpartition("}")
-    assert (json.loads(record + "}")["outcome"], path) == ("promoted", str(folder / "serving" / "small-2"))
-
-
-def test_a_command_that_fails_is_a_warning(small: Package, folder: Path) -> None:
-    hook = {"command": [sys.executable, "-c", "import sys; sys.exit('no line to the office')"]}
-    ended = tick(config_of(folder, small, notify=hook), 0)
-    assert ended.outcome == "promoted"
-    assert ["no line to the office" in text for text in ended.warnings] == [True]
-
-
-def test_a_command_hears_only_of_what_it_asked_for(small: Package, folder: Path) -> None:
-    hook = {"command": [sys.executable, "-c", "import sys; sys.exit(1)"], "outcomes": ["failed"]}
-    assert tick(config_of(folder, small, notify=hook), 0).warnings == ()
 
 
 def test_old_runs_are_removed_but_for_the_champions(small: Package, folder: Path) -> None:
@@ -338,19 +276,6 @@ def test_names_can_be_changed(small: Package, store: Store, tmp_path: Path) -> N
     assert (found.matched, found.missing, found.left) == (("0.weight", "0.bias"), ("2.weight", "2.bias"), ("2.bias", "2.weight"))
     with pytest.raises(RequestError, match="nothing has this name"):
         migrate(small, old, tmp_path / "again.tl", rename={"encoder.*": "backbone.*"})
-
-
-@pytest.fixture
-def commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a command line. Returns: its exit status, what it printed, and what it said."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = cli.run(list(arguments))
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    monkeypatch.setenv("COLUMNS", "200")
-    return run
 
 
 def test_a_new_line_goes_on_where_the_weights_are_from(small: Package, store: Store, tmp_path: Path, commands: Any) -> None:
@@ -527,59 +452,6 @@ def test_a_champion_is_evaluated_in_a_folder_that_all_nodes_share(small: Package
     config = config_of(folder, small, train={"steps": 2, "start": "first"}, gate={"require": "eval.loss < 99"})
     tick(config, 0)
     assert (folder / "runs" / LINE / name(0) / "evaluation-1-1" / "run.json").is_file()
-
-
-def serving(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"form": "huggingface", "place": str(folder / "serving"), **more}
-
-
-def test_what_was_rolled_back_before_it_was_handed_over_is_not_handed_over(
-    small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(folder, small, handover=serving(folder))
-    with monkeypatch.context() as patch:
-        patch.setattr(Stages, "after", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            tick(config, 0)
-    rollback(Store(folder / "store"), LINE)
-    assert tick(config, 0).outcome == "promoted"
-    assert (folder / "serving" / "current").resolve().name == "small-1"
-
-
-def test_a_tick_after_a_rollback_hands_over_what_is_current(small: Package, folder: Path) -> None:
-    config = config_of(folder, small, handover=serving(folder))
-    tick(config, 0)
-    rollback(Store(folder / "store"), LINE)
-    assert tick(config, 1).outcome == "no data"
-    assert (folder / "serving" / "current").resolve().name == "small-1"
-
-
-def test_a_rollback_is_handed_over_at_once_by_a_command(small: Package, folder: Path, commands: Any) -> None:
-    config = config_of(folder, small, handover=serving(folder))
-    (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
-    tick(config, 0)
-    rollback(Store(folder / "store"), LINE)
-    status, out, said = commands("retrain", "handover", str(folder / "retrain.yaml"), "--json")
-    assert (status, json.loads(out)["release"], (folder / "serving" / "current").resolve().name) == (0, "1", "small-1"), said
-
-
-def test_nothing_is_handed_over_that_nobody_promoted(small: Package, folder: Path) -> None:
-    config = config_of(folder, small, handover=serving(folder), gate={"require": "eval.loss < 0"})
-    assert tick(config, 0).outcome == "rejected"
-    assert not (folder / "serving").exists()
-
-
-def test_who_is_told_of_a_tick_hears_of_a_handover_that_failed(small: Package, folder: Path) -> None:
-    (folder / "serving").write_text("in the way")
-    told = folder / "told.json"
-    hook = {"command": [sys.executable, "-c", f"import sys, pathlib; pathlib.Path({str(told)!r}).write_text(sys.stdin.read())"]}
-    tick(config_of(folder, small, handover=serving(folder), notify=hook), 0)
-    assert ["cannot be handed over" in text for text in json.loads(told.read_text())["warnings"]] == [True]
-
-
-def test_a_command_may_print_anything(small: Package, folder: Path) -> None:
-    hook = {"command": [sys.executable, "-c", "import sys; sys.stdout.buffer.write(bytes([0xe9, 0xff]))"]}
-    assert tick(config_of(folder, small, notify=hook), 0).warnings == ()
 
 
 def test_folders_of_runs_that_were_being_removed_go_too(small: Package, folder: Path) -> None:
