@@ -156,7 +156,7 @@ class _Reading(io.RawIOBase):
 
 
 def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]:
-    """The files that a source names.
+    """The files that a source names, all of which are there.
 
     Args:
         source: see `Source`.
@@ -167,6 +167,15 @@ def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
         DataError: one of them is named twice.
         StorageError: a path cannot be read, a URL cannot be reached, or what reaches its kind is not installed.
     """
+    files = list_files(source, endings)
+    for file in files:
+        if isinstance(file, LocalFile):
+            _demand_there(file.path)
+    return files
+
+
+def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]:
+    """As `find_files`, with those too that a folder or pattern lists and that are links to nothing."""
     parts = [source] if isinstance(source, (str, Path)) else list(source)
     files = [file for part in parts for file in _files_of(part, endings)]
     if not files:
@@ -214,17 +223,15 @@ def _files_in(folder: Path, endings: Collection[str]) -> list[LocalFile]:
 
 
 def _file_or_files(path: Path, endings: Collection[str]) -> list[LocalFile]:
-    """What a path stands for that was found. Raises: MissingDataError: a link to nothing, or what has gone since."""
-    if path.is_dir():
-        return _files_in(path, endings)
-    if not path.exists():
-        raise MissingDataError(
-            "a file of the data is not there",
-            where=str(path),
-            got=f"a link to {path.readlink()}" if path.is_symlink() else "no file",
-            cure="Restore it, or remove the link.",
-        )
-    return [LocalFile(path)]
+    return _files_in(path, endings) if path.is_dir() else [LocalFile(path)]
+
+
+def _demand_there(path: Path) -> None:
+    with reading("the data", path):
+        if path.exists():
+            return
+        link = f"a link to {path.readlink()}" if path.is_symlink() else "no file"
+    raise MissingDataError("a file of the data is not there", where=str(path), got=link, cure="Restore it, or remove the link.")
 
 
 def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:

@@ -17,7 +17,7 @@ from trainload.capture.errors import DataError, MissingDataError
 from trainload.capture.program import InputSpec
 from trainload.launch.data.columns import FileSchema, Sizes, check_file
 from trainload.launch.data.dataset import READERS
-from trainload.launch.data.files import DataFile, find_files
+from trainload.launch.data.files import DataFile, find_files, list_files
 from trainload.launch.spec import default_cache_dir, replace_file
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.entries import data_specs
@@ -314,7 +314,7 @@ def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf,
     """The files that are held out, and why they cannot be used."""
     assert config.evaluation.files is not None, "else a share of the rows is"
     try:
-        files = find_files(config.evaluation.files, READERS)
+        files = list_files(config.evaluation.files, READERS)
     except MissingDataError as error:
         return (), f"there is no held-out data: {error}"
     look = _Look(specs, extra_columns(config, held=True, trained=False), config.data.inspect_rows, len(files))

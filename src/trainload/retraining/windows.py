@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from trainload.capture.errors import DataError, MissingDataError, RequestError
 from trainload.launch.data.dataset import READERS
-from trainload.launch.data.files import DataFile, find_files
+from trainload.launch.data.files import DataFile, list_files
 from trainload.retraining.config import Config
 
 _TIME = re.compile(r"\{time:([^{}]*)\}")
@@ -57,13 +57,13 @@ def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
     """
     data = config.data
     if data.window.kind != "path":
-        return find_files(data.files, READERS)
+        return list_files(data.files, READERS)
     assert data.window.span is not None, "a window by path has one"
     found: dict[str, DataFile] = {}
     for text in data.files:
         for path in _paths(text, scheduled - data.window.span, scheduled):
             try:
-                found |= {file.name: file for file in find_files(path, READERS)}
+                found |= {file.name: file for file in list_files(path, READERS)}
             except MissingDataError:
                 continue  # nothing was written at that time
     if not found:
