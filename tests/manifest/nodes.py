@@ -47,17 +47,25 @@ class Cluster:
     def start_head(self) -> None:
         where = ("--port", str(self.port), "--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.dashboard))
         self.start("--head", "--num-cpus", "0", "--temp-dir", f"/tmp/tl-{secrets.token_hex(3)}", *where)
-        self.until(lambda: self.asked("/api/version"), 60)
+        self.until(lambda: self.asked("/api/version") and self.nodes(), 60)
 
     def start_worker(self) -> subprocess.Popen[bytes]:
-        """Starts a worker and waits until the head knows it: two that start at once may both be too slow for Ray."""
+        """Starts a worker and waits until the head knows it: of nodes of one machine that start at once, some take each other's sockets."""
         before = self.nodes()
+        log = self.folder / f"ray-{len(self.started)}.log"
         made_here = self.start("--address", f"127.0.0.1:{self.port}", "--num-cpus", "1")
-        self.until(lambda: self.nodes() > before, 90)
+
+        def there() -> bool:
+            assert made_here.poll() is None, f"`ray start` ended: {log.read_text()[-2000:]}"
+            return bool(self.nodes() - before)
+
+        self.until(there, 90)
         return made_here
 
-    def nodes(self) -> int:
-        return len(self.asked("/nodes?view=summary")["data"]["summary"])
+    def nodes(self) -> set[str]:
+        """The ids of the nodes that the dashboard knows, and that live."""
+        nodes = [node["raylet"] for node in self.asked("/nodes?view=summary")["data"]["summary"]]
+        return {node["nodeId"] for node in nodes if node["state"] == "ALIVE"}
 
     def asked(self, path: str, body: dict[str, Any] | None = None, *, token: bool = True) -> Any:
         """What the dashboard answers; None where nobody does yet."""
