@@ -3,8 +3,9 @@
     python benchmarks/soak.py [--minutes 30] [--seed 0]
 
 The run has two workers on a cluster of three nodes, in a folder on a disk of its own. What happens is drawn at random, and happens at the
-first step after its time. At the end the run is stopped, and its losses are compared, bit by bit, with those of a run of as many steps on
-two workers that nothing befell. The memory of the driver, of its keeper and of the workers is sampled every two seconds.
+first step after its time, once the run has got over what was before it. At the end the run is stopped, and its losses are compared, bit by
+bit, with those of a run of as many steps on two workers that nothing befell. The memory of the driver, of its keeper and of the workers is
+sampled every two seconds.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ def preempt_and_replace(run: Run) -> None:
     run.nodes.add()
 
 
-def steps_again(run: Run) -> bool:
-    """Whether a run has stepped since it was last befallen, in its present attempt."""
-    step = run.last("step", run.at)
-    return step is not None and step.time > run.started().time
+def steps_again(run: Run, befell: Fault | None) -> bool:
+    """Whether a run has stepped since something befell it: in a later attempt, unless it is of a kind that it trains on beside."""
+    since = run.at if befell is not None and befell.said != "warning" else 0.0
+    start, step = run.last("start", since), run.last("step", run.at)
+    return start is not None and step is not None and step.time > start.time
 
 
 def of(name: str) -> Fault:
@@ -182,18 +184,19 @@ def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
                 run.reach(60)
                 began = time.monotonic()
                 due = began
+                fault: Fault | None = None
                 while True:
                     due = max(due, time.monotonic() - MOST) + chance.uniform(LEAST, MOST)
                     if due - began > 60 * minutes:
                         break
                     time.sleep(max(0.0, due - time.monotonic()))
+                    run.wait(partial(steps_again, run, fault))
                     fault = draw(chance, DRAWN)
-                    run.wait(partial(steps_again, run))
                     fault.act(run)
                     drawn.append((time.monotonic() - began, fault.name))
                     step = run.last("step")
                     note(f"{drawn[-1][0]:6.0f} s  {fault.name}, at step {None if step is None else step.data['step']}")
-                run.wait(partial(steps_again, run))
+                run.wait(partial(steps_again, run, fault))
                 seconds = time.monotonic() - began
                 (run.folder / "stop").touch()
                 run.join()
