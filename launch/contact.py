@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from trainload.capture.errors import LostClusterError, StorageError
 from trainload.launch.activity import Activity
-from trainload.launch.journal import Event, Journal, last_word, read_events
+from trainload.launch.journal import Event, Journal, last_word, stream_events
 from trainload.launch.state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state
 
 
@@ -102,7 +102,7 @@ class FileContact:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir, self._rank = run_dir, rank
         self._journal = Journal(run_dir)
-        self._summary = Summary.of(read_events(run_dir) if rank == 0 else ())
+        self._summary = Summary.of(stream_events(run_dir) if rank == 0 else ())
         self._activity: Activity | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="state", daemon=True)

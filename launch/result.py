@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainload.launch.adapters import merged, write_adapters
 from trainload.launch.changes import settings_of
 from trainload.launch.checkpoints.place import Where, place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launch.journal import Event, losses, read_events
+from trainload.launch.journal import Event, stream_events
 from trainload.launch.probe import demand_writable_folder
 from trainload.launch.spec import RunSpec
 from trainload.packaging.canonical import sha256_bytes
@@ -80,17 +81,15 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
     if spec.output is not None:
         tensors = chain(merged(checkpoint, adapters, mean=mean), checkpoint.buffers().items())
         trained = _write_trained(package, spec, tensors, _training(spec, checkpoint))
-    events = read_events(run_dir)
-    curve = losses(events)
-    evaluations = {int(e.data["step"]): dict(e.data) for e in events if e.kind == "eval"}
+    told = _Told(stream_events(run_dir))
     return RunResult(
         run_dir=run_dir,
         steps=checkpoint.index.step,
-        first_loss=curve[0],
-        last_loss=curve[-1],
-        evaluations=[evaluations[s] for s in sorted(evaluations)],
-        seconds=_seconds(events),
-        restarts=max(0, sum(e.kind == "start" for e in events) - 1),
+        first_loss=told.first[1],
+        last_loss=told.last[1],
+        evaluations=[told.evaluations[s] for s in sorted(told.evaluations)],
+        seconds={name: round(value, 3) for name, value in told.seconds.items()},
+        restarts=max(0, told.starts - 1),
         checkpoint=usable.path,
         output=None if trained is None else trained.path,
         output_digest=None if trained is None else trained.digest,
@@ -150,14 +149,39 @@ def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str,
     return open_package(output, namespaces=package.namespaces)
 
 
-def _seconds(events: Sequence[Event]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for event in events:
-        if event.kind == "stage" and "seconds" in event.data:
-            name = str(event.data["name"])
-            totals[name] = totals.get(name, 0.0) + float(event.data["seconds"])
-        elif event.kind == "eval":
-            totals["evaluation"] = totals.get("evaluation", 0.0) + float(event.data["seconds"])
-        elif event.kind == "step":
-            totals["steps"] = totals.get("steps", 0.0) + float(event.data["seconds"])
-    return {name: round(value, 3) for name, value in totals.items()}
+class _Told:
+    """What a journal tells of a run as a whole, in one pass.
+
+    Attributes:
+        first, last: (step, loss) of those steps, as they were done last.
+        evaluations: step -> what was found, as it was last.
+        seconds: stage -> of all attempts.
+        starts: attempts.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.first, self.last = (math.inf, math.nan), (-math.inf, math.nan)
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.seconds: dict[str, float] = {}
+        self.starts = 0
+        for event in events:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        data = event.data
+        match event.kind:
+            case "start":
+                self.starts += 1
+            case "stage" if "seconds" in data:
+                self._spent(str(data["name"]), data)
+            case "eval":
+                self.evaluations[int(data["step"])] = dict(data)
+                self._spent("evaluation", data)
+            case "step":
+                step = (int(data["step"]), float(data["loss"]))
+                self.first = step if step[0] <= self.first[0] else self.first
+                self.last = step if step[0] >= self.last[0] else self.last
+                self._spent("steps", data)
+
+    def _spent(self, name: str, data: Mapping[str, Any]) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + float(data["seconds"])

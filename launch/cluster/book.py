@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import LOGS, Event, Journal, log_name, read_events
+from trainload.launch.journal import LOGS, Event, Journal, log_name, stream_events
 from trainload.launch.state import Summary
 
 
@@ -34,7 +34,7 @@ class Book:
         self._owed = 0
         self._new_checkpoint = self._new_step = False
         self._warned = False
-        self.summary = Summary.of(read_events(run_dir))
+        self.summary = Summary.of(stream_events(run_dir))
         self.written = 0
         self.stepped = self.ended = False
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
 from trainload.capture.errors import RequestError, TrainingError
-from trainload.launch.journal import Event, read_events
+from trainload.launch.journal import Event, stream_events
 from trainload.launch.overrides import Overrides
 from trainload.made_data import Data
 from trainload.packaging.op_libraries import Libraries
@@ -85,7 +85,7 @@ def evaluate(
         request = cast(RunOptions, {**options, "run_dir": run_dir, "eval_data": data, "steps": 0})
         with checked(package, plan, data, request, least_steps=0) as (spec, _):
             run_spec(spec, backend, address, on_event or _ignore, new=True)
-        found = [event for event in read_events(run_dir) if event.kind == "eval"]
+        found = [event for event in stream_events(run_dir) if event.kind == "eval"]
     if not found:
         raise TrainingError("nothing was evaluated", where=str(data))
     told = found[-1].data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -47,16 +47,16 @@ class RunView:
     """
 
     def __init__(
-        self, console: Console, run_dir: Path | None = None, clock: Callable[[], float] = time.monotonic, past: Sequence[Event] = ()
+        self, console: Console, run_dir: Path | None = None, clock: Callable[[], float] = time.monotonic, past: Iterable[Event] = ()
     ) -> None:
         self._console, self._clock = console, clock
         self._last_line = -math.inf
         self._unsaid: Mapping[str, Any] | None = None
         self._live: Live | None = None
+        self._panel = Panel(run_dir)
+        for event in past:
+            self._panel.take(event)
         if console.is_terminal:
-            self._panel = Panel(run_dir)
-            for event in past:
-                self._panel.take(event)
             self._live = Live(console=console, get_renderable=self._panel.shown, refresh_per_second=_REFRESHES)
 
     def __enter__(self) -> Self:

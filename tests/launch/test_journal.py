@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,20 @@ def test_a_line_that_a_killed_writer_has_torn_costs_the_next_one_nothing(tmp_pat
         file.write(b'{"kind":"step","ti')
     Journal(tmp_path).append(steps(2, 2))
     assert numbers(read_events(tmp_path)) == [0, 1, 2, 3]
+
+
+def test_a_long_journal_is_not_held_in_memory(tmp_path: Path) -> None:
+    Journal(tmp_path).append(steps(0, 50_000))
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in Follower(tmp_path).new()) == sum(1 for _ in stream_events(tmp_path)) == 50_000
+        assert tracemalloc.get_traced_memory()[1] < (tmp_path / JOURNAL).stat().st_size / 4
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_follower_that_stops_in_the_middle_goes_on_there(tmp_path: Path) -> None:
+    Journal(tmp_path).append(steps(0, 10))
+    follower = Follower(tmp_path)
+    seen = numbers(list(islice(follower.new(), 3)))
+    assert seen + numbers(list(follower.new())) == list(range(10))

@@ -127,7 +127,7 @@ def _followed(run_dir: Path) -> RunState:
     from trainload.launch.journal import Follower
 
     follower = Follower(run_dir)
-    with run_view.RunView(err(), run_dir, past=list(follower.new())) as show:
+    with run_view.RunView(err(), run_dir, past=follower.new()) as show:
         while True:
             state = _state(run_dir)
             for event in follower.new():

@@ -339,12 +339,12 @@ def scores(loss: float, metrics: Mapping[str, float], parts: Mapping[str, Any], 
 
 def _evaluated_by_run(run_dir: Path) -> dict[int, Scores]:
     """Step -> what a run's evaluation came to; of none where its folder is gone."""
-    from trainload.launch.journal import read_events
+    from trainload.launch.journal import stream_events
 
     if not run_dir.is_dir():
         return {}
     found = {}
-    for event in read_events(run_dir):
+    for event in stream_events(run_dir):
         if event.kind == "eval":
             data = event.data
             found[int(data["step"])] = scores(data["loss"], data["metrics"], data.get("parts", {}), int(data.get("rows", 0)))
