@@ -147,6 +147,7 @@ def growth(samples: dict[tuple[str, int], list[tuple[float, int]]], kind: str) -
         "first_mib": lives[0][0][1] / MIB,
         "last_mib": lives[-1][-1][1] / MIB,
         "greatest_mib": max(h for life in lives for _, h in life) / MIB,
+        "began_mib": [life[0][1] / MIB for life in lives],
         "grown_mib": [each / MIB for each in grown],
         "median_grown_mib": median(grown) / MIB,
         "longest_s": lasted[longest],

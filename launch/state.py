@@ -11,7 +11,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trainload.capture.errors import StorageError
 from trainload.launch.activity import Doing
 from trainload.launch.journal import Event
 from trainload.launch.processes import has_ended, this_process
@@ -210,15 +209,3 @@ def read_state(run_dir: Path) -> RunState | None:
         return RunState.model_validate_json((run_dir / STATE_FILE).read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-def demand_no_driver(run_dir: Path) -> None:
-    """Demands that nobody drives a run. Raises: StorageError, which says who does."""
-    state = read_state(run_dir)
-    if state is not None and state.of_another:
-        raise StorageError(
-            "the run is going on",
-            where=str(run_dir),
-            got=f"its driver is process {state.pid} on {state.host}",
-            cure="Watch it with `trainload status`, or end it with `trainload stop`.",
-        )

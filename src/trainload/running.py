@@ -14,6 +14,7 @@ from trainload.launch.build import build_key, device_of
 from trainload.launch.changes import changed
 from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
+from trainload.launch.driver import demand_no_driver, driving
 from trainload.launch.journal import Event, followed
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
@@ -30,7 +31,6 @@ from trainload.launch.spec import (
     replace_file,
     write_spec,
 )
-from trainload.launch.state import demand_no_driver
 from trainload.launch.trial import Trial, try_out
 from trainload.made_data import Data
 from trainload.packaging.canonical import canonical_json
@@ -271,10 +271,13 @@ def _ignore(event: Event) -> None:
 
 @contextmanager
 def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[Callable[[Event], None]]:
-    """Within it a run has its folder, and what it says goes to its sinks too: what is to be told of its events. `new`: it is made."""
+    """Within it this process drives a run, which has its folder, and what it says goes to its sinks too: what is to be told of its events.
+    `new`: the folder is made.
+    """
+    run_dir = Path(spec.run_dir)
     if new:
         write_spec(spec)
-    with told(spec.sinks, Path(spec.run_dir), on_event) as tell:
+    with driving(run_dir), told(spec.sinks, run_dir, on_event) as tell:
         yield tell
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainload.capture.errors import StorageError
 from trainload.launch.journal import Event
 from trainload.launch.processes import this_process
-from trainload.launch.state import RunState, Summary, demand_no_driver, read_state, write_state
+from trainload.launch.state import RunState, Summary, read_state, write_state
 
 START = Event("start", {"step": 4, "steps": 10, "world": 2, "strategy": "zero3"}, 1.0)
 STEP = Event("step", {"step": 4, "loss": 1.5, "gradient_norm": 0.5, "seconds": 0.2, "data_wait": 0.1, "seconds_left": 1.0}, 2.0)
@@ -99,15 +98,3 @@ def test_a_driver_elsewhere_is_gone_when_it_says_nothing_for_a_while() -> None:
 
 def test_a_run_that_is_over_is_not_lost() -> None:
     assert state_of(ended_process(), age=60.0, over=True).phase == "running"  # what its last event says
-
-
-def test_a_run_that_somebody_drives_is_not_resumed(tmp_path: Path) -> None:
-    demand_no_driver(tmp_path)
-    (tmp_path / "state.json").write_text(state_of().model_dump_json())
-    with pytest.raises(StorageError, match=r"the run is going on.*process 77 on another-host"):
-        demand_no_driver(tmp_path)
-
-
-def test_a_run_whose_driver_was_killed_is_resumed_at_once(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(state_of(ended_process()).model_dump_json())
-    demand_no_driver(tmp_path)

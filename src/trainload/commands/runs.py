@@ -322,7 +322,7 @@ def resume(
     if is_kept():
         obey_keeper()
     elif backend == "ray" and address is not None:
-        from trainload.launch.state import demand_no_driver
+        from trainload.launch.driver import demand_no_driver
 
         demand_no_driver(run_dir)
         if changes:

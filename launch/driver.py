@@ -1,0 +1,72 @@
+"""Who drives a run: one process at a time, which says so in the run's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from trainload.capture.errors import StorageError
+from trainload.launch.spec import replace_file
+from trainload.launch.state import STATE_FILE, Summary, read_state, write_state
+
+LOCK_FILE = "driver.lock"
+"""Held by whoever looks whether a run has a driver, and becomes it."""
+_LOCK_SECONDS = 10.0
+
+
+def demand_no_driver(run_dir: Path) -> None:
+    """Demands that nobody drives a run. Raises: StorageError, which says who does."""
+    state = read_state(run_dir)
+    if state is not None and state.of_another:
+        raise _going_on(run_dir, f"its driver is process {state.pid} on {state.host}")
+
+
+@contextmanager
+def driving(run_dir: Path) -> Iterator[None]:
+    """Within it this process is a run's driver: of several that ask at the same moment, one is.
+
+    What does the run replaces the state from then on; where it never came to that, it is left as it was before. Where storage takes
+    nothing now, nothing is said: who drives the run waits for it.
+
+    Raises:
+        StorageError: another process is.
+    """
+    before = _claimed(run_dir)
+    try:
+        yield
+    finally:
+        state = read_state(run_dir)
+        if state is not None and state.attempt == 0 and not state.over and not state.of_another:
+            with suppress(OSError):  # as if this process had been killed
+                _put_back(run_dir / STATE_FILE, before)
+
+
+def _claimed(run_dir: Path) -> bytes | None:
+    """Says in a run's state that this process drives it. Returns: what was said there before; None: nothing. Raises: as `driving`."""
+    file = run_dir / STATE_FILE
+    try:
+        with FileLock(run_dir / LOCK_FILE, timeout=_LOCK_SECONDS):
+            demand_no_driver(run_dir)
+            state, before = read_state(run_dir), file.read_bytes() if file.exists() else None
+            summary = Summary() if state is None else state.summary
+            write_state(run_dir, 0, summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}), {})
+            return before
+    except Timeout:
+        raise _going_on(run_dir, f"another process has held {LOCK_FILE} for {_LOCK_SECONDS:.0f} s") from None
+    except OSError:
+        return None
+
+
+def _put_back(file: Path, before: bytes | None) -> None:
+    if before is None:
+        file.unlink()
+    else:
+        replace_file(file, before, durable=False)
+
+
+def _going_on(run_dir: Path, who: str) -> StorageError:
+    cure = "Watch it with `trainload status`, or end it with `trainload stop`."
+    return StorageError("the run is going on", where=str(run_dir), got=who, cure=cure)

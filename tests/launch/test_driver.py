@@ -1,0 +1,99 @@
+"""A run has one driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from tests.launch.test_state import ended_process, state_of
+
+from trainload.capture.errors import StorageError
+from trainload.launch import driver
+from trainload.launch.driver import LOCK_FILE, demand_no_driver, driving
+from trainload.launch.state import STATE_FILE, Summary, read_state, write_state
+
+DRIVE = """
+import sys
+from pathlib import Path
+from trainload.capture.errors import StorageError
+from trainload.launch.driver import driving
+print("here", flush=True)
+try:
+    with driving(Path(sys.argv[1])):
+        print("drives", flush=True)
+        sys.stdin.read()
+except StorageError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_run_that_somebody_drives_is_not_resumed(tmp_path: Path) -> None:
+    demand_no_driver(tmp_path)
+    (tmp_path / STATE_FILE).write_text(state_of().model_dump_json())
+    with pytest.raises(StorageError, match=r"the run is going on.*process 77 on another-host"):
+        demand_no_driver(tmp_path)
+
+
+def test_a_run_whose_driver_was_killed_is_resumed_at_once(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text(state_of(ended_process()).model_dump_json())
+    demand_no_driver(tmp_path)
+
+
+def test_of_several_that_begin_at_once_one_drives(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DRIVE, str(tmp_path)]
+    several = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    outs = [process.stdout for process in several if process.stdout is not None]
+    with FileLock(tmp_path / LOCK_FILE):
+        assert [out.readline() for out in outs] == ["here\n"] * 4
+    said = sorted(out.readline() for out in outs)
+    for process in several:
+        process.communicate()
+    assert [line.partition("(")[0] for line in said] == [f"{tmp_path}: the run is going on "] * 3 + ["drives\n"]
+
+
+def test_who_drives_a_run_says_so_at_once(tmp_path: Path) -> None:
+    with driving(tmp_path):
+        state = read_state(tmp_path)
+        assert state is not None
+        assert (state.pid, state.alive, state.phase) == (os.getpid(), True, "waiting")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_run_that_was_not_begun_is_left_as_it_was(tmp_path: Path, *, before: bool) -> None:
+    if before:
+        (tmp_path / STATE_FILE).write_text(state_of(ended_process(), over=True).model_dump_json())
+    state = read_state(tmp_path)
+    with pytest.raises(ValueError, match="no sink"), driving(tmp_path):
+        raise ValueError("no sink")
+    assert read_state(tmp_path) == state
+
+
+def test_what_a_run_came_to_stays(tmp_path: Path) -> None:
+    with driving(tmp_path):
+        write_state(tmp_path, 1, Summary(phase="ended"), {}, over=True)
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state.phase, state.over) == ("ended", True)
+
+
+def test_who_holds_the_lock_for_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_LOCK_SECONDS", 0.1)
+    with (
+        FileLock(tmp_path / LOCK_FILE),
+        pytest.raises(StorageError, match=r"going on \(got another process has held driver\.lock"),
+        driving(tmp_path),
+    ):
+        pass
+
+
+def test_storage_that_takes_nothing_is_left_to_who_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(driver, "write_state", full)
+    with driving(tmp_path):
+        assert read_state(tmp_path) is None
