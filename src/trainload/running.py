@@ -136,7 +136,8 @@ def resume(
     """
     folder = Path(run_dir).absolute()
     spec = change(folder, **changes) if changes and leads(backend or "ray") else _changed(read_spec(folder), changes)
-    demand_no_driver(folder)
+    if leads(backend or "ray"):  # torchrun's rank 0 may drive it by now
+        demand_no_driver(folder)
     policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
     spec = spec.model_copy(update={"policies": policies})
     package = frozen_package(spec)
