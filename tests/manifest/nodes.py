@@ -38,11 +38,15 @@ class Cluster:
         ray = Path(sys.executable).with_name("ray")
         own = ("--node-ip-address", "127.0.0.1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block")
         ports = ("--dashboard-agent-listen-port", str(free_port()))
-        with (self.folder / f"ray-{len(self.started)}.log").open("wb") as log:
+        with self.log(len(self.started)).open("wb") as log:
             command = [str(ray), "start", *options, *own, *ports]
             made_here = subprocess.Popen(command, env=self.variables, stdout=log, stderr=log, start_new_session=True)
         self.started.append(made_here)
         return made_here
+
+    def log(self, number: int) -> Path:
+        """What the node that was started as this one printed."""
+        return self.folder / f"ray-{number}.log"
 
     def start_head(self) -> None:
         where = ("--port", str(self.port), "--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.dashboard))
@@ -52,11 +56,10 @@ class Cluster:
     def start_worker(self) -> subprocess.Popen[bytes]:
         """Starts a worker and waits until the head knows it: of nodes of one machine that start at once, some take each other's sockets."""
         before = self.nodes()
-        log = self.folder / f"ray-{len(self.started)}.log"
         made_here = self.start("--address", f"127.0.0.1:{self.port}", "--num-cpus", "1")
 
         def there() -> bool:
-            assert made_here.poll() is None, f"`ray start` ended: {log.read_text()[-2000:]}"
+            assert made_here.poll() is None, f"`ray start` ended: {self.log(self.started.index(made_here)).read_text()[-2000:]}"
             return bool(self.nodes() - before)
 
         self.until(there, 90)
