@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from trainload.capture.errors import LostClusterError, StorageError
 from trainload.launch.activity import Activity
-from trainload.launch.journal import Event, Journal, last_word, stream_events
+from trainload.launch.journal import Event, Journal, last_word
 from trainload.launch.state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state
 
 
@@ -97,12 +97,13 @@ class FileContact:
     Args:
         run_dir: the run's folder.
         rank: this worker's. Rank 0 also leaves word of the run for `trainload status`, from a thread.
+        summary: what the run's events come to so far.
     """
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
+    def __init__(self, run_dir: Path, rank: int, summary: Summary) -> None:
         self._run_dir, self._rank = run_dir, rank
         self._journal = Journal(run_dir)
-        self._summary = Summary.of(stream_events(run_dir) if rank == 0 else ())
+        self._summary = summary
         self._activity: Activity | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="state", daemon=True)

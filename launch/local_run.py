@@ -43,7 +43,7 @@ def run_in_process(spec: RunSpec) -> None:
 def _work(spec: RunSpec, place: Place) -> None:
     before = Summary.of(stream_events(Path(spec.run_dir)))  # the same on every rank: none goes on before all have read it
     spec = spec.model_copy(update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None})
-    contact = FileContact(Path(spec.run_dir), place.rank)
+    contact = FileContact(Path(spec.run_dir), place.rank, before)
     try:
         run_worker(spec, place, contact)
     except BaseException as error:

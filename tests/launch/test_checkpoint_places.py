@@ -29,6 +29,7 @@ from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launch.contact import FileContact
 from trainload.launch.journal import read_events
 from trainload.launch.saving import Saver
+from trainload.launch.state import Summary
 from trainload.packaging import chunks
 from trainload.packaging.stores import remote as remote_files
 from trainload.packaging.stores.remote import RemoteFiles
@@ -256,7 +257,7 @@ def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
 ) -> None:
     with wire_to(s3) as wire:
         place = bucket.place
-        saver = Saver(CheckpointWriter(place, ONE, 0, "t1"), FileContact(tmp_path, 0), None, leading=True, patience=60.0)
+        saver = Saver(CheckpointWriter(place, ONE, 0, "t1"), FileContact(tmp_path, 0, Summary()), None, leading=True, patience=60.0)
         saver.save(1, make_state(ONE, 0), DATA, {})
         saver._writer.idle(60)
         wire.refuse = True
@@ -299,7 +300,7 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
     monkeypatch.setattr(remote, "_ANSWER_SECONDS", 4.0)
     monkeypatch.setattr("trainload.launch.saving._HOLD_SECONDS", 0.5)
     with wire_to(s3) as wire:
-        saver = Saver(CheckpointWriter(bucket.place, ONE, 0, "t1"), FileContact(tmp_path, 0), None, leading=True, patience=60.0)
+        saver = Saver(CheckpointWriter(bucket.place, ONE, 0, "t1"), FileContact(tmp_path, 0, Summary()), None, leading=True, patience=60.0)
         wire.silent = True
         for step in range(1, 4):
             began = time.monotonic()
@@ -327,7 +328,7 @@ def test_a_checkpoint_that_was_put_off_is_wanted_when_the_one_before_is_done(
         gate.wait(30)
 
     writer = CheckpointWriter(kept.place, ONE, 0, "t1", before_publishing=wait)
-    saver = Saver(writer, FileContact(tmp_path, 0), None, leading=True, patience=60.0)
+    saver = Saver(writer, FileContact(tmp_path, 0, Summary()), None, leading=True, patience=60.0)
     saver.save(1, make_state(ONE, 0), DATA, {})
     saver.save(2, make_state(ONE, 0), DATA, {})
     early = saver.wanted

@@ -15,6 +15,7 @@ from trainload.launch.data.files import find_files
 from trainload.launch.data.mixture import parts_of
 from trainload.launch.journal import JOURNAL, followed, read_events, stream_events
 from trainload.launch.spec import RUN_FILE, check_new_run, read_spec
+from trainload.launch.state import Summary
 
 Fail = Callable[[Path], None]
 
@@ -48,7 +49,7 @@ def fail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fai
 
 def test_it_asks_for_nothing(fail: Fail, tmp_path: Path) -> None:
     (tmp_path / Request.STOP.file).touch()
-    contact = FileContact(tmp_path, 1)
+    contact = FileContact(tmp_path, 1, Summary())
     assert asked_by_file(tmp_path) is Request.STOP
     fail(tmp_path)
     assert asked_by_file(tmp_path) is Request.NONE

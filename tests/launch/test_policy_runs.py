@@ -17,6 +17,7 @@ from trainload.launch.contact import FileContact
 from trainload.launch.journal import read_events
 from trainload.launch.libraries import open_for_run
 from trainload.launch.spec import read_spec
+from trainload.launch.state import Summary
 from trainload.launch.worker import prepare_node
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
@@ -81,7 +82,7 @@ def test_a_worker_holds_the_package_to_its_own_machine_s_policy(package: Package
     launched(package, gpt_data, tmp_path / "run", None)
     (tmp_path / "system.toml").write_bytes(policy.read_bytes())
     with pytest.raises(PolicyError, match=r"system\.toml"):
-        prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0))
+        prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
 
 
 def test_a_worker_holds_the_package_to_its_driver_s_policy(
@@ -92,7 +93,7 @@ def test_a_worker_holds_the_package_to_its_driver_s_policy(
     policy.unlink()
     (package.path / "signatures/alice.sig").unlink()
     with pytest.raises(PolicyError, match=r"policy\.toml"):
-        prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0))
+        prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
 
 
 def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Package, gpt_data: Path, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Packag
     launched(package, gpt_data, tmp_path / "run", None)
     edit_manifest(package.path, lambda manifest: manifest.update(parent=package.digest))
     with pytest.raises(IntegrityError, match="another one than the run was launched with"):
-        prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0))
+        prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
     with pytest.raises(IntegrityError, match="another one than the run was launched with"):
         trainload.resume(tmp_path / "run", backend="local")
 

@@ -18,12 +18,13 @@ from trainload.launch.checkpoints.writer import CheckpointWriter
 from trainload.launch.contact import FileContact
 from trainload.launch.journal import read_events
 from trainload.launch.saving import Saver
+from trainload.launch.state import Summary
 
 ONE = make_plan("single", 1)
 
 
 def saver(folder: Path, patience: float = 30.0) -> Saver:
-    return Saver(CheckpointWriter(place_of(folder), ONE, 0, "t1"), FileContact(folder, 0), None, leading=True, patience=patience)
+    return Saver(CheckpointWriter(place_of(folder), ONE, 0, "t1"), FileContact(folder, 0, Summary()), None, leading=True, patience=patience)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
