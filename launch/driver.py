@@ -9,19 +9,19 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainload.capture.errors import StorageError
-from trainload.launch.spec import replace_file
-from trainload.launch.state import STATE_FILE, Summary, read_state, write_state
+from trainload.launch.state import STATE_FILE, RunState, Summary, put_state, read_state, write_state
 
 LOCK_FILE = "driver.lock"
 """Held by whoever looks whether a run has a driver, and becomes it."""
 _LOCK_SECONDS = 10.0
 
 
-def demand_no_driver(run_dir: Path) -> None:
-    """Demands that nobody drives a run. Raises: StorageError, which says who does."""
+def demand_no_driver(run_dir: Path) -> RunState | None:
+    """Demands that nobody drives a run. Returns: what its last driver said; None: nothing. Raises: StorageError, which says who does."""
     state = read_state(run_dir)
     if state is not None and state.of_another:
         raise _going_on(run_dir, f"its driver is process {state.pid} on {state.host}")
+    return state
 
 
 @contextmanager
@@ -34,37 +34,29 @@ def driving(run_dir: Path) -> Iterator[None]:
     Raises:
         StorageError: another process is.
     """
-    before = _claimed(run_dir)
+    before, said = _claim(run_dir)
     try:
         yield
     finally:
-        state = read_state(run_dir)
-        if state is not None and state.attempt == 0 and not state.over and not state.of_another:
+        if said is not None and read_state(run_dir) == said:
             with suppress(OSError):  # as if this process had been killed
-                _put_back(run_dir / STATE_FILE, before)
+                if before is None:
+                    (run_dir / STATE_FILE).unlink()
+                else:
+                    put_state(run_dir, before)
 
 
-def _claimed(run_dir: Path) -> bytes | None:
-    """Says in a run's state that this process drives it. Returns: what was said there before; None: nothing. Raises: as `driving`."""
-    file = run_dir / STATE_FILE
+def _claim(run_dir: Path) -> tuple[RunState | None, RunState | None]:
+    """Says in a run's state that this process drives it. Returns: what was said there before, and what is now. Raises: as `driving`."""
     try:
         with FileLock(run_dir / LOCK_FILE, timeout=_LOCK_SECONDS):
-            demand_no_driver(run_dir)
-            state, before = read_state(run_dir), file.read_bytes() if file.exists() else None
-            summary = Summary() if state is None else state.summary
-            write_state(run_dir, 0, summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}), {})
-            return before
+            before = demand_no_driver(run_dir)
+            summary = Summary() if before is None else before.summary
+            return before, write_state(run_dir, 0, summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}), {})
     except Timeout:
         raise _going_on(run_dir, f"another process has held {LOCK_FILE} for {_LOCK_SECONDS:.0f} s") from None
     except OSError:
-        return None
-
-
-def _put_back(file: Path, before: bytes | None) -> None:
-    if before is None:
-        file.unlink()
-    else:
-        replace_file(file, before, durable=False)
+        return None, None
 
 
 def _going_on(run_dir: Path, who: str) -> StorageError:

@@ -181,8 +181,8 @@ class RunState(BaseModel):
         return self.summary.phase if self.over or self.alive else "lost"
 
 
-def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False) -> None:
-    """Replaces the file; this process is the driver. `over`: it ends now. Raises: OSError."""
+def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False) -> RunState:
+    """Replaces the file; this process is the driver. `over`: it ends now. Returns: what it says. Raises: OSError."""
     state = RunState(
         time=time.time(),
         host=socket.gethostname(),
@@ -193,6 +193,12 @@ def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, 
         summary=summary,
         ranks=dict(ranks),
     )
+    put_state(run_dir, state)
+    return state
+
+
+def put_state(run_dir: Path, state: RunState) -> None:
+    """Replaces the file with what a driver, this one or another, says. Raises: OSError."""
     replace_file(run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False)
 
 
