@@ -135,8 +135,10 @@ def resume(
         PlanError: the plan has another global batch; otherwise as `launch`.
     """
     folder = Path(run_dir).absolute()
-    spec = change(folder, **changes) if changes and leads(backend or "ray") else _changed(read_spec(folder), changes)
-    if leads(backend or "ray"):  # torchrun's rank 0 may drive it by now
+    backend = backend or "ray"
+    leading = leads(backend)
+    spec = change(folder, **changes) if changes and leading else _changed(read_spec(folder), changes)
+    if leading:  # torchrun's rank 0 may drive it by now
         demand_no_driver(folder)
     policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
     spec = spec.model_copy(update={"policies": policies})
@@ -148,14 +150,14 @@ def resume(
         spec = spec.model_copy(
             update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, strategy), "plans": ()}
         )
-    demand_sinks(spec.sinks, backend or "ray")
-    if leads(backend or "ray"):
+    demand_sinks(spec.sinks, backend)
+    if leading:
         demand_sink_libraries(spec.sinks)
     check_package(package, spec)
     check_rows(package, spec)
     check_output(spec, new=False)
-    run_spec(spec, backend or "ray", address, on_event or _ignore, new=False)
-    return _finished(spec, package, backend or "ray")
+    run_spec(spec, backend, address, on_event or _ignore, new=False)
+    return _finished(spec, package, backend)
 
 
 def change(run_dir: Path, **changes: Unpack[RunChanges]) -> RunSpec:
