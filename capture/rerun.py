@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import io
 import itertools
 import random
@@ -177,6 +178,18 @@ class _Calls:
                     self._watched.add(Deed(GLOBAL, place, known))
 
 
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Collects no garbage inside: what is called when that happens (`gc.callbacks`, finalizers) is called from the middle of forward."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _by_user(frame: FrameType) -> bool:
     """Whether the function was called by the user's code, and not by torch's own (a checkpoint seeds, to draw again what it drew)."""
     return frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
@@ -202,7 +215,7 @@ def watch(function: nn.Module, batch: dict[str, Tensor]) -> Watched:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with _Conversions(watched, list(copied.values())):
+            with _Conversions(watched, list(copied.values())), _garbage_kept():
                 sys.setprofile(calls)
                 try:
                     function(copied)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +173,26 @@ def test_what_would_be_lost_leaves_the_page_as_it_was(middle: Middle) -> None:
             capture(job(Model(middle, seen=torch.zeros(()))), strict=strict)
         pages.append(str(raised.value))
     assert pages[0] == pages[1]
+
+
+def test_what_is_called_where_garbage_is_collected_is_not_the_models() -> None:
+    asked: list[float] = []
+
+    def ask(phase: str, info: dict[str, int]) -> None:
+        asked.append(time.perf_counter())
+
+    def littering(_: Any, x: Tensor) -> Tensor:
+        litter = [[number] for number in range(5000)]
+        return x * len(litter)
+
+    gc.callbacks.append(ask)
+    try:
+        littering(None, torch.ones(1))
+        assert asked
+        assert modes(capture(job(Model(littering)), strict=True)) == {"train": "strict", "eval": "strict"}
+    finally:
+        gc.callbacks.remove(ask)
+    assert gc.isenabled()
 
 
 def test_a_module_hook_speaks_against_it() -> None:
