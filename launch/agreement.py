@@ -5,17 +5,15 @@ steps on rows that nobody meant.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from trainload.capture.errors import DataError
+from trainload.launch.groups import gathered
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.sharding.collectives import Collective, as_json, of_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.simulate import demand_meeting
-
-T = TypeVar("T")
 
 
 def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], plan: Plan, control: dist.ProcessGroup) -> None:
@@ -59,12 +57,3 @@ def demand_same_data(fingerprint: str, node: str, data: str, control: dist.Proce
             got=f"other rows on {', '.join(others)}",
             cure="Put it on storage that all nodes share, or copy it again.",
         )
-
-
-def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
-    """What every rank of `control` has, by rank. All of them call it. `control` None: there is one rank."""
-    if control is None:
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(found, value, group=control)
-    return found

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trainload.capture.errors import ClusterError
 from trainload.launch.contact import FileContact, Request, demand_taken_back, take_back
+from trainload.launch.groups import leave_groups
 from trainload.launch.journal import stream_events
 from trainload.launch.processes import in_main_thread, is_nobodys
 from trainload.launch.spec import RunSpec
@@ -95,7 +96,7 @@ def run_under_torchrun(spec: RunSpec, place: Place) -> None:
         with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
             _work(spec, place)
     finally:
-        dist.destroy_process_group()
+        leave_groups()
 
 
 @contextmanager

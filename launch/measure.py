@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainload.capture.errors import ClusterError
+from trainload.launch.groups import leave_groups
 from trainload.sharding.plan import DeviceKind
 from trainload.sharding.planner.device import DeviceProfile, Link, Measured
 
@@ -174,7 +175,7 @@ def _rank(kind: DeviceKind, rank: int, ranks: int, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "measured.json").write_text(json.dumps([each.model_dump() for each in found]))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_groups()
 
 
 def _collective(operator: str, size: int, ranks: int, device: torch.device) -> Measured:

@@ -20,7 +20,7 @@ from trainload.autograd_trace.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.rounds import draws_before
 from trainload.capture.errors import CheckpointError, DataError, DivergedError, RunInterrupted
 from trainload.launch.activity import Activity, Phase
-from trainload.launch.agreement import demand_same_collectives, demand_same_data, gathered
+from trainload.launch.agreement import demand_same_collectives, demand_same_data
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
@@ -34,6 +34,7 @@ from trainload.launch.determinism import deterministic
 from trainload.launch.drawing import draw_of, next_calls
 from trainload.launch.engine import Engine, GraphResult, StepResult
 from trainload.launch.evaluation import Evaluation
+from trainload.launch.groups import gathered
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
 from trainload.launch.saving import Saver

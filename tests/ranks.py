@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainload.launch.groups import leave_groups
+
 
 def on_ranks(world: int, act: Callable[[int, int, Path], None], folder: Path) -> None:
     """Calls `act(rank, world, folder)`, a function of a module, in a process for each rank. Demands that all of them end well."""
@@ -22,7 +24,8 @@ def on_ranks(world: int, act: Callable[[int, int, Path], None], folder: Path) ->
         if process.is_alive():
             process.kill()
             process.join()
-    assert [process.exitcode for process in processes] == [0] * world
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world, f"the ranks ended with {codes}"
 
 
 def _in_group(act: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> None:
@@ -31,4 +34,4 @@ def _in_group(act: Callable[[int, int, Path], None], rank: int, world: int, fold
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     act(rank, world, folder)
     dist.barrier()
-    dist.destroy_process_group()
+    leave_groups()

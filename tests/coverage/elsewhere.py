@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Port, StepGraph
+from trainload.launch.groups import leave_groups
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster
@@ -94,7 +95,7 @@ def two_workers(
             values[f"bucket/{bucket.name}"] = flat
         out = run_graph(graph.module, graph.inputs, graph.outputs, values)
         dist.barrier()
-        dist.destroy_process_group()
+        leave_groups()
         return out
 
     sys.stdout.flush()

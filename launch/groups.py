@@ -1,0 +1,29 @@
+"""The process groups that ranks talk in: what each of them has, and how they are left."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
+    """What every rank of `control` has, by rank. All of them call it. `control` None: there is one rank."""
+    if control is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(found, value, group=control)
+    return found
+
+
+def leave_groups() -> None:
+    """Ends all of this process's groups, and their threads.
+
+    torch ends a group's threads with the last reference to it, and one may be left in garbage. Of gloo, a thread that is still there when
+    the interpreter ends, and drops a tensor only then, aborts a process that has done all of its work.
+    """
+    dist.destroy_process_group()
+    gc.collect()

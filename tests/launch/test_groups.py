@@ -1,0 +1,45 @@
+"""How a process leaves its process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from trainload.launch.groups import gathered, leave_groups
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        leave_groups()
+
+
+def gloos_threads() -> list[str]:
+    names = [(each / "comm").read_text().strip() for each in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+def raise_with(control: dist.ProcessGroup | None) -> None:
+    errors = [ValueError(str(control))]
+    raise errors[0]  # whose frame holds it, and the group
+
+
+def test_no_thread_of_a_group_is_left_that_garbage_holds(alone: None) -> None:
+    with pytest.raises(ValueError, match="ProcessGroup"):
+        raise_with(dist.group.WORLD)
+    assert gloos_threads()
+    leave_groups()
+    assert gloos_threads() == []
+
+
+def test_what_one_rank_has_is_gathered_without_a_group() -> None:
+    assert gathered("a", None) == ["a"]
+
+
+def test_what_a_group_of_one_rank_has_is_gathered(alone: None) -> None:
+    assert gathered("a", dist.group.WORLD) == ["a"]
