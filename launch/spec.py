@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from trainload.launch.probe import demand_writable_folder
 from trainload.launch.reading import reading
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.packaging.files import NO_LINKS
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 
@@ -130,16 +132,21 @@ def check_new_run(run_dir: Path) -> None:
     with reading("it", run_dir / RUN_FILE, _ELSEWHERE):
         taken = (run_dir / RUN_FILE).exists()
     if taken:
-        raise StorageError(
-            "there is a run here already",
-            where=str(run_dir),
-            cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
-        )
+        raise _taken(run_dir)
     demand_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
 
 
+def _taken(run_dir: Path) -> StorageError:
+    return StorageError(
+        "there is a run here already",
+        where=str(run_dir),
+        cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
+    )
+
+
 def write_spec(spec: RunSpec) -> None:
-    """Makes the run's folder and writes run.json into it; a folder that holds a run already is refused.
+    """Makes the run's folder and writes run.json into it; a folder that holds a run already is refused. Of several that make a run in one
+    folder at the same moment, one does.
 
     Raises:
         StorageError: the name is taken, or the folder cannot be written; nothing is left behind.
@@ -150,7 +157,7 @@ def write_spec(spec: RunSpec) -> None:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+        made_here = _create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
     except OSError as error:
         with suppress(OSError):
             for path in made:
@@ -158,6 +165,8 @@ def write_spec(spec: RunSpec) -> None:
         raise StorageError(
             f"the run's folder cannot be written: {error.strerror}", where=str(folder), cure="Choose another --run-dir."
         ) from error
+    if not made_here:
+        raise _taken(folder)
 
 
 def read_spec(run_dir: Path) -> RunSpec:
@@ -183,6 +192,34 @@ def read_spec(run_dir: Path) -> RunSpec:
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Writes a file beside `path` and renames it: readers see the old content or the new. `durable`: also after a loss of power."""
+    with _draft(path, data, durable=durable) as draft:
+        draft.replace(path)
+
+
+def _create_file(path: Path, data: bytes) -> bool:
+    """Writes a file beside `path` and links it there: readers see all of it or none. Where the file system has no links it is renamed.
+
+    Returns: whether it is there now; False: another one is.
+    """
+    with _draft(path, data, durable=True) as draft:
+        try:
+            os.link(draft, path)
+        except FileExistsError:  # over a network perhaps this very link, which was made again after its answer was lost
+            there = path.read_bytes() == data
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            draft.replace(path)
+            return True
+        else:
+            there = True
+        draft.unlink()
+        return there
+
+
+@contextmanager
+def _draft(path: Path, data: bytes, *, durable: bool) -> Iterator[Path]:
+    """A file beside `path` with this content. Whoever uses it takes it away; where that or the writing fails, it is removed."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -190,7 +227,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        draft.replace(path)
+        yield draft
     except OSError:
         draft.unlink(missing_ok=True)
         raise

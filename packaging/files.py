@@ -17,6 +17,8 @@ from trainload.capture.errors import IntegrityError, StorageError, UnsafePackage
 from trainload.packaging.canonical import MAX_BYTES, sha256_bytes
 from trainload.packaging.manifest import FileEntry
 
+NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""What the system says where a file system makes no hard links."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

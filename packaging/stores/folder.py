@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import secrets
@@ -12,11 +11,9 @@ from functools import cached_property
 from pathlib import Path
 
 from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
-from trainload.packaging.files import is_full, open_inside, sync_folder
+from trainload.packaging.files import NO_LINKS, is_full, open_inside, sync_folder
 from trainload.packaging.manifest import FileEntry
 from trainload.packaging.stores.places import BLOCK, OnBytes, StoredFile
-
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 class FolderFiles:
@@ -39,7 +36,7 @@ class FolderFiles:
             try:
                 os.link(draft, other)
             except OSError as error:
-                if error.errno in _NO_LINKS:
+                if error.errno in NO_LINKS:
                     return False
                 raise
             other.unlink()
