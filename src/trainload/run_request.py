@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, Required, TypedDict, get_args
 
 import trainload
-from trainload.capture.errors import CheckpointError, DataError, PlanError, RequestError, StorageError
+from trainload.capture.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
 from trainload.launch.checkpoints.place import place_of, whole_place
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.data.files import is_url, local_path
@@ -190,6 +190,7 @@ def checked(
     Within it the run is made, or the files of its data go that were made for it.
     """
     eval_data, backend = options.get("eval_data"), options.get("backend", "ray")
+    demand_backend(backend, options.get("address"))
     run_dir = Path(options["run_dir"]).absolute()
     demand_sinks(options.get("sinks", ()), backend)
     if leads(backend) and not (options.get("address") or "").startswith(("http://", "https://")):  # the sinks of a job are its cluster's
@@ -260,6 +261,14 @@ def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     rows = check_run_data(spec.data, package, count)
     eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
     return rows, eval_rows
+
+
+def demand_backend(backend: Backend, address: str | None) -> None:
+    """Raises: ClusterError: there is none of this name; RequestError: it has no cluster that could have this address."""
+    if backend not in get_args(Backend):
+        raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
+    if backend != "ray" and address is not None:
+        raise RequestError("an address is one of a Ray cluster", where="address", got=f"backend {backend}", cure="Leave one of them out.")
 
 
 def leads(backend: Backend) -> bool:

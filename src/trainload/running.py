@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from trainload.capture.errors import ClusterError, StorageError
+from trainload.capture.errors import StorageError
 from trainload.launch.build import build_key, device_of
 from trainload.launch.changes import changed
 from trainload.launch.checkpoints.place import place_of
@@ -36,7 +36,7 @@ from trainload.made_data import Data
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.packaging.signatures.policy import find_policies
-from trainload.run_request import Backend, RunOptions, another_plan, check_package, check_rows, checked, leads
+from trainload.run_request import Backend, RunOptions, another_plan, check_package, check_rows, checked, demand_backend, leads
 from trainload.sharding.plan import Cluster, Plan
 from trainload.sharding.replan import replan
 from trainload.sharding.simulate import simulate
@@ -123,8 +123,8 @@ def resume(
         workers: None: as before.
         strategy: None: as before where that is possible for the number of workers.
         plan: another plan for the package, in place of both. Its global batch is the run's.
-        backend: None: "local" for a run of one worker that is asked for so, else Ray.
-        address: of a Ray cluster.
+        backend: None: Ray.
+        address: of a Ray cluster; None: a local one.
         policy: a policy file, beside those that the run was launched under and those that hold here.
         on_event: told everything that happens.
         changes: see `RunChanges`. They are kept in run.json, with the step from which they hold.
@@ -136,6 +136,7 @@ def resume(
     """
     folder = Path(run_dir).absolute()
     backend = backend or "ray"
+    demand_backend(backend, address)
     leading = leads(backend)
     spec = change(folder, **changes) if changes and leading else _changed(read_spec(folder), changes)
     if leading:  # torchrun's rank 0 may drive it by now
@@ -297,14 +298,12 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
                 run_under_torchrun(spec, place)
         else:
             run_under_torchrun(spec, place)
-    elif backend == "local":
+    else:
         from trainload.launch.local_run import demand_one_worker, run_in_process
 
         demand_one_worker(spec)
         with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
             run_in_process(spec)
-    else:
-        raise ClusterError("no such backend", expected="ray, local or torchrun", got=str(backend))
 
 
 def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import trainload
 from trainload import cli
+from trainload.capture.errors import ClusterError, RequestError
 from trainload.commands import runs
 from trainload.launch.spec import RunSpec
 
@@ -31,6 +34,27 @@ EVALUATE = ["evaluate", "none.tl", "--data", "d.parquet"]
 def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsys: Capture) -> None:
     assert cli.run(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+NONE: Any = None
+"""Where what stands there is not come to."""
+
+
+@pytest.mark.parametrize("backend", ["local", "torchrun"])
+def test_so_it_is_from_python(backend: Any, tmp_path: Path) -> None:
+    for ask in (trainload.launch, trainload.dry_run):
+        with pytest.raises(RequestError, match=f"an address is one of a Ray cluster.*backend {backend}"):
+            ask(NONE, NONE, NONE, run_dir=tmp_path / "run", backend=backend, address="h:1")
+    with pytest.raises(RequestError, match="an address is one of a Ray cluster"):
+        trainload.resume(tmp_path / "run", backend=backend, address="h:1")
+
+
+def test_a_backend_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    other: Any = "slurm"
+    with pytest.raises(ClusterError, match=r"no such backend.*ray or local or torchrun.*slurm"):
+        trainload.launch(NONE, NONE, NONE, run_dir=tmp_path / "run", backend=other)
+    with pytest.raises(ClusterError, match="no such backend"):
+        trainload.resume(tmp_path / "run", backend=other)
 
 
 def test_a_plan_is_the_largest_of_an_elastic_run(capsys: Capture) -> None:
