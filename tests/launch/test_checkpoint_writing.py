@@ -279,7 +279,7 @@ def test_ranks_killed_at_random_moments_leave_whole_checkpoints_only(tmp_path: P
             subprocess.Popen([*command, str(rank), f"t{attempt}"], stdout=subprocess.PIPE, text=True, env=environment())
             for rank in range(2)
         ]
-        assert all(wait_for_line(rank.stdout) for rank in ranks)
+        assert all(wait_for_line(rank.stdout) for rank in ranks for _ in range(2))  # the second save waits for the first
         time.sleep(rng.uniform(0.05, 0.6))
         for process in ranks:
             process.send_signal(signal.SIGKILL)

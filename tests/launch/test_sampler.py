@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -66,11 +65,8 @@ def test_the_order_is_the_same_for_ever() -> None:
     assert rows(1234, 1000, 997, 6).tolist() == [592, 55, 603, 174, 471, 66]
 
 
-def test_time_does_not_grow_with_the_size() -> None:
-    rows(0, 10, 0, 32)
-    began = time.perf_counter()
+def test_the_order_of_so_many_rows_that_they_could_not_be_gone_through() -> None:
     found = rows(0, 10**15, 10**16 + 3, 32)
-    assert time.perf_counter() - began < 0.1
     assert 0 <= found.min() <= found.max() < 10**15
     assert len(set(found.tolist())) == 32
 

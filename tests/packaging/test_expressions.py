@@ -79,7 +79,7 @@ def test_what_sympy_would_evaluate_is_refused(text: str) -> None:
     ],
 )
 def test_what_would_take_memory_or_stack_is_refused_at_once(text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(UnsafePackageError):
         check_expression(text, "graph")
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
