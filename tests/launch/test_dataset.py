@@ -330,16 +330,16 @@ def test_several_processes_convert_once(tmp_path: Path, cache: Path) -> None:
 def test_the_token_path_is_fast(tmp_path: Path, cache: Path) -> None:
     values = np.random.default_rng(0).integers(0, 256, (100_000, 129), dtype=np.uint8)
     pq.write_table(pa.table({"tokens": fixed(values)}), tmp_path / "a.parquet")
-    began = time.perf_counter()
+    began = time.process_time()
     data = open_dataset(tmp_path / "a.parquet", [InputSpec("tokens", "uint8", ("batch", 129))], cache)
-    converting = time.perf_counter() - began
+    converting = time.process_time() - began
     rows = np.random.default_rng(1).integers(0, 100_000, 32)
     times = []
     for _ in range(50):
-        began = time.perf_counter()
+        began = time.process_time()
         batch = data.batch(rows)
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     print(f"converted in {converting:.2f} s, a batch in {min(times) * 1e6:.0f} us")
     assert np.array_equal(batch["tokens"].numpy(), values[rows])
-    assert converting < 3  # about 0.5 s on an idle core; the bound leaves room for a busy machine
+    assert converting < 3  # about 0.5 s of a core: no value is made of a token
     assert min(times) < 1e-3
