@@ -2,6 +2,9 @@
 
 A push writes down which blobs it relies on before it asks which of them are there, and waits while `gc` is at work. `gc` says that it is at
 work before it reads what pushes have written down. So, whichever comes first, one of the two sees the other.
+
+Of two gcs one is at work: it has created the lock of the next number. The last lock stays when its time is over, so that no number is taken
+twice: who has found it over, and was slow, does not take one that another gc has had since.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from trainload.capture.errors import StorageError
+from trainload.capture.errors import IntegrityError, StorageError
 from trainload.packaging.manifest import Sha256
-from trainload.packaging.stores.releases import MAX_RECORD, Nonce, Sealed
+from trainload.packaging.stores.releases import MAX_RECORD, Nonce, ReleaseId, Sealed
 from trainload.packaging.stores.store import Store
 
-LOCK = "gc.json"
+LOCKS = "gc"
 PUSHES = "pushes"
 GRACE = 24 * 3600.0
 """Seconds after which a push that has said nothing is taken for dead."""
@@ -35,8 +38,9 @@ class PushLease(Sealed):
 
 
 class GcLock(Sealed):
-    """gc.json: until `expires`, seconds since 1970, gc may be removing blobs."""
+    """gc/ID.json: until `expires`, seconds since 1970, gc may be removing blobs. The last one holds."""
 
+    id: ReleaseId
     nonce: Nonce
     expires: int
 
@@ -99,7 +103,7 @@ def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -
     """
     lease = Lease(store, blobs)
     told = False
-    while (lock := _read_lock(store)) is not None and lock.expires > time.time():
+    while (lock := _last_lock(store)) is not None and lock.expires > time.time():
         if not told:
             on_wait(f"{store.url}: gc is at work; waiting for it, at most {max(1, round(lock.expires - time.time()))} s")
             told = True
@@ -115,17 +119,19 @@ class GcGuard:
         self._store = store
         self._nonce = secrets.token_hex(16)
         self._expires = 0.0
-        held = _read_lock(store)
-        if held is not None:
-            if held.expires > time.time():
-                raise StorageError(
-                    "another gc is at work",
-                    where=store.url,
-                    cure=f"Wait for it; if it was killed, its lock ends in {max(1, round(held.expires - time.time()))} s.",
-                )
-            store.files.delete(LOCK)
-        if not store.files.create(LOCK, self._record()):
+        last = _last_lock(store)
+        if last is not None and last.expires > time.time():
+            raise StorageError(
+                "another gc is at work",
+                where=store.url,
+                cure=f"Wait for it; if it was killed, its lock ends in {max(1, round(last.expires - time.time()))} s.",
+            )
+        self._id = f"{int(last.id) + 1 if last is not None else 1:08d}"
+        if not store.files.create(self._path, self._record(LOCK_SECONDS)):
             raise StorageError("another gc has just begun", where=store.url, cure="Wait for it.")
+        for name in store.files.names(LOCKS):
+            if name < f"{self._id}.json":
+                store.files.delete(f"{LOCKS}/{name}")
 
     def check(self) -> None:
         """Renew the lock in time.
@@ -136,20 +142,26 @@ class GcGuard:
         left = self._expires - time.time()
         if left > LOCK_SECONDS / 2:
             return
-        held = _read_lock(self._store)
-        if left <= LOCK_SECONDS / 10 or held is None or held.nonce != self._nonce:
+        if left <= LOCK_SECONDS / 10 or not self._is_last():
             raise StorageError("gc lost its lock", where=self._store.url, got="a removal that took too long", cure="Run it again.")
-        self._store.files.replace(LOCK, self._record())
+        self._store.files.replace(self._path, self._record(LOCK_SECONDS))
 
     def end(self) -> None:
         """Give the lock back."""
-        held = _read_lock(self._store)
-        if held is not None and held.nonce == self._nonce:
-            self._store.files.delete(LOCK)
+        if self._is_last():
+            self._store.files.replace(self._path, self._record(0.0))
 
-    def _record(self) -> bytes:
-        self._expires = time.time() + LOCK_SECONDS
-        return GcLock(nonce=self._nonce, expires=int(self._expires)).to_bytes()
+    @property
+    def _path(self) -> str:
+        return f"{LOCKS}/{self._id}.json"
+
+    def _is_last(self) -> bool:
+        last = _last_lock(self._store)
+        return last is not None and last.nonce == self._nonce
+
+    def _record(self, seconds: float) -> bytes:
+        self._expires = time.time() + seconds
+        return GcLock(id=self._id, nonce=self._nonce, expires=int(self._expires)).to_bytes()
 
 
 def push_leases(store: Store) -> dict[str, PushLease]:
@@ -163,6 +175,13 @@ def push_leases(store: Store) -> dict[str, PushLease]:
     return found
 
 
-def _read_lock(store: Store) -> GcLock | None:
-    data = store.files.read(LOCK, MAX_RECORD)
-    return None if data is None else GcLock.from_bytes(data, f"{store.url}/{LOCK}")
+def _last_lock(store: Store) -> GcLock | None:
+    while names := store.files.names(LOCKS):
+        path = f"{LOCKS}/{names[-1]}"
+        data = store.files.read(path, MAX_RECORD)
+        if data is not None:  # else the next gc has removed it, and has a lock of its own
+            lock = GcLock.from_bytes(data, f"{store.url}/{path}")
+            if path != f"{LOCKS}/{lock.id}.json":
+                raise IntegrityError("a lock of gc is that of another number", where=f"{store.url}/{path}", got=lock.id)
+            return lock
+    return None

@@ -5,7 +5,7 @@
     lines/LINE/releases/00000007.json       what was published: `Release`
     lines/LINE/current/00000003.json        which release became current, one after another: `Pointer`; the last one holds
     lines/LINE/marks/00000007.json          what became of a release since: `Mark`
-    pushes/..., gc.json                     what is being pushed, and whether what nobody needs is being removed
+    pushes/..., gc/...                      what is being pushed, and whether what nobody needs is being removed
 
 Everything but marks is written once. Two writers agree by trying to create the file of the next number: one of them does, and the other
 reads what that one wrote and takes the number after it. So nothing is lost, and no lock outlives a writer.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.packaging.places import Place, retrained
 
-from trainload.capture.errors import PackageError, StorageError
+from trainload.capture.errors import IntegrityError, PackageError, StorageError
 from trainload.packaging.read import Package
 from trainload.packaging.stores import leases
 from trainload.packaging.stores.collect import GcReport, gc
@@ -154,10 +154,10 @@ def test_a_damaged_record_stops_gc_before_it_removes_anything(packaged: Package,
     put(second, folder)
     record = Path(folder.url) / "lines/main/releases/00000001.json"
     record.write_bytes(record.read_bytes()[:-2])
-    before = sorted(Path(folder.url).rglob("*"))
+    before = set(Path(folder.url).rglob("*"))
     with pytest.raises(PackageError):
         clean(folder, keep=1, grace=0)
-    assert sorted(Path(folder.url).rglob("*")) == before
+    assert set(Path(folder.url).rglob("*")) == before | {Path(folder.url) / "gc", Path(folder.url) / "gc/00000001.json"}
 
 
 def test_a_push_waits_while_gc_is_at_work_and_then_sends_what_it_removed(packaged: Package, folder: Place) -> None:
@@ -217,7 +217,38 @@ def test_the_lock_of_a_gc_that_was_killed_ends(packaged: Package, folder: Place,
     GcGuard(folder.store())
     monkeypatch.undo()
     assert clean(folder).removed_blobs == 0
-    assert not (Path(folder.url) / "gc.json").exists()
+    assert [path.name for path in (Path(folder.url) / "gc").iterdir()] == ["00000002.json"]
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["at work", "over"])
+def test_a_gc_does_not_take_the_place_of_one_that_began_since_it_looked(
+    packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    put(packaged, folder)
+    clean(folder)
+    slow, others = folder.store(), folder.store()
+    read = slow.files.read
+
+    def and_another_begins(path: str, limit: int) -> bytes | None:
+        data = read(path, limit)
+        if path == "gc/00000001.json":
+            other = GcGuard(others)
+            if over:
+                other.end()
+        return data
+
+    monkeypatch.setattr(slow.files, "read", and_another_begins)
+    with pytest.raises(StorageError, match="another gc has just begun"):
+        GcGuard(slow)
+
+
+def test_a_lock_of_another_number_is_refused(packaged: Package, folder: Place) -> None:
+    put(packaged, folder)
+    clean(folder)
+    lock = Path(folder.url) / "gc/00000001.json"
+    lock.rename(lock.with_name("00000007.json"))
+    with pytest.raises(IntegrityError, match="a lock of gc is that of another number"):
+        clean(folder)
 
 
 def test_a_gc_that_lost_its_lock_stops(packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
