@@ -66,6 +66,14 @@ def interrupted_by_sigterm() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGTERM, before)
 
 
+def heeded(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
+    """Those of these signals that this process does not ignore, with their handlers. What `nohup` or a shell's background has it ignore
+    stays ignored.
+    """
+    found = {number: signal.getsignal(number) for number in numbers}
+    return {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+
+
 def is_nobodys(handler: Any) -> bool:
     """Whether a signal's handler is Python's own, or Ray's, and none that a caller has set."""
     own = handler in (signal.SIG_DFL, signal.default_int_handler, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,15 @@ from tests.packaging.jobs import Job, make_job
 from tests.packaging.signers import Signers, make_signers
 
 import trainload
+from trainload.launch.processes import in_main_thread
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
+
+
+def pytest_configure() -> None:
+    """A suite that runs in the background of a shell ignores Ctrl-C, and so would all that it starts: its tests press it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and in_main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -173,3 +176,36 @@ def test_a_driver_that_was_asked_to_end_has_no_successor(monkeypatch: pytest.Mon
         return status
 
     assert kept(monkeypatch, tmp_path, drive, signals=[15]) == (told, 1)
+
+
+DRIVER = """#!/bin/sh
+# begins when its keeper heeds SIGTERM
+while [ $((0x$(sed -n 's/^SigCgt:[^0-9a-f]*//p' /proc/$PPID/status) & 0x4000)) = 0 ]; do sleep 0.05; done
+echo begun
+exec sleep 60
+"""
+KEEPER = """
+import sys
+from trainload.commands import keeping
+
+sys.executable, asked = sys.argv[1], set()
+print(keeping._drive([], asked), sorted(asked))
+"""
+
+
+@pytest.mark.parametrize(
+    ("started", "told"),
+    [("--default-signal=HUP", [signal.SIGHUP, signal.SIGTERM]), ("--ignore-signal=HUP", [signal.SIGTERM])],
+    ids=["plain", "nohup"],
+)
+def test_a_terminal_that_is_closed_ends_the_driver_but_not_under_nohup(tmp_path: Path, started: str, told: list[int]) -> None:
+    driver = tmp_path / "driver"
+    driver.write_text(DRIVER)
+    driver.chmod(0o700)
+    command = ["env", started, sys.executable, "-c", KEEPER, str(driver)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == "begun\n"
+        keeper.send_signal(signal.SIGHUP)
+        keeper.send_signal(signal.SIGTERM)
+        assert keeper.stdout.read() == f"{-signal.SIGTERM} {[int(number) for number in told]}\n"

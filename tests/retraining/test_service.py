@@ -242,6 +242,17 @@ def test_a_loop_that_waits_ends_at_once() -> None:
         assert child.stdout.read() == "0\n"
 
 
+def test_what_a_shell_has_it_ignore_is_ignored() -> None:
+    command = ["env", "--ignore-signal=INT", sys.executable, "-c", CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+        assert child.stdout is not None
+        assert [child.stdout.readline() for _ in range(2)] == ["begun\n", "done\n"]
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "begun\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.stdout.read() == "done\n2\n"
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     import trainload

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainload.capture.errors import LostClusterError
 from trainload.commands.shared import DONE, FAILED, WRONG, err
+from trainload.launch.processes import heeded
 
 if TYPE_CHECKING:
     from trainload.launch.state import RunState
@@ -104,7 +105,9 @@ def _drive(arguments: Sequence[str], asked: set[int]) -> int:
         asked.add(number)
         driver.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in before:
+        signal.signal(number, forward)
     try:
         return driver.wait()
     finally:

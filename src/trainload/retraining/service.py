@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
 from trainload.capture.errors import ClusterError, DataError, RunInterrupted, StorageError, TrainloadError, WorkError
+from trainload.launch.processes import heeded
 from trainload.retraining.schedule import Schedule
 
 LONGEST_WAIT = 60.0
@@ -53,7 +54,7 @@ class WallClock:
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
         """Within it the first SIGTERM or SIGINT asks the loop to end, after the tick that is under way."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = heeded(signal.SIGTERM, signal.SIGINT)
 
         def ask(number: int, frame: object) -> None:
             self._ended.set()
