@@ -21,7 +21,7 @@ from trainload.launch.state import Summary
 from trainload.launch.worker import Place, run_worker
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def demand_one_worker(spec: RunSpec) -> None:
@@ -101,9 +101,9 @@ def run_under_torchrun(spec: RunSpec, place: Place) -> None:
 
 @contextmanager
 def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the run to stop after its step; the second ends it at once, and so does the first where storage does
-    not take the request. A handler that the caller has set stays. `leading`: this process clears the request. In another thread than the
-    main one signals do what they did before.
+    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after its step; the second ends it at once, and so does the first where
+    storage does not take the request. A handler that the caller has set stays. `leading`: this process clears the request. In another
+    thread than the main one signals do what they did before.
     """
 
     def ask(number: int, frame: object) -> None:

@@ -43,9 +43,9 @@ def in_main_thread() -> bool:
 
 
 @contextmanager
-def interrupted_by_sigterm() -> Iterator[Callable[[], None]]:
-    """Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does; afterwards it does what it did before. Where the caller has a handler of
-    its own, that stays.
+def interrupted_by_signals() -> Iterator[Callable[[], None]]:
+    """Within it SIGTERM, and the SIGHUP of a terminal that is closed, raise KeyboardInterrupt, as Ctrl-C does; afterwards they do what they
+    did before. Where the caller has a handler of its own, that stays.
 
     Gives what sees to it again, for after code that sets a handler of its own, as `ray.init` does. In another thread than the main one
     nothing is changed.
@@ -53,17 +53,18 @@ def interrupted_by_sigterm() -> Iterator[Callable[[], None]]:
     if not in_main_thread():
         yield lambda: None
         return
-    before = signal.getsignal(signal.SIGTERM)
-    within = signal.default_int_handler if is_nobodys(before) else before
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
 
     def again() -> None:
-        signal.signal(signal.SIGTERM, within)
+        for number, handler in before.items():
+            signal.signal(number, signal.default_int_handler if is_nobodys(handler) else handler)
 
     again()
     try:
         yield again
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def heeded(*numbers: signal.Signals) -> dict[signal.Signals, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -43,7 +46,8 @@ def connect(address: str | None) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}
-            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+            with _deaf_to_hangups():
+                ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
     except AuthenticationError as error:
         raise turned_away(address or "local", error) from error
     except (OSError, RuntimeError, ValueError) as error:
@@ -54,6 +58,16 @@ def connect(address: str | None) -> bool:
             cure="Start one with `ray start --head`, or leave out --address for a local one.",
         ) from error
     return True
+
+
+@contextmanager
+def _deaf_to_hangups() -> Iterator[None]:
+    """What is started within it does not end with the terminal, as the cluster would before its run had its checkpoint."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def turned_away(address: str, error: AuthenticationError) -> ClusterError:

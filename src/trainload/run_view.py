@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,8 @@ class RunView:
     """Shows a run's events as they come. Used as a context manager; call it with each event.
 
     On a terminal: a panel of where the run is, with the state of every rank, and a line for all that is not a step. Elsewhere: lines,
-    for steps one every `PLAIN_INTERVAL` seconds and one for the last step.
+    for steps one every `PLAIN_INTERVAL` seconds and one for the last step. Where the terminal is closed, or nobody reads the lines any
+    more, nothing is shown from then on, and the run goes on.
 
     Args:
         console: where.
@@ -53,6 +55,7 @@ class RunView:
         self._last_line = -math.inf
         self._unsaid: Mapping[str, Any] | None = None
         self._live: Live | None = None
+        self._gone = False
         self._panel = Panel(run_dir)
         for event in past:
             self._panel.take(event)
@@ -61,7 +64,8 @@ class RunView:
 
     def __enter__(self) -> Self:
         if self._live is not None:
-            self._live.start()
+            with self._to_terminal():
+                self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -69,7 +73,8 @@ class RunView:
             self._say(step_line(self._unsaid))
         if self._live is not None:
             self._panel.over = True
-            self._live.stop()
+            with self._to_terminal():
+                self._live.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -91,7 +96,16 @@ class RunView:
         self._say(step_line(data))
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if not self._gone:
+            with self._to_terminal():
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _to_terminal(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SystemExit):  # rich's word for a pipe that nobody reads
+            self._gone = True
 
 
 class Panel:

@@ -18,7 +18,7 @@ from trainload.launch.driver import demand_no_driver, driving
 from trainload.launch.journal import Event, followed
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
-from trainload.launch.processes import interrupted_by_sigterm
+from trainload.launch.processes import interrupted_by_signals
 from trainload.launch.result import RunResult, check_output, finish
 from trainload.launch.sinks.sink import SinkName, demand_sink_libraries, demand_sinks, told
 from trainload.launch.spec import (
@@ -318,7 +318,7 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
     from trainload.launch.cluster.nodes import demand_seats, nodes_of, room_asked_for
     from trainload.launch.cluster.supervisor import Supervisor
 
-    with interrupted_by_sigterm() as again:
+    with interrupted_by_signals() as again:
         started = connect(address)
         try:
             again()  # Ray would end this process, and its workers without a checkpoint

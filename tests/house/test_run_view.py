@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +46,47 @@ def shown(*events: Event, terminal: bool = False, seconds_apart: float = 0.0) ->
             report(event)
             clock.now += seconds_apart
     return out.getvalue()
+
+
+class Closed(io.StringIO):
+    """A terminal that is closed after its first line."""
+
+    def write(self, text: str) -> int:
+        if "\n" in self.getvalue():
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_outlives_its_terminal(terminal: bool) -> None:
+    out, told = Closed(), []
+    with run_view.RunView(Console(file=out, force_terminal=terminal, width=120), clock=Clock()) as report:
+        for event in (START, Event("stage", {"name": "data"}), Event("stage", {"name": "compile"}), step(0)):
+            report(event)
+            told.append(event.kind)
+    assert told == ["start", "stage", "stage", "step"]
+
+
+READ_BY_NOBODY = """
+from rich.console import Console
+from trainload.launch.journal import Event
+from trainload.run_view import RunView
+
+with RunView(Console(stderr=True)) as report:
+    for number in range(1000):
+        report(Event("stage", {"name": "data"}))
+print("trained")
+"""
+
+
+def test_a_run_outlives_who_reads_its_lines() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-c", READ_BY_NOBODY], stdout=subprocess.PIPE, stderr=write, check=False)
+    finally:
+        os.close(write)
+    assert done.returncode == 0
 
 
 def test_a_step_is_a_line_with_loss_and_throughput() -> None:

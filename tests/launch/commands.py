@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,32 @@ def interrupt(
         os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=120)
     return Interrupted(process.returncode, err, wait_until_gone(mark))
+
+
+def close_terminal(arguments: list[str | Path], cwd: Path, ready: Callable[[], bool]) -> Interrupted:
+    """Starts a command on a terminal of its own, which is closed once it is `ready`: SIGHUP to all there, and nowhere to write."""
+    mark = f"TRAINLOAD_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+    name, _, value = mark.partition("=")
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        ["env", "--default-signal=HUP", "setsid", "--ctty", *TRAINLOAD, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "TERM": "xterm", name: value},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    shown = bytearray()
+    os.set_blocking(master, False)
+    while not ready():
+        if process.poll() is not None:
+            raise AssertionError(f"it ended with {process.returncode}: {shown.decode()}")
+        with suppress(BlockingIOError):
+            shown += os.read(master, 1 << 16)
+        time.sleep(0.05)
+    os.close(master)
+    return Interrupted(process.wait(timeout=120), shown.decode(), wait_until_gone(mark))
 
 
 def wait_until_gone(mark: str, seconds: float = 20.0) -> list[str]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.launch.commands import TORCHRUN, Interrupted, interrupt, json_of
+from tests.launch.commands import TORCHRUN, Interrupted, close_terminal, interrupt, json_of
 from tests.launch.undisturbed import STEPS
 
 from trainload.launch.checkpoints.index import published
 from trainload.launch.journal import losses, read_events
 from trainload.launch.result import RunResult
+from trainload.launch.state import read_state
 from trainload.packaging.read import Package
 
 
@@ -71,6 +72,20 @@ def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Packa
     (at,) = published(run_dir)
     assert at >= 5
     assert not (run_dir / "stop").exists()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", ["ray", "local"])
+def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
+    ended = close_terminal(["launch", gpt.path, "--data", gpt_data, *options], tmp_path, stepped(run_dir, 5))
+    assert ended.left == []
+    (at,) = published(run_dir)
+    assert at >= 5
+    state = read_state(run_dir)
+    assert state is not None
+    assert (state.over, state.summary.error) == (True, "RunInterrupted")
 
 
 @pytest.mark.timeout(400)

@@ -13,7 +13,7 @@ import pytest
 
 from trainload.launch.contact import Request, asked_by_file
 from trainload.launch.local_run import _stop_on_interrupt
-from trainload.launch.processes import has_ended, interrupted_by_sigterm, this_process
+from trainload.launch.processes import has_ended, interrupted_by_signals, this_process
 
 
 def test_this_process_has_not_ended() -> None:
@@ -43,7 +43,7 @@ def test_a_child_that_has_ended_and_was_not_waited_for_has_ended() -> None:
 
 def test_sigterm_is_an_interrupt_also_after_another_handler_was_set_and_then_what_it_was() -> None:
     def work() -> None:
-        with interrupted_by_sigterm() as again:
+        with interrupted_by_signals() as again:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             again()
             signal.raise_signal(signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_a_handler_that_the_caller_has_set_stays_also_after_another_one_was_set(
     heard: list[int] = []
     before = {number: signal.signal(number, lambda number, _frame: heard.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with interrupted_by_sigterm() as again:
+        with interrupted_by_signals() as again:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             again()
             signal.raise_signal(signal.SIGTERM)
@@ -77,7 +77,7 @@ def test_another_thread_leaves_signals_alone() -> None:
     found = []
 
     def look() -> None:
-        with interrupted_by_sigterm() as again:
+        with interrupted_by_signals() as again:
             again()
             found.append(signal.getsignal(signal.SIGTERM))
 

@@ -38,7 +38,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The machine's clock. SIGTERM and SIGINT end the waiting; a second one ends the process as it always does."""
+    """The machine's clock. SIGTERM, SIGINT and SIGHUP end the waiting; a second one ends the process as it always does."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -53,8 +53,8 @@ class WallClock:
 
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """Within it the first SIGTERM or SIGINT asks the loop to end, after the tick that is under way."""
-        before = heeded(signal.SIGTERM, signal.SIGINT)
+        """Within it the first of them asks the loop to end, after the tick that is under way."""
+        before = heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
         def ask(number: int, frame: object) -> None:
             self._ended.set()
