@@ -205,21 +205,17 @@ def _create_file(path: Path, data: bytes) -> bool:
         try:
             os.link(draft, path)
         except FileExistsError:  # over a network perhaps this very link, which was made again after its answer was lost
-            there = path.read_bytes() == data
+            return path.read_bytes() == data
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
             draft.replace(path)
-            return True
-        else:
-            there = True
-        draft.unlink()
-        return there
+        return True
 
 
 @contextmanager
 def _draft(path: Path, data: bytes, *, durable: bool) -> Iterator[Path]:
-    """A file beside `path` with this content. Whoever uses it takes it away; where that or the writing fails, it is removed."""
+    """A file beside `path` with this content. It is removed unless it was renamed."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -228,6 +224,5 @@ def _draft(path: Path, data: bytes, *, durable: bool) -> Iterator[Path]:
             if durable:
                 os.fsync(file.fileno())
         yield draft
-    except OSError:
+    finally:
         draft.unlink(missing_ok=True)
-        raise
