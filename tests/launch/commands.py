@@ -79,12 +79,11 @@ def interrupt(
     """Starts a command in a session of its own and, once `ready`, does what a terminal does at Ctrl-C: SIGINT to the process group; or
     what a machine does that shuts down: SIGTERM to the process.
     """
-    mark = f"TRAINLOAD_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
-    name, _, value = mark.partition("=")
+    mark, marked = _new_mark()
     process = subprocess.Popen(
         [*program, *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, **environment, name: value},
+        env={**os.environ, **environment, **marked},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -104,13 +103,12 @@ def interrupt(
 
 def close_terminal(arguments: list[str | Path], cwd: Path, ready: Callable[[], bool]) -> Interrupted:
     """Starts a command on a terminal of its own, which is closed once it is `ready`: SIGHUP to all there, and nowhere to write."""
-    mark = f"TRAINLOAD_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
-    name, _, value = mark.partition("=")
+    mark, marked = _new_mark()
     master, slave = os.openpty()
     process = subprocess.Popen(
         ["env", "--default-signal=HUP", "setsid", "--ctty", *TRAINLOAD, *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "TERM": "xterm", name: value},
+        env={**os.environ, "TERM": "xterm", **marked},
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -134,6 +132,12 @@ def wait_until_gone(mark: str, seconds: float = 20.0) -> list[str]:
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
+
+
+def _new_mark() -> tuple[str, dict[str, str]]:
+    """What tells a command's processes from all others: a line of their environment, and the same as a mapping."""
+    name, value = "TRAINLOAD_TEST_MARK", f"{os.getpid()}-{time.monotonic_ns()}"
+    return f"{name}={value}", {name: value}
 
 
 def _marked(mark: str) -> list[str]:
