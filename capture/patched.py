@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 OPERATORS = "torch._higher_order_ops"
 """torch's module of operators that take functions."""
+_SEARCHED = frozenset({"torch", "torch.func", OPERATORS})
+_SKIPPED = frozenset({"torch", "sympy", "mpmath", "numpy", "networkx"}) | sys.stdlib_module_names
+"""Packages whose other modules hold no function of torch by a name that a model uses."""
 
 
 @contextlib.contextmanager
@@ -26,16 +29,23 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def renamed(function: object, value: object) -> Iterator[None]:
-    """A function of torch that is another one inside, under every name by which a module holds it; torch's other inner modules keep it."""
+def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]:
+    """Replace functions of torch inside the block, under every name by which a module holds them; torch's other inner modules keep them.
+
+    All modules are searched once, whatever the number of functions: a process with transformers in it holds half a million names.
+
+    Args:
+        replacements: function -> what stands for it.
+    """
+    values = {id(function): value for function, value in replacements.items()}
     places = [
-        (module, name)
+        (module, name, values[id(held)])
         for path, module in list(sys.modules.items())
-        if path in ("torch", "torch.func", OPERATORS) or path.partition(".")[0] != "torch"
+        if path in _SEARCHED or path.partition(".")[0] not in _SKIPPED
         for name, held in list(getattr(module, "__dict__", {}).items())
-        if held is function and not name.startswith("__")
+        if id(held) in values and not name.startswith("__")
     ]
     with contextlib.ExitStack() as stack:
-        for module, name in places:
+        for module, name, value in places:
             stack.enter_context(replaced(module, name, value))
         yield

@@ -60,8 +60,7 @@ class Watch:
             stack.enter_context(applied(model, self._apply))
             for owner, name, value in self._replacements(mode):
                 stack.enter_context(replaced(owner, name, value))
-            for function, value in transforms(self).items():
-                stack.enter_context(renamed(function, value))
+            stack.enter_context(renamed(transforms(self)))
             stack.enter_context(module_hooks(self, model))
             stack.enter_context(no_raw_kernels())
             stack.enter_context(lengths())
@@ -334,7 +333,7 @@ def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             mode.__exit__(None, None, None)
             try:
-                with renamed(checkpoint, _unchecked):
+                with renamed({checkpoint: _unchecked}):
                     return compiled(*args, **kwargs)
             finally:
                 mode.__enter__()
