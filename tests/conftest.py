@@ -15,6 +15,9 @@ from tests.laws.gpt import gpt_job, write_rows
 from tests.laws.isolated import build_wheel
 from tests.packaging.jobs import Job, make_job
 from tests.packaging.signers import Signers, make_signers
+from tests.selection import mark_items, unmatched_patterns
+from tests.shared import made_once, run_folder
+from tests.timings import add_limit_option, report_timings
 
 import trainload
 from trainload.launch.processes import in_main_thread
@@ -28,13 +31,31 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the suite's own."""
+    add_limit_option(parser)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is `slow` and what is `ray`. A matrix whose representatives do not exist is an error where all of it was collected."""
+    mark_items(items)
+    if not any("::" in argument for argument in config.args) and (unmatched := unmatched_patterns(items)):
+        raise pytest.UsageError("mark.matrix names cases that do not exist:\n" + "\n".join(unmatched))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what exceeds the limit of `--limit`."""
+    report_timings(terminalreporter)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The session's own cache (what is compiled once serves all tests) and key, in place of the user's."""
-    folder = tmp_path_factory.mktemp("cache")
+    """This run's own cache (what is compiled once serves all tests of all processes), and a key, in place of the user's."""
+    folder = run_folder(tmp_path_factory) / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRAINLOAD_CACHE_DIR", str(folder))
-        patch.setenv("TRAINLOAD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("TRAINLOAD_STATE_DIR", str(folder.with_name("state")))
         yield folder
 
 
@@ -57,8 +78,8 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The laws' GPT, frozen."""
-    return trainload.freeze(gpt_job(), tmp_path_factory.mktemp("gpt") / "gpt.tl")
+    """The laws' GPT, frozen. No test changes it."""
+    return trainload.open(made_once(tmp_path_factory, "gpt", lambda folder: trainload.freeze(gpt_job(), folder / "gpt.tl")) / "gpt.tl")
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +111,7 @@ def packaged(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same job's package with a derived graph, for what lies about packages. No test changes it."""
-    return make_base(tmp_path_factory.mktemp("attacked"))
+    return made_once(tmp_path_factory, "attacked", make_base) / "base.tl"
 
 
 @pytest.fixture
@@ -110,4 +131,5 @@ def signers(tmp_path_factory: pytest.TempPathFactory) -> Signers:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, built from a copy of its source."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+    (built,) = made_once(tmp_path_factory, "wheel", build_wheel).glob("trainload-*.whl")
+    return built

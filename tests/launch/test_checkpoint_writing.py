@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state, save_all, writers
+from tests.ranks import end, start
 
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.launch.checkpoints import folder as checkpoint_folder
@@ -27,6 +27,7 @@ from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usa
 from trainload.launch.checkpoints.shard import write_shard
 from trainload.launch.checkpoints.state import ShardedState
 from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.sharding.plan import Bucket, Slot
 
 TWO = make_plan("zero3", 2)
 ONE = make_plan("single", 1)
@@ -64,7 +65,8 @@ def test_host_memory_is_used_again(tmp_path: Path) -> None:
 def test_nothing_is_published_before_all_ranks_have_written(tmp_path: Path) -> None:
     first, second = writers(tmp_path, TWO)
     first.save(1, make_state(TWO, 0), DATA, {})
-    time.sleep(0.3)
+    while not list(tmp_path.rglob("*.safetensors")):
+        time.sleep(0.01)
     assert visible(tmp_path) == [".tmp-step-00000001-t1"]
     second.save(1, make_state(TWO, 1), DATA, {})
     second.wait()
@@ -247,25 +249,18 @@ def test_a_kill_at_any_file_operation_leaves_whole_checkpoints_only(tmp_path: Pa
     assert {"10", "10,20", "20,30"} <= {line[2] for line in lines}
 
 
-RANK = """
-import sys
-from pathlib import Path
-from tests.launch.checkpoint_cases import DATA, make_plan
-from trainload.launch.checkpoints.place import place_of
-from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint
-from trainload.launch.checkpoints.state import ShardedState
-from trainload.launch.checkpoints.writer import CheckpointWriter
-import torch
-from trainload.sharding.plan import Bucket, Slot
-n, rank = 1 << 21, int(sys.argv[2])
-slot = Slot(parameter="w", offset=0, length=n, shape=(n,))
-plan = make_plan("zero3", 2).model_copy(update={"buckets": (Bucket(name="b", dtype="float32", groups=("g",), length=n, slots=(slot,)),)})
-writer = CheckpointWriter(place_of(Path(sys.argv[1])), plan, rank, sys.argv[3])
-latest = latest_checkpoint(place_of(Path(sys.argv[1])))
-for step in range(Checkpoint.open(latest).index.step + 1 if latest else 1, 100000):
-    writer.save(step, ShardedState({"b": {"param": torch.full((n // 2,), float(step))}}), DATA, {})
-    print(step, flush=True)
-"""
+WEIGHTS = 1 << 21
+
+
+def save_for_ever(folder: Path, rank: int, attempt: str) -> None:
+    """One of two ranks that save and save, until it is killed. Prints each step whose save has begun."""
+    slot = Slot(parameter="w", offset=0, length=WEIGHTS, shape=(WEIGHTS,))
+    bucket = Bucket(name="b", dtype="float32", groups=("g",), length=WEIGHTS, slots=(slot,))
+    writer = CheckpointWriter(place_of(folder), TWO.model_copy(update={"buckets": (bucket,)}), rank, attempt)
+    latest = latest_checkpoint(place_of(folder))
+    for step in itertools.count(Checkpoint.open(latest).index.step + 1 if latest else 1):
+        writer.save(step, ShardedState({"b": {"param": torch.full((WEIGHTS // 2,), float(step))}}), DATA, {})
+        print(step, flush=True)
 
 
 def test_ranks_killed_at_random_moments_leave_whole_checkpoints_only(tmp_path: Path) -> None:
@@ -273,27 +268,25 @@ def test_ranks_killed_at_random_moments_leave_whole_checkpoints_only(tmp_path: P
     print(f"seed {seed}")
     rng = random.Random(seed)
     reached = 0
-    for attempt in range(3):
-        command = [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path)]
+    for attempt in ("t0", "t1", "t2"):
+        logs = [tmp_path / f"{attempt}-{rank}.log" for rank in range(2)]
         ranks = [
-            subprocess.Popen([*command, str(rank), f"t{attempt}"], stdout=subprocess.PIPE, text=True, env=environment())
-            for rank in range(2)
+            start(save_for_ever, tmp_path / "run", rank, attempt, cwd=tmp_path, log=log, variables=os.environ)
+            for rank, log in enumerate(logs)
         ]
-        assert all(wait_for_line(rank.stdout) for rank in ranks for _ in range(2))  # the second save waits for the first
-        time.sleep(rng.uniform(0.05, 0.6))
-        for process in ranks:
-            process.send_signal(signal.SIGKILL)
-        for process in ranks:
-            process.communicate()
-        for step, path in published(tmp_path).items():
+        while any(log_lines(log) < 2 for log in logs):  # the second save waits for the first
+            assert all(rank.is_alive() for rank in ranks), [log.read_text() for log in logs]
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.3))
+        end(ranks)
+        for step, path in published(tmp_path / "run").items():
             checkpoint = Checkpoint.open(path)
-            assert torch.equal(checkpoint.parameter_interval("w", "param", 0, 1 << 21), torch.full((1 << 21,), float(step)))
+            assert torch.equal(checkpoint.parameter_interval("w", "param", 0, WEIGHTS), torch.full((WEIGHTS,), float(step)))
             reached = max(reached, step)
-        assert len(published(tmp_path)) <= 3
+        assert len(published(tmp_path / "run")) <= 3
     assert reached >= 1
-    assert latest_checkpoint(place_of(tmp_path)) is not None
+    assert latest_checkpoint(place_of(tmp_path / "run")) is not None
 
 
-def wait_for_line(stream: IO[str] | None) -> bool:
-    assert stream is not None
-    return bool(stream.readline())
+def log_lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0

@@ -99,7 +99,9 @@ def test_a_gradient_that_is_not_finite_ends_a_run_whose_loss_is(
 def test_all_ranks_of_a_plan_end_alike(package: Package, data: Path, tmp_path: Path, name: str) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), **PLANS[name])
     with ranks(2, [Run(tmp_path / "run", package, plan, data, {"checkpoint_every": 1})], tmp_path) as started:
-        assert [process.wait(300) for process in started] == [1, 1]
+        for process in started:
+            process.join(300)
+        assert [process.exitcode for process in started] == [1, 1]
     for rank in range(2):
         assert f"DivergedError: step {STEPS - 1}: the gradient's norm is nan" in (tmp_path / f"rank-{rank}.log").read_text()
     assert {each.data["step"] for each in read_events(tmp_path / "run") if each.kind == "checkpoint"} <= set(range(1, STEPS))

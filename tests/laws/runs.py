@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from tests.laws.worker import train_as_rank
+from tests.ports import free_port
+from tests.ranks import end, start
 
 from trainload.launch.journal import read_events
 from trainload.packaging.read import Package
@@ -37,8 +37,8 @@ class Run:
     resume: Mapping[str, Any] | None = None
 
     def entry(self) -> dict[str, Any]:
-        """As `worker.py` reads it."""
-        entry: dict[str, Any] = {"run_dir": str(self.run_dir), "port": _free_port()}
+        """As `worker.py` takes it."""
+        entry: dict[str, Any] = {"run_dir": str(self.run_dir), "port": free_port()}
         if self.resume is not None:
             return {**entry, "resume": dict(self.resume)}
         assert self.package is not None and self.plan is not None
@@ -53,23 +53,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def ranks(world: int, runs: Sequence[Run], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def ranks(world: int, runs: Sequence[Run], folder: Path) -> Iterator[list[ForkServerProcess]]:
     """Processes that train `runs`, killed where the block ends before they do."""
-    listed = folder / f"runs-{_free_port()}.json"
-    listed.write_text(json.dumps([run.entry() for run in runs]))
-    started: list[subprocess.Popen[bytes]] = []
-    for rank in range(world):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(listed)]
-        variables = environment(**{name: str(value) for name, value in place.items()})
-        with _log(folder, rank).open("wb") as log:
-            started.append(subprocess.Popen(command, env=variables, cwd=folder, stdout=log, stderr=subprocess.STDOUT))
+    entries = [run.entry() for run in runs]
+    started: list[ForkServerProcess] = []
     try:
+        for rank in range(world):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+            variables = environment(**{name: str(value) for name, value in place.items()})
+            started.append(start(train_as_rank, entries, cwd=folder, log=_log(folder, rank), variables=variables))
         yield started
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        end(started)
 
 
 def train(world: int, runs: Sequence[Run], folder: Path, *, once: bool = True) -> list[list[float]]:
@@ -80,11 +75,11 @@ def train(world: int, runs: Sequence[Run], folder: Path, *, once: bool = True) -
     return [curve(run.run_dir, once=once) for run in runs]
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], patience: float = 30.0) -> list[int | None]:
+def _wait(started: Sequence[ForkServerProcess], patience: float = 30.0) -> list[int | None]:
     """Exit codes of processes that have ended. Those that wait for one that failed are left after `patience` seconds: None."""
     deadline = math.inf
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in started]
+        codes = [process.exitcode for process in started]
         if None not in codes:
             break
         if any(codes):
@@ -117,17 +112,10 @@ def difference(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(first, second, strict=True))
 
 
-def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen[bytes]], seconds: float = 120.0) -> None:
+def wait_for_step(run_dir: Path, step: int, processes: Sequence[ForkServerProcess], seconds: float = 120.0) -> None:
     """Returns as soon as a run has done `step`."""
     deadline = time.monotonic() + seconds
     while not any(event.kind == "step" and event.data["step"] >= step for event in read_events(run_dir)):
-        assert all(process.poll() is None for process in processes), f"a rank has ended before step {step}"
+        assert all(process.is_alive() for process in processes), f"a rank has ended before step {step}"
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.01)
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -57,7 +57,7 @@ def test_a_killed_run_resumes(
     with ranks(world, [killed], tmp_path) as processes:
         wait_for_step(killed.run_dir, drawn(), processes)
         for process in processes:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
     moved = move(killed.run_dir, tmp_path / "moved")
     (resumed,) = train(world, [Run(killed.run_dir, resume={})], tmp_path)
     assert resumed == whole

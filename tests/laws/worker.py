@@ -1,4 +1,4 @@
-"""Run by tests as one rank of a gloo group: trains the runs that a JSON file lists, one after the other.
+"""One rank of a gloo group, in a process of its own, which trains the runs that it is given, one after the other.
 
 Each entry: {"run_dir", "port"} and either what `trainload.launch` takes, or {"resume": what `trainload.resume` takes}. The rank's place
 is in the environment, as torchrun would leave it.
@@ -6,11 +6,11 @@ is in the environment, as torchrun would leave it.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 import trainload
 from trainload.sharding.plan import Plan
@@ -30,11 +30,10 @@ def train(entry: dict[str, Any]) -> None:
     trainload.launch(package, plan, entry["data"], run_dir=entry["run_dir"], backend=backend, **entry["options"])
 
 
-def main() -> None:
+def train_as_rank(entries: Sequence[dict[str, Any]]) -> None:
+    """Train each of the entries' runs as the rank that the environment says, on one core."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # one thread for each rank, whatever the machine
-    for entry in json.loads(Path(sys.argv[1]).read_text()):
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    torch.set_num_threads(1)  # whatever the machine
+    for entry in entries:
         train(entry)
-
-
-main()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.shared import made_once
 from torch import nn
 from torch.nn import functional
 
@@ -39,7 +40,9 @@ def classifier(width: int = 8) -> trainload.Job:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A classifier of four numbers, frozen. No test changes it."""
-    return trainload.freeze(classifier(), tmp_path_factory.mktemp("small") / "small.tl")
+    return trainload.open(
+        made_once(tmp_path_factory, "small", lambda folder: trainload.freeze(classifier(), folder / "small.tl")) / "small.tl"
+    )
 
 
 def write_day(path: Path, rows: int = 40, seed: int = 0, shift: float = 0.0, **columns: object) -> Path:

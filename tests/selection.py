@@ -1,0 +1,73 @@
+"""Which tests `make test` runs: the markers that its selection goes by, set where a test's cases or fixtures decide.
+
+    @pytest.mark.matrix("zero3-gpt", "single-*")             # by the ids of cases; `*` stands for anything
+    @pytest.mark.matrix(kind=lambda case: case.cause)        # the first case of each kind; arguments are the test's parameters
+    @pytest.mark.parametrize("case", CASES)
+    def test_...
+
+Every other case of a matrix is marked `slow`, so `make test-long` runs it. Whatever uses the fixture `ray_cluster` is marked `ray`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Sequence
+from fnmatch import fnmatchcase
+
+import pytest
+
+CLUSTER_FIXTURE = "ray_cluster"
+
+
+def mark_items(items: Sequence[pytest.Item]) -> None:
+    """Add `ray` and `slow` to the tests that need them.
+
+    Raises:
+        pytest.UsageError: a matrix is not parametrized, or names neither ids nor a kind.
+    """
+    seen: dict[str, set[Hashable]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        if CLUSTER_FIXTURE in item.fixturenames:
+            item.add_marker(pytest.mark.ray)
+        matrix = item.get_closest_marker("matrix")
+        if matrix is not None and not _is_representative(item, matrix, seen.setdefault(_function_of(item), set())):
+            item.add_marker(pytest.mark.slow)
+
+
+def unmatched_patterns(items: Sequence[pytest.Item]) -> list[str]:
+    """Return "test: pattern" for each pattern of a matrix that no case of its test matches."""
+    cases: dict[tuple[str, str], bool] = {}
+    for item in items:
+        matrix = item.get_closest_marker("matrix")
+        if matrix is None or not isinstance(item, pytest.Function):
+            continue
+        for pattern in matrix.args:
+            key = (_function_of(item), pattern)
+            cases[key] = cases.get(key, False) or fnmatchcase(_case_id(item), pattern)
+    return [f"{function}: {pattern}" for (function, pattern), matched in cases.items() if not matched]
+
+
+def _is_representative(item: pytest.Function, matrix: pytest.Mark, seen: set[Hashable]) -> bool:
+    kind = matrix.kwargs.get("kind")
+    if kind is None:
+        if not matrix.args:
+            raise pytest.UsageError(f"{item.nodeid}: mark.matrix needs ids of cases, or a kind")
+        return any(fnmatchcase(_case_id(item), pattern) for pattern in matrix.args)
+    parameters = item.callspec.params
+    value = kind(*(parameters[name] for name in inspect.signature(kind).parameters))
+    if value in seen:
+        return False
+    seen.add(value)
+    return True
+
+
+def _function_of(item: pytest.Function) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _case_id(item: pytest.Function) -> str:
+    if not hasattr(item, "callspec"):
+        raise pytest.UsageError(f"{item.nodeid}: mark.matrix is for parametrized tests")
+    return item.callspec.id
