@@ -1,4 +1,5 @@
-"""Run by a test: saves checkpoints at a URL in children that are killed by SIGKILL before their n-th write or removal, n = 1, 2, ...
+"""Run by a test: saves checkpoints at a URL in children that are killed by SIGKILL before their n-th write or removal, for each
+n = first, first + stride, ...
 
 Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them are whole, and how many files that no
 checkpoint needs are left after the next attempt has begun. Only children speak with the server: fsspec's thread does not survive a fork.
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import s3fs  # noqa: F401  # here, so that no child has to
 import torch
 from tests.launch.checkpoint_cases import make_plan, save_in, writers
 from tests.launch.checkpoint_places import Kept
@@ -72,18 +74,18 @@ def in_child(act: Callable[[], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def main(url: str) -> None:
+def main(url: str, first: int, stride: int) -> None:
     torch.set_num_threads(1)
-    at, killed = 1, True
+    at, killed = first, True
     while killed:
         kept = Kept(f"{url}/{at}")
         killed = in_child(partial(save_until_killed, kept, at))
         in_child(partial(tell, kept, at, killed))
-        at += 1
+        at += stride
 
 
 def tell(kept: Kept, at: int, killed: bool) -> None:
     print(at, killed, look(kept))
 
 
-main(sys.argv[1])
+main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

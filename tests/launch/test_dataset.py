@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -327,19 +328,13 @@ def test_several_processes_convert_once(tmp_path: Path, cache: Path) -> None:
     assert len(set(words)) == 2
 
 
-def test_the_token_path_is_fast(tmp_path: Path, cache: Path) -> None:
+def test_no_python_value_is_made_of_a_token(tmp_path: Path, cache: Path) -> None:
     values = np.random.default_rng(0).integers(0, 256, (100_000, 129), dtype=np.uint8)
     pq.write_table(pa.table({"tokens": fixed(values)}), tmp_path / "a.parquet")
-    began = time.process_time()
+    tracemalloc.start()
     data = open_dataset(tmp_path / "a.parquet", [InputSpec("tokens", "uint8", ("batch", 129))], cache)
-    converting = time.process_time() - began
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     rows = np.random.default_rng(1).integers(0, 100_000, 32)
-    times = []
-    for _ in range(50):
-        began = time.process_time()
-        batch = data.batch(rows)
-        times.append(time.process_time() - began)
-    print(f"converted in {converting:.2f} s, a batch in {min(times) * 1e6:.0f} us")
-    assert np.array_equal(batch["tokens"].numpy(), values[rows])
-    assert converting < 3  # about 0.5 s of a core: no value is made of a token
-    assert min(times) < 1e-3
+    assert np.array_equal(data.batch(rows)["tokens"].numpy(), values[rows])
+    assert peak < 4 * values.size  # a list of them would hold 8 bytes for each

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import sympy
 from torch.utils._sympy import functions
@@ -64,6 +62,7 @@ def test_what_sympy_would_evaluate_is_refused(text: str) -> None:
         check_expression(text, "graph")
 
 
+@pytest.mark.timeout(20)  # each takes milliseconds; evaluated, hours
 @pytest.mark.parametrize(
     "text",
     [
@@ -79,7 +78,5 @@ def test_what_sympy_would_evaluate_is_refused(text: str) -> None:
     ],
 )
 def test_what_would_take_memory_or_stack_is_refused_at_once(text: str) -> None:
-    start = time.process_time()
     with pytest.raises(UnsafePackageError):
         check_expression(text, "graph")
-    assert time.process_time() - start < 1

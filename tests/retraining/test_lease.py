@@ -24,6 +24,7 @@ from trainload.retraining.lease import Held, LeaseLostError, Leases, Other
 
 LINE = "main"
 SHORT = 3.0
+REAL_TIME = time.time
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,11 @@ def taken(store: Store, owner: str, seconds: float = 30.0) -> Held:
     held = Leases(store, LINE, owner).take("20261123T060000Z", seconds)
     assert isinstance(held, Held)
     return held
+
+
+def clock_at(monkeypatch: pytest.MonkeyPatch, ahead: float) -> None:
+    """Set this process's clock so many seconds ahead of its machine's."""
+    monkeypatch.setattr(time, "time", lambda: REAL_TIME() + ahead)
 
 
 @contextmanager
@@ -99,11 +105,17 @@ def test_lines_have_leases_of_their_own(store: Store) -> None:
     other.close()
 
 
-def test_an_owner_renews_its_lease(store: Store) -> None:
-    first = taken(store, "first", SHORT)
-    time.sleep(3 * SHORT)
+def test_an_owner_renews_its_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_BEATS", 1000)
+    leases = Leases(store, LINE, "first")
+    first = leases.take("20261123T060000Z", 30.0)
+    assert isinstance(first, Held)
+    beats = [leases._heartbeat(first.id)]
+    while len(beats) < 3:
+        if (beat := leases._heartbeat(first.id)) != beats[-1]:
+            beats.append(beat)
+    assert [beat.until for beat in beats if beat] == sorted({beat.until for beat in beats if beat})
     first.demand()
-    assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
     first.close()
 
 
@@ -120,9 +132,10 @@ def test_an_owner_of_another_machine_that_was_killed_is_replaced_when_its_time_i
     with child(store, SHORT) as process:
         process.kill()
     monkeypatch.setattr(lease, "has_ended", lambda _process: False)
+    clock_at(monkeypatch, -3600.0)
     assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
-    time.sleep(SHORT)
-    taken(store, "second", SHORT).close()
+    clock_at(monkeypatch, 60.0)
+    taken(store, "second").close()
 
 
 def test_who_takes_the_place_of_a_silent_owner_says_so_in_the_history_of_current(store: Store) -> None:
@@ -139,15 +152,15 @@ def test_who_takes_the_place_of_a_silent_owner_says_so_in_the_history_of_current
 def test_an_owner_that_was_paused_for_too_long_knows_that_it_lost_its_lease(store: Store) -> None:
     with child(store, SHORT) as process:
         process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * SHORT)
+        time.sleep(SHORT)  # the pause itself
         process.send_signal(signal.SIGCONT)
         assert answer(process, "demand") == "LeaseLostError"
 
 
-def test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask(store: Store) -> None:
+def test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with child(store, SHORT) as process:
         process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * SHORT)
+        clock_at(monkeypatch, 60.0)
         second = taken(store, "second")
         process.send_signal(signal.SIGCONT)
         assert answer(process, "promote 2") == "ConflictError"
@@ -169,18 +182,17 @@ def test_a_promotion_that_must_follow_another_entry_fails(store: Store) -> None:
 
 
 def test_a_living_lease_is_not_taken_by_a_clock_that_is_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    with child(store, SHORT):
-        real = time.time
-        monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+    with child(store, 12.0):
+        clock_at(monkeypatch, 3600.0)
         assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
 
 
-def test_an_owner_hears_that_it_is_asked_to_stop(store: Store) -> None:
-    first = taken(store, "first", SHORT)
+def test_an_owner_hears_that_it_is_asked_to_stop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_BEATS", 1000)
+    first = taken(store, "first")
     Leases(store, LINE, "second").ask_to_stop(first.id)
-    until = time.monotonic() + 30.0
-    while first.asked_to_stop is None and time.monotonic() < until:
-        time.sleep(0.05)
+    while first.asked_to_stop is None:
+        time.sleep(0.01)
     assert first.asked_to_stop == "second"
     first.close()
 
@@ -192,7 +204,8 @@ def test_an_owner_whose_store_fails_loses_its_lease(store: Store, monkeypatch: p
         raise StorageError("the store cannot be written", where=path)
 
     monkeypatch.setattr(FolderFiles, "replace", broken)
-    time.sleep(SHORT)
+    seconds = lease._seconds
+    monkeypatch.setattr(lease, "_seconds", lambda: seconds() + SHORT)
     with pytest.raises(LeaseLostError, match=f"nothing could be written for {SHORT:g} s"):
         first.demand()
     first.close()
@@ -210,7 +223,7 @@ def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_ba
             patch.setattr(Store, "confirm", broken)
             with pytest.raises(StorageError):
                 Leases(store, LINE, "second").take("20261123T070000Z", SHORT)
-        time.sleep(2 * SHORT)
+        clock_at(monkeypatch, 60.0)
         taken(store, "third").close()
         process.send_signal(signal.SIGCONT)
         assert answer(process, "promote 2") == "ConflictError"

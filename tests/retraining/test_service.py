@@ -199,32 +199,44 @@ def test_each_time_is_run_once_at_most_in_order_and_none_that_is_not_scheduled(
 
 
 CHILD = """
-import sys, time
+import sys
 from datetime import timedelta
 from trainload.retraining.schedule import Every
 from trainload.retraining.service import serve
 
 def tick(when):
     print("begun", flush=True)
-    time.sleep(3.0)
+    sys.stdin.readline()
     print("done", flush=True)
 
 print(serve(Every(timedelta(seconds=1)), "once", tick, lambda: None, on_event=lambda text: None), flush=True)
 """
 
 
+def started(command: list[str]) -> subprocess.Popen[str]:
+    """Start a process that this one talks with."""
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+
+
+def end_tick(child: subprocess.Popen[str]) -> None:
+    """End the tick that is under way."""
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
 def test_sigterm_ends_the_loop_after_the_tick_that_is_under_way() -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+    with started([sys.executable, "-c", CHILD]) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "begun\n"
         child.send_signal(signal.SIGTERM)
+        end_tick(child)
         assert child.stdout.read() == "done\n1\n"
         assert child.wait() == 0
 
 
 def test_another_one_ends_it_at_once() -> None:
-    text = CHILD.replace("time.sleep(3.0)", "time.sleep(300.0)")
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+    with started([sys.executable, "-c", CHILD]) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "begun\n"
         while child.poll() is None:  # two that arrive together are one
@@ -235,7 +247,7 @@ def test_another_one_ends_it_at_once() -> None:
 
 def test_a_loop_that_waits_ends_at_once() -> None:
     text = CHILD.replace("seconds=1)", "days=9)").replace('"once"', '"skip"').replace("on_event=lambda text: None", "on_event=print")
-    with subprocess.Popen([sys.executable, "-u", "-c", text], stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+    with started([sys.executable, "-u", "-c", text]) as child:
         assert child.stdout is not None
         assert child.stdout.readline().startswith("the next tick is due at")
         child.send_signal(signal.SIGINT)
@@ -244,12 +256,14 @@ def test_a_loop_that_waits_ends_at_once() -> None:
 
 def test_what_a_shell_has_it_ignore_is_ignored() -> None:
     command = ["env", "--ignore-signal=INT", sys.executable, "-c", CHILD]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+    with started(command) as child:
         assert child.stdout is not None
-        assert [child.stdout.readline() for _ in range(2)] == ["begun\n", "done\n"]
-        child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "begun\n"
+        child.send_signal(signal.SIGINT)
+        end_tick(child)
+        assert [child.stdout.readline() for _ in range(2)] == ["done\n", "begun\n"]
         child.send_signal(signal.SIGTERM)
+        end_tick(child)
         assert child.stdout.read() == "done\n2\n"
 
 

@@ -217,7 +217,7 @@ def test_two_ticks_of_a_line_do_not_run_at_once(work: Pretended, tmp_path: Path,
             other.tick(at(1))
         go_on.set()
     else:
-        threading.Timer(1.0, go_on.set).start()
+        threading.Timer(0.1, go_on.set).start()
         assert other.tick(at(1)).outcome == "promoted"
     first.join()
     ended = Ticks(store_of(tmp_path), LINE).read(Ended, name(0))
@@ -254,11 +254,13 @@ def test_a_tick_that_is_asked_to_stop_gives_way(packaged: Package, tmp_path: Pat
 def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: Package, tmp_path: Path) -> None:
     config = config_of(tmp_path / "store", lease={"seconds": "6s", "taken": "replace"})
     first, asked = Patient(packaged, tmp_path), []
+    said: list[str] = []
     first.inside = threading.Event()
 
     def train(trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
         first.inside.set()
-        time.sleep(4.0)
+        while not any("waiting for tick" in line for line in said):
+            time.sleep(0.01)
         asked.append(trail.held.asked_to_stop)
         return Pretended.train(first, trail, snapshot)
 
@@ -267,7 +269,7 @@ def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: P
     thread.start()
     assert first.inside.wait(30)
     (tmp_path / "other").mkdir()
-    assert scheduler(config, Pretended(packaged, tmp_path / "other"), owner="second").tick(at(0)).outcome == "promoted"
+    assert scheduler(config, Pretended(packaged, tmp_path / "other"), said, owner="second").tick(at(0)).outcome == "promoted"
     thread.join()
     assert asked == [None]
 
