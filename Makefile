@@ -2,7 +2,8 @@
 #   make demo    the whole road: corpus, freeze, plan, launch on a local Ray cluster, result
 #   make demo-gan  a GAN on two workers: several graphs in turns
 #   make test    the test suite, in its short form: what continuous integration runs
-#   make test-long  the tests that take minutes each: faults, kills, whole matrices, benchmark scripts
+#   make test-long  the tests that it leaves out: every case of its matrices, faults, kills, benchmark scripts
+#   make test-report  the test suite, its slowest tests, and those that take longer than a test may
 #   make check   lint, format, types and the quick tests
 #   make grid    every strategy with every kind of model, against one process: docs/grid.md
 #   make browser  opens the page of a run in Chromium, which it installs where it is missing
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published reshard simulate remat retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published reshard simulate remat retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -27,31 +28,24 @@ $(STAMP): pyproject.toml constraints.txt
 		|| echo "Debian's docker-registry cannot be had here: the tests that need a registry will be skipped."
 	touch $@
 
-# Tests on a Ray cluster have the machine to themselves: they end workers by their names. The others run two at a time.
-CLUSTER := tests/laws/test_law_4.py tests/launch/test_bad_input.py tests/launch/test_counts.py tests/launch/test_extensions.py tests/launch/test_faults.py \
-	tests/launch/test_interrupt.py \
-	tests/launch/test_json.py \
-	tests/launch/test_kills.py tests/launch/test_prometheus.py tests/launch/test_several_graphs.py \
-	tests/launch/test_url_on_ray.py tests/launch/test_variants.py tests/manifest/test_on_ray.py tests/retraining/test_ticks_on_ray.py
-
-# Tests of minutes each, of which the suite has a short form in other files.
-LONG := tests/benchmarks/test_freeze_script.py tests/benchmarks/test_gpu_script.py tests/coverage/test_coverage.py tests/fuzz/test_fuzz.py \
-	tests/grid/test_grid.py tests/house/test_example_gan.py tests/laws/test_other_plans.py tests/sharding/tensor/test_positions.py \
-	tests/launch/test_optimizer_runs.py tests/launch/test_precision.py tests/launch/test_evaluate.py tests/capture/test_strict.py \
-	tests/launch/test_checkpoint_runs.py \
-	tests/launch/test_counts.py tests/launch/test_faults.py tests/launch/test_kills.py tests/launch/test_url_on_ray.py
+# Two tests at a time; then those on Ray, whose workers need both cores. `make test-long` has what is marked `slow`.
+APART := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+ON_RAY := $(BIN)/python -m pytest
 
 test: env
 	@status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER) $(LONG)) || status=1; \
-	$(BIN)/python -m pytest $(filter-out $(LONG),$(CLUSTER)) || status=1; \
+	$(APART) -m "not slow and not ray" $(OPTIONS) || status=1; \
+	$(ON_RAY) -m "not slow and ray" $(OPTIONS) || status=1; \
 	exit $$status
 
 test-long: env
 	@status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(filter-out $(CLUSTER),$(LONG)) || status=1; \
-	$(BIN)/python -m pytest $(filter $(LONG),$(CLUSTER)) || status=1; \
+	$(APART) -m "slow and not ray" $(OPTIONS) || status=1; \
+	$(ON_RAY) -m "slow and ray" $(OPTIONS) || status=1; \
 	exit $$status
+
+test-report:
+	$(MAKE) test OPTIONS="--limit 15"
 
 check: env
 	$(BIN)/ruff check .

@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """This run's own cache (what is compiled once serves all tests of all processes), and a key, in place of the user's."""
+    """A cache for this run of the suite (what is compiled once serves all tests of all processes) and a key, in place of the user's."""
     folder = run_folder(tmp_path_factory) / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRAINLOAD_CACHE_DIR", str(folder))

@@ -2,6 +2,7 @@
 
     @pytest.mark.matrix("zero3-gpt", "single-*")             # by the ids of cases; `*` stands for anything
     @pytest.mark.matrix(kind=lambda case: case.cause)        # the first case of each kind; arguments are the test's parameters
+    @pytest.mark.matrix(when=lambda case: case in SMALL)     # those for which this holds
     @pytest.mark.parametrize("case", CASES)
     def test_...
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 
@@ -49,18 +51,26 @@ def unmatched_patterns(items: Sequence[pytest.Item]) -> list[str]:
     return [f"{function}: {pattern}" for (function, pattern), matched in cases.items() if not matched]
 
 
+def selected(session: pytest.Session, parameter: str) -> set[Any]:
+    """Return the values of a parameter that the session's tests have, so that a fixture that serves all of them does no more."""
+    items = [item for item in session.items if hasattr(item, "callspec")]
+    return {item.callspec.params[parameter] for item in items if parameter in item.callspec.params}
+
+
 def _is_representative(item: pytest.Function, matrix: pytest.Mark, seen: set[Hashable]) -> bool:
-    kind = matrix.kwargs.get("kind")
-    if kind is None:
-        if not matrix.args:
-            raise pytest.UsageError(f"{item.nodeid}: mark.matrix needs ids of cases, or a kind")
-        return any(fnmatchcase(_case_id(item), pattern) for pattern in matrix.args)
-    parameters = item.callspec.params
-    value = kind(*(parameters[name] for name in inspect.signature(kind).parameters))
-    if value in seen:
-        return False
+    case = _case_id(item)
+    match matrix.kwargs:
+        case {"kind": decide} | {"when": decide}:
+            value = decide(*(item.callspec.params[name] for name in inspect.signature(decide).parameters))
+        case _ if matrix.args:
+            return any(fnmatchcase(case, pattern) for pattern in matrix.args)
+        case _:
+            raise pytest.UsageError(f"{item.nodeid}: mark.matrix needs ids of cases, a kind or a condition")
+    if "when" in matrix.kwargs:
+        return bool(value)
+    first = value not in seen
     seen.add(value)
-    return True
+    return first
 
 
 def _function_of(item: pytest.Function) -> str:

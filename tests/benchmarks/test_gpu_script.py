@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = "trainload cold,trainload warm,eager"
 BF16_TOLERANCE = 0.01

@@ -23,6 +23,7 @@ from trainload.capture.finding import LINES, WIDTH, Finding, Place, page
 from trainload.capture.place import place_of_error
 from trainload.capture.trace import capture
 
+one_of_each_cause = pytest.mark.matrix(kind=lambda case: case.cause)
 every = pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.function.__name__)
 
 
@@ -46,11 +47,13 @@ def blamed(case: Refused) -> tuple[int, str]:
     return number + 1, line.partition("# -> ")[2].strip()
 
 
+@one_of_each_cause
 @every
 def test_the_cause_is_named(case: Refused) -> None:
     assert error_of(case).findings[0].cause == case.cause
 
 
+@one_of_each_cause
 @every
 def test_the_line_is_the_one_to_blame(case: Refused) -> None:
     place = error_of(case).findings[0].place
@@ -60,6 +63,7 @@ def test_the_line_is_the_one_to_blame(case: Refused) -> None:
     assert str(place) in str(error_of(case))
 
 
+@one_of_each_cause
 @every
 def test_the_caret_stands_under_the_expression(case: Refused) -> None:
     place = error_of(case).findings[0].place
@@ -69,6 +73,7 @@ def test_the_caret_stands_under_the_expression(case: Refused) -> None:
     assert source[carets.index("^") : len(carets)] == blamed(case)[1]
 
 
+@one_of_each_cause
 @every
 def test_the_rewrite_is_there(case: Refused) -> None:
     assert case.rewrite in error_of(case).findings[0].rewrite
@@ -76,6 +81,7 @@ def test_the_rewrite_is_there(case: Refused) -> None:
     assert [line for line in lines if line not in str(error_of(case))] == []
 
 
+@one_of_each_cause
 @every
 def test_the_message_fits_a_page(case: Refused) -> None:
     lines = str(error_of(case)).splitlines()
@@ -83,12 +89,14 @@ def test_the_message_fits_a_page(case: Refused) -> None:
     assert max(map(len, lines)) <= WIDTH
 
 
+@one_of_each_cause
 @every
 def test_the_first_sentence_ends(case: Refused) -> None:
     text = str(error_of(case))
     assert re.match(r"[^\n]*(\n[^\n]+)??\.\n", text)
 
 
+@one_of_each_cause
 @every
 def test_the_link_leads_to_a_section(case: Refused) -> None:
     found = re.findall(r"docs/capture\.md#([\w-]+)", str(error_of(case)))
@@ -96,6 +104,7 @@ def test_the_link_leads_to_a_section(case: Refused) -> None:
     assert set(found) <= ANCHORS
 
 
+@one_of_each_cause
 @every
 def test_the_page_survives_pickling(case: Refused) -> None:
     error = error_of(case)
@@ -133,6 +142,7 @@ PASTED = {
 }
 
 
+@pytest.mark.matrix("an if with an else", "a while", "an assertion", "rounds", "numpy", ".data", "a size")
 @pytest.mark.parametrize("name", PASTED)
 @pytest.mark.filterwarnings("ignore:1 parameters get no gradient")  # not every statement uses the model's gain
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, in torch.cond

@@ -4,6 +4,7 @@
 # torch's apply and register_hook have no types.
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -21,27 +22,39 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError
+from trainload.capture.job import Job
+from trainload.capture.program import Program
 from trainload.capture.trace import capture
 from trainload.packaging.write import write_package
 
 expected_warnings = pytest.mark.filterwarnings("ignore:2 parameters get no gradient", "ignore:None of the inputs have requires_grad")
 
 
-@expected_warnings
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_says(name: str, tmp_path: Any) -> None:
+one_of_each_construct = pytest.mark.matrix(kind=lambda name: name.partition("_")[0])
+
+
+@functools.cache
+def captured(name: str) -> tuple[Job, Program]:
+    """One of the models, as all tests of it use it."""
     torch.manual_seed(0)
     description = job(MODELS[name]())
-    program = capture(description)
+    return description, capture(description)
+
+
+@expected_warnings
+@one_of_each_construct
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_says(name: str, tmp_path: Any) -> None:
+    description, program = captured(name)
     recipe, updates = capture_optimizer(description, program)
     read = write_package(tmp_path / "p", program, updates, recipe).program()
     check_step(read, "train", derive(read, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
     derive(read, "eval", torch.device("cpu"))
 
 
-def targets(model: nn.Module) -> set[str]:
+def targets(name: str) -> set[str]:
     """Names of the operators of a model's training graph, those in bodies too."""
-    graph = capture(job(model)).graphs["train"].exported.graph_module
+    graph = captured(name)[1].graphs["train"].exported.graph_module
     parts = (p for p in graph.modules() if isinstance(p, torch.fx.GraphModule))
     return {str(n.target) for p in parts for n in p.graph.nodes if n.op == "call_function"}
 
@@ -62,13 +75,14 @@ def targets(model: nn.Module) -> set[str]:
     ],
 )
 def test_a_construct_is_an_operator_of_the_graph(name: str, operator: str) -> None:
-    assert operator in targets(MODELS[name]())
+    assert operator in targets(name)
 
 
 @expected_warnings
+@one_of_each_construct
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mark_is_left_in_a_graph(name: str) -> None:
-    assert not [target for target in targets(MODELS[name]()) if "trainload_mark" in target]
+    assert not [target for target in targets(name) if "trainload_mark" in target]
 
 
 def test_hooks_and_patched_functions_are_as_before_after_a_capture() -> None:

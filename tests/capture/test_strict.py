@@ -26,6 +26,8 @@ from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
 from trainload.proving import prove
 
+pytestmark = pytest.mark.slow
+
 Middle = Callable[[Any, Tensor], Tensor]
 
 

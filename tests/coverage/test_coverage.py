@@ -14,6 +14,8 @@ from tests.coverage.suite import visit
 from tests.coverage.table import TABLE, became
 from tests.laws.isolated import make_environment
 
+pytestmark = pytest.mark.slow
+
 QUICK = (
     "no_grad",
     "cond over parameters of a closure",

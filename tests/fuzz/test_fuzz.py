@@ -15,6 +15,8 @@ from tests.fuzz.mutants import Mutant, files_of, mutant, restore
 
 from trainload.packaging import read as read_module
 
+pytestmark = pytest.mark.slow
+
 CORPUS = Path(__file__).parent / "corpus" / "mutants"
 
 

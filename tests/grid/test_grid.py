@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.grid.models import MODELS
 from tests.grid.run import row
 from tests.laws.runs import TOLERANCE
+
+pytestmark = pytest.mark.slow
 
 
 def test_synchronised_batch_norms_train_as_one_process(tmp_path: Path) -> None:

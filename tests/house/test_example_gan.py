@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.house.source import ROOT
 
 import trainload
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_script_freezes_trains_and_measures(tmp_path: Path) -> None:

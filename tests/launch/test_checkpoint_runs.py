@@ -21,6 +21,8 @@ from trainload.launch.result import RunResult
 from trainload.launch.spec import RUN_FILE, read_spec, write_spec
 from trainload.packaging.read import Package
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 Capture = pytest.CaptureFixture[str]
 

@@ -14,6 +14,8 @@ from trainload.capture.errors import DataError
 from trainload.launch.journal import read_events
 from trainload.packaging.read import Package
 
+pytestmark = pytest.mark.slow
+
 ROWS = 101
 """Neither a multiple of the global batch nor of any number of ranks."""
 STOPS = (3, 7, 12, 17)

@@ -15,6 +15,8 @@ from trainload.launch.journal import Event
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-6
 
 

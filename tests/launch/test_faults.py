@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
 FAULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.py"
 HANG_TIMEOUT = 10.0
 

@@ -61,7 +61,7 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", ["ray", "local"])
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
 def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
@@ -75,7 +75,7 @@ def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Packa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", ["ray", "local"])
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
 def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
@@ -88,6 +88,7 @@ def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, gpt
     assert (state.over, state.summary.error) == (True, "RunInterrupted")
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(400)
 def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(options: list[str | Path], tmp_path: Path) -> None:
     cache = tmp_path / "cache"

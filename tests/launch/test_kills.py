@@ -15,6 +15,8 @@ from trainload.launch.journal import read_events
 from trainload.launch.result import RunResult
 from trainload.packaging.read import Package
 
+pytestmark = pytest.mark.slow
+
 MOMENTS = ("write", "publish")
 
 

@@ -19,6 +19,8 @@ from trainload.launch.spec import RUN_FILE, read_spec, replace_file
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 
+pytestmark = pytest.mark.slow
+
 HALF = STEPS // 2
 TWO = trainload.Cluster(devices_per_node=2)
 

@@ -24,6 +24,8 @@ from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package
 from trainload.sharding.step_graphs import step_graphs
 
+pytestmark = pytest.mark.slow
+
 BF16, FP32 = trainload.Overrides(precision="bf16"), trainload.Overrides(precision="fp32")
 SAME = 1e-6
 TWO = trainload.Cluster(devices_per_node=2)

@@ -63,7 +63,10 @@ def every_measure(step: int) -> list[Event]:
 
 
 @pytest.mark.timeout(300)
-def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(ray_cluster: None, gpt: Package, tmp_path: Path) -> None:
+@pytest.mark.parametrize("again_after", [0.0, pytest.param(25.0, marks=pytest.mark.slow, id="longer than Ray keeps a gauge")])
+def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
+    ray_cluster: None, gpt: Package, tmp_path: Path, again_after: float
+) -> None:
     from tests.report.made import made_run
 
     run_dir = made_run(tmp_path / "every", [], digest=gpt.digest)
@@ -71,7 +74,7 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(ray_
         for event in every_measure(6):
             tell(event)
         first = of_run("every", lambda found: len(found) == len(MEASURES))
-        time.sleep(25.0)  # longer than Ray keeps a gauge that it is not given again
+        time.sleep(again_after)
         assert of_run("every", lambda found: len(found) == len(MEASURES)) == first
     values = {name: value for (name, _, _), value in first.items()}
     assert set(values) == {measure.exported for measure in MEASURES}

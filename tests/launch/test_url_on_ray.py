@@ -15,6 +15,8 @@ import trainload
 from trainload.launch.journal import losses, read_events
 from trainload.packaging.read import Package
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
 STEPS = 40
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
+from tests.selection import selected
 
 import trainload
 from trainload.launch.journal import read_events
@@ -70,11 +71,7 @@ PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
 def two_workers(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     """Case -> its run, all that were asked for trained by the same two processes."""
     folder = tmp_path_factory.mktemp("two")
-    asked = {
-        item.callspec.params.get("case")
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    }
+    asked = selected(request.session, "case")
     runs: dict[str, Run] = {}
     for number, (name, (strategy, steps, accumulate, bucket_bytes)) in enumerate(CASES.items()):
         if name not in asked:
@@ -90,6 +87,10 @@ def two_workers(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathF
     return {name: run.run_dir for name, run in runs.items()}
 
 
+of_each_axis = pytest.mark.matrix("zero3", "zero1, microbatches, a bucket for each", "tensor, microbatches", "sequence", "context", "zbv")
+
+
+@of_each_axis
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_have_the_losses_of_one(single: Path, two_workers: dict[str, Path], case: str) -> None:
     steps = CASES[case][1]
@@ -98,6 +99,7 @@ def test_two_workers_have_the_losses_of_one(single: Path, two_workers: dict[str,
     assert found <= TOLERANCE
 
 
+@of_each_axis
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_have_the_gradients_of_one(single: Path, two_workers: dict[str, Path], case: str) -> None:
     steps = CASES[case][1]
@@ -125,6 +127,7 @@ def test_recomputation_changes_no_bit(gpt: Package, gpt_data: Path, tmp_path: Pa
     assert (kept, kept_too) == (full, selective)
 
 
+@pytest.mark.slow
 def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:
     cluster = trainload.Cluster(nodes=2, devices_per_node=2)
     runs = []
@@ -138,6 +141,7 @@ def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_
         assert difference(curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_pipelines_of_four_workers_have_the_losses_of_one(
     gpt: Package, gpt_data: Path, gpt_held_out: Path, single: Path, tmp_path: Path
 ) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
 from trainload.launch.checkpoints.index import published
 from trainload.packaging.read import Package
+
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 EVERY = 4

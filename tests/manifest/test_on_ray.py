@@ -19,6 +19,8 @@ from trainload.launch.journal import Event, losses, read_events
 from trainload.launch.state import read_state
 from trainload.packaging.read import Package
 
+pytestmark = pytest.mark.ray
+
 STEPS = 4000
 DRAIN_SECONDS = 60.0
 SECRET = "hunter2000"

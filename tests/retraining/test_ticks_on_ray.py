@@ -20,6 +20,8 @@ from trainload.packaging.read import Package
 from trainload.packaging.stores.store import Store
 from trainload.retraining.lineage import LineStory, read_line
 
+pytestmark = pytest.mark.ray
+
 STEPS = 300
 
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.laws.gpt import gpt_job
 
-import trainload
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Cluster
@@ -20,8 +18,8 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return Source(trainload.freeze(gpt_job(), tmp_path_factory.mktemp("planner") / "gpt.tl"))
+def source(gpt: Package) -> Source:
+    return Source(gpt)
 
 
 def device(memory: int = 2**40, link: float = 1e9, far: float = 1e9, latency: float = 0.0, flops: float = 1e9) -> DeviceProfile:

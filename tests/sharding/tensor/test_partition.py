@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.laws.gpt import gpt_job
 from tests.ranks import on_ranks
+from tests.selection import selected
 from tests.sharding.given import captured_step, distances, job_of
 
 from trainload.autograd_trace.aot import bind_groups, derive
@@ -35,6 +36,8 @@ CASES = {
     "LSTM": 4,
 }
 """A job, and how many of its parameters two ranks divide."""
+ASKED = "asked.json"
+small_jobs = pytest.mark.matrix(when=lambda case: case not in ("gpt2", "olmoe", "bart", "clip"))
 
 
 def compared(case: str, rank: int, world: int) -> dict[str, Any]:
@@ -49,13 +52,14 @@ def compared(case: str, rank: int, world: int) -> dict[str, Any]:
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
     bind_groups({TENSOR: (tuple(range(world)),)})
-    for case in CASES:
+    for case in json.loads((folder / ASKED).read_text()):
         (folder / f"{case}-{rank}.json").write_text(json.dumps(compared(case, rank, world)))
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
+    (folder / ASKED).write_text(json.dumps([case for case in CASES if case in selected(request.session, "case")]))
     on_ranks(WORLD, rank_main, folder)
     return folder
 
@@ -65,6 +69,7 @@ def step() -> StepGraph:
     return derive(capture(gpt_job()), "train", torch.device("cpu"))
 
 
+@small_jobs
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_what_one_would(ranks: Path, case: str, rank: int) -> None:
@@ -72,6 +77,7 @@ def test_ranks_compute_what_one_would(ranks: Path, case: str, rank: int) -> None
     assert max(found["far"].values()) < 1e-4, found["far"]
 
 
+@small_jobs
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_are_divided(ranks: Path, case: str) -> None:
     assert json.loads((ranks / f"{case}-0.json").read_text())["divided"] == CASES[case]

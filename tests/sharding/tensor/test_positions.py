@@ -29,6 +29,8 @@ from trainload.sharding.tensor.axis import divide
 from trainload.sharding.tensor.partition import linked, partition
 from trainload.sharding.tensor.positions import positions_of
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 

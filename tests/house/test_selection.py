@@ -1,0 +1,54 @@
+"""What the suite's markers select: each of these tests looks at its own."""
+
+from __future__ import annotations
+
+import pytest
+from tests.selection import mark_items, unmatched_patterns
+
+
+def is_slow(request: pytest.FixtureRequest) -> bool:
+    return request.node.get_closest_marker("slow") is not None
+
+
+@pytest.mark.matrix("a-*", "b-2")
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("letter", ["a", "b"])
+def test_ids_name_the_representatives_of_a_matrix(letter: str, number: int, request: pytest.FixtureRequest) -> None:
+    assert is_slow(request) == ((letter, number) == ("b", 1))
+
+
+@pytest.mark.matrix(kind=lambda number: number % 3)
+@pytest.mark.parametrize("number", range(7))
+def test_the_first_case_of_each_kind_represents_it(number: int, request: pytest.FixtureRequest) -> None:
+    assert is_slow(request) == (number >= 3)
+
+
+@pytest.mark.matrix(when=lambda number: number > 4)
+@pytest.mark.parametrize("number", range(7))
+def test_a_condition_chooses_cases(number: int, request: pytest.FixtureRequest) -> None:
+    assert is_slow(request) == (number <= 4)
+
+
+def test_what_uses_the_cluster_is_marked(request: pytest.FixtureRequest) -> None:
+    request.node.fixturenames.append("ray_cluster")
+    mark_items([request.node])
+    assert request.node.get_closest_marker("ray") is not None
+
+
+@pytest.mark.parametrize("mark", [pytest.mark.matrix, pytest.mark.matrix()])
+def test_a_matrix_without_representatives_is_an_error(mark: pytest.MarkDecorator, request: pytest.FixtureRequest) -> None:
+    request.node.add_marker(mark)
+    with pytest.raises(pytest.UsageError, match=r"mark\.matrix needs ids of cases, a kind or a condition"):
+        mark_items([request.node])
+
+
+def test_a_matrix_of_one_case_is_an_error(request: pytest.FixtureRequest) -> None:
+    request.node.add_marker(pytest.mark.matrix("a"))
+    with pytest.raises(pytest.UsageError, match=r"mark\.matrix is for parametrized tests"):
+        mark_items([request.node])
+
+
+@pytest.mark.parametrize("letter", ["a"])
+def test_ids_that_no_case_has_are_found(letter: str, request: pytest.FixtureRequest) -> None:
+    request.node.add_marker(pytest.mark.matrix(letter, "z"))
+    assert [line.partition(": ")[2] for line in unmatched_patterns([request.node])] == ["z"]
