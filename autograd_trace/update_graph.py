@@ -22,7 +22,7 @@ from trainload.capture.quiet import quiet_torch
 
 EXAMPLE = 64
 """Elements of the flat tensor that an update is traced on."""
-_CHECKED_ELEMENTS = 2**18
+_CHECKED_ELEMENTS = 2**16
 """An update of a larger parameter is compared with the optimizer's own on one of the same proportions and about this many elements."""
 _STEPS, _STEPS_OF_BRANCHES = 3, 12
 

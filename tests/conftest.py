@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from tests.hostile.prepared import make_base
 from tests.laws.gpt import gpt_job, write_rows
@@ -23,6 +24,10 @@ import trainload
 from trainload.launch.processes import in_main_thread
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+"""An example takes as long as the machine is busy, and the same ones are tried each time; `make fuzz` looks for new ones."""
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure() -> None:

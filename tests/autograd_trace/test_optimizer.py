@@ -53,6 +53,11 @@ ELEMENTWISE: dict[str, Make] = {
     "a count in the options": lambda p: InOptions(p),
     "state made in the constructor": lambda p: Prepared(p, decay=0.5),
 }
+one_of_each_family = pytest.mark.matrix(
+    when=lambda name: (
+        name in ("Adagrad", "Adam", "Adam-tensors", "AMSGrad", "NAdam", "RMSprop-centered", "SGD", "Nesterov", "Lion", "a count in Python")
+    )
+)
 WHOLE: dict[str, Make] = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
     "Adafactor-options": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1, maximize=True, d=1.5, beta2_decay=-0.5),
@@ -233,6 +238,7 @@ def compare(update: UpdateGraph, make: Make, shape: tuple[int, ...], tolerance: 
     torch.testing.assert_close(flat.view(shape), real, rtol=tolerance, atol=tolerance)
 
 
+@one_of_each_family
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_update_of_each_element_by_itself_runs_on_any_slice_as_its_optimizer_does(program: Program, name: str) -> None:
     (update,) = captured(program, ELEMENTWISE[name])[1]
@@ -240,6 +246,7 @@ def test_an_update_of_each_element_by_itself_runs_on_any_slice_as_its_optimizer_
     compare(update, ELEMENTWISE[name], (5, 7), 2e-5)
 
 
+@one_of_each_family
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_learning_rate_of_zero_moves_nothing(program: Program, name: str) -> None:
     """As the first step of a warmup, with elements that get no gradient (an embedding's rows that the batch lacks)."""
@@ -251,6 +258,7 @@ def test_a_learning_rate_of_zero_moves_nothing(program: Program, name: str) -> N
     assert bool(moved.isfinite().all())
 
 
+@pytest.mark.matrix("Adafactor", "Muon", "a step of length one", "by its shape")
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_update_that_needs_the_whole_parameter_is_captured_for_its_shape(program: Program, name: str) -> None:
     recipe, (update,) = captured(program, lambda p: WHOLE[name]([q for q in p if q.ndim == 2]), quiet=True)
@@ -393,6 +401,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], lr.LRScheduler]] = {
 }
 
 
+@pytest.mark.matrix("a function for each", "OneCycleLR", "one after another")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, name: str) -> None:
     def make(model: nn.Module) -> optim.Optimizer:

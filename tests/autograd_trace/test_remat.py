@@ -33,6 +33,10 @@ ROWS, WIDTH, HIDDEN, COUNT = 256, 16, 64, 6
 BATCH = {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))}
 
 
+SOME = ("dropout", "batch_norm", "nested", "in_no_grad", "function_inside", "control_flow_inside", "autocast_inside")
+some_models = pytest.mark.matrix(when=lambda name: name in SOME)
+
+
 @functools.cache
 def small(name: str, around: Any) -> tuple[Program, StepGraph]:
     torch.manual_seed(1)
@@ -58,6 +62,7 @@ def order(step: StepGraph) -> dict[Node, int]:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:2 parameters get no gradient")
+@some_models
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_bit_for_bit_those_without_checkpoints(name: str) -> None:
     batch = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(2))}
@@ -67,22 +72,26 @@ def test_values_are_bit_for_bit_those_without_checkpoints(name: str) -> None:
     assert [key for key in plain if not torch.equal(found[key], plain[key])] == []
 
 
+@some_models
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "in_no_grad"])
 def test_a_step_graph_with_checkpoints_is_what_autograd_says(name: str) -> None:
     program, step = small(name, checkpointed)
     check_step(program, "train", step, {"x": torch.randn(6, 8)})
 
 
+@some_models
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "in_no_grad"])
 def test_something_is_computed_again(name: str) -> None:
     assert copies(small(name, checkpointed)[1]) != []
 
 
+@some_models
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_computed_again_without_checkpoints(name: str) -> None:
     assert copies(small(name, plainly)[1]) == []
 
 
+@some_models
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_stand_in_the_backward_part(name: str) -> None:
     step = small(name, checkpointed)[1]

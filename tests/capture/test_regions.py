@@ -216,6 +216,7 @@ def solved(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:. parameters get no gradient")  # some use a part of `part`
+@pytest.mark.matrix(kind=lambda middle: middle.__name__.partition("_")[0] == "mapped")
 @pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved, jacobian, curvature])
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))

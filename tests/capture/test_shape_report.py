@@ -33,6 +33,7 @@ def dim(report: ShapeReport, name: str, number: int) -> DimReport:
     return next(d for d in report.dims if (d.input, d.dim) == (name, number))
 
 
+@pytest.mark.matrix(kind=lambda output, declared: (output, declared is None))
 @pytest.mark.parametrize("declared", [Dim("seq"), Dim.AUTO, Dim.DYNAMIC, None], ids=["named", "auto", "dynamic", "fixed"])
 @pytest.mark.parametrize(
     ("output", "name", "number", "condition", "relax"),

@@ -29,6 +29,7 @@ def shape_of(said: Any) -> tuple[object, ...]:
     return spec.shape
 
 
+@pytest.mark.matrix("named", "auto range", "multiple", "from the end", "tuple")
 @pytest.mark.parametrize(
     "said",
     [
@@ -49,6 +50,7 @@ def test_a_dim_that_is_declared_dynamic_is_a_symbol(said: Any) -> None:
     assert shape_of(said) == ("batch", "x_1", 8)
 
 
+@pytest.mark.matrix("nothing", "static", "two")
 @pytest.mark.parametrize(
     "said",
     [{}, {1: Dim.STATIC}, {1: 6}, {1: None}, None, {1: Dim.STATIC, 2: 8}],

@@ -40,7 +40,7 @@ def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return s3_url
 
 
-@pytest.fixture(params=["folder", "file", "memory", "s3"])
+@pytest.fixture(params=["folder", pytest.param("file", marks=pytest.mark.slow), pytest.param("memory", marks=pytest.mark.slow), "s3"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
     """A place of checkpoints where nothing is yet."""
     match request.param:
