@@ -8,15 +8,18 @@ document that `validate.validate_graph` has not passed.
 
 from __future__ import annotations
 
+import builtins
+import functools
 import math
 import operator
 import os
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch._export.serde import schema as serde
@@ -24,7 +27,6 @@ from torch._export.serde.serialize import (
     GraphModuleDeserializer,
     GraphModuleSerializer,
     SerializeError,
-    _dict_to_dataclass,
     _int_to_sympy_int,
     serialize_range_constraints,
 )
@@ -397,11 +399,40 @@ def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
                 del node.meta["val"]
 
 
+@functools.cache
+def _fields(kind: type) -> Mapping[str, Any]:
+    """Return the fields of a class of torch's schema with their types, which torch's own reader evaluates anew for every node."""
+    return get_type_hints(kind, globalns=vars(serde))
+
+
+def _decoded(kind: Any, data: Any) -> Any:
+    """Return a value of torch's schema.
+
+    Args:
+        kind: its type: a class of the schema, `list[...]`, `dict[str, ...]`, `... | None`, or what JSON has.
+        data: its JSON, which validate.py has accepted.
+    """
+    if isinstance(kind, type) and is_dataclass(kind):
+        fields, make = _fields(kind), cast(Any, kind)
+        if not issubclass(kind, _Union):
+            return make(**{name: _decoded(field, data[name]) for name, field in fields.items() if name in data})
+        ((name, value),) = data.items()
+        return make.create(**{name: _decoded(fields[name], value)})
+    match get_origin(kind), get_args(kind):
+        case builtins.list, (element,):
+            return [_decoded(element, value) for value in data]
+        case builtins.dict, (_, element):
+            return {key: _decoded(element, value) for key, value in data.items()}
+        case _, (inner, types.NoneType):
+            return None if data is None else _decoded(inner, data)
+    return float(data) if kind is float else data
+
+
 def _from_json(
     document: Mapping[str, Any], where: str
 ) -> tuple[torch.fx.GraphModule, ExportGraphSignature, list[Any], dict[str, Any], dict[str, ValueRanges[Any]]]:
     with _refused(where):
-        serialised = _dict_to_dataclass(serde.GraphModule, document["graph_module"])  # type: ignore[no-untyped-call]
+        serialised = _decoded(serde.GraphModule, document["graph_module"])
         ranges = {
             name: ValueRanges(_int_to_sympy_int(span["min_val"], -int_oo), _int_to_sympy_int(span["max_val"], int_oo))
             for name, span in document["range_constraints"].items()

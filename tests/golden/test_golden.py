@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from tests.golden.goldens import FP32, TOLERANCES, Golden, goldens, train
+from torch._export.serde.schema import GraphModule
+from torch._export.serde.serialize import _dict_to_dataclass
 
 import trainload
+from trainload.packaging.graph_json import _decoded
 from trainload.packaging.manifest import FEATURES, FORMAT_VERSION
 from trainload.packaging.verify import verify_package
 
@@ -39,6 +42,13 @@ def test_one_without_weights_is_planned(golden: Golden) -> None:
 def test_it_names_no_file_of_the_machine_that_made_it(golden: Golden) -> None:
     held = [path.read_bytes() for path in golden.package.rglob("*.json")]
     assert [data for data in held if b"/home/" in data or b"/tmp/" in data or b".py" in data] == []
+
+
+def test_graph_files_are_decoded_as_torch_decodes_them() -> None:
+    files = [path for golden in GOLDENS for path in golden.package.glob("graphs/*.json")]
+    graphs = [json.loads(path.read_bytes())["graph_module"] for path in files]
+    assert [_decoded(GraphModule, graph) for graph in graphs] == [_dict_to_dataclass(GraphModule, graph) for graph in graphs]  # type: ignore[no-untyped-call]
+    assert graphs
 
 
 def test_every_version_has_goldens_with_all_of_its_features() -> None:
