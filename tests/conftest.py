@@ -24,6 +24,7 @@ import trainload
 from trainload.launch.processes import in_main_thread
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
+from trainload.sharding.source import Source
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 """An example takes as long as the machine is busy, and the same ones are tried each time; `make fuzz` looks for new ones."""
@@ -85,6 +86,12 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The laws' GPT, frozen. No test changes it."""
     return trainload.open(made_once(tmp_path_factory, "gpt", lambda folder: trainload.freeze(gpt_job(), folder / "gpt.tl")) / "gpt.tl")
+
+
+@pytest.fixture(scope="session")
+def gpt_source(gpt: Package) -> Source:
+    """It as plans are made of it, so that they derive and divide its graphs once."""
+    return Source(gpt)
 
 
 @pytest.fixture(scope="session")

@@ -139,11 +139,13 @@ def test_a_model_that_cannot_be_traced_is_not_run() -> None:
 # Structures
 
 
+@pytest.mark.matrix("3")
 @pytest.mark.parametrize("depth", [2, 3, 7, 16])
 def test_any_number_of_equal_layers_has_one_structure(depth: int, proven: Program) -> None:
     assert structure_of(capture_abstract(large(depth=depth), proven)[0]) == structure_of(proven)
 
 
+@pytest.mark.matrix("6")
 @pytest.mark.parametrize("depth", [4, 6, 10])
 def test_layers_of_two_kinds_in_turn_have_one_structure(depth: int) -> None:
     reduced = capture(small(depth=4, special=2))

@@ -30,7 +30,19 @@ from trainload.packaging.write import write_package
 expected_warnings = pytest.mark.filterwarnings("ignore:2 parameters get no gradient", "ignore:None of the inputs have requires_grad")
 
 
-one_of_each_construct = pytest.mark.matrix(kind=lambda name: name.partition("_")[0])
+CONSTRUCTS = {
+    "function_under_a_bound_name": "trainload_backward",
+    "tensor_hook": "trainload_backward",
+    "checkpoint_with_dropout": "trainload_checkpoint",
+    "reentrant_checkpoint": "trainload_checkpoint",
+    "gradient_penalty": "trainload_autograd_grad",
+    "func_grad": "trainload_func_grad",
+    "func_vmap": "trainload_vmap",
+    "no_grad_around_cond": "wrap_with_set_grad_enabled",
+    "no_grad_around_autocast": "wrap_with_autocast",
+}
+"""Model -> an operator of its graph."""
+one_of_each_construct = pytest.mark.matrix(when=lambda name: name in CONSTRUCTS)
 
 
 @functools.cache
@@ -52,37 +64,24 @@ def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_s
     derive(read, "eval", torch.device("cpu"))
 
 
-def targets(name: str) -> set[str]:
-    """Names of the operators of a model's training graph, those in bodies too."""
-    graph = captured(name)[1].graphs["train"].exported.graph_module
+def targets(program: Program) -> set[str]:
+    """Names of the operators of a training graph, those in bodies too."""
+    graph = program.graphs["train"].exported.graph_module
     parts = (p for p in graph.modules() if isinstance(p, torch.fx.GraphModule))
     return {str(n.target) for p in parts for n in p.graph.nodes if n.op == "call_function"}
 
 
 @expected_warnings
-@pytest.mark.parametrize(
-    ("name", "operator"),
-    [
-        ("function_under_a_bound_name", "trainload_backward"),
-        ("tensor_hook", "trainload_backward"),
-        ("checkpoint_with_dropout", "trainload_checkpoint"),
-        ("reentrant_checkpoint", "trainload_checkpoint"),
-        ("gradient_penalty", "trainload_autograd_grad"),
-        ("func_grad", "trainload_func_grad"),
-        ("func_vmap", "trainload_vmap"),
-        ("no_grad_around_cond", "wrap_with_set_grad_enabled"),
-        ("no_grad_around_autocast", "wrap_with_autocast"),
-    ],
-)
+@pytest.mark.parametrize(("name", "operator"), CONSTRUCTS.items())
 def test_a_construct_is_an_operator_of_the_graph(name: str, operator: str) -> None:
-    assert operator in targets(name)
+    assert operator in targets(captured(name)[1])
 
 
 @expected_warnings
 @one_of_each_construct
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mark_is_left_in_a_graph(name: str) -> None:
-    assert not [target for target in targets(name) if "trainload_mark" in target]
+    assert not [target for target in targets(captured(name)[1]) if "trainload_mark" in target]
 
 
 def test_hooks_and_patched_functions_are_as_before_after_a_capture() -> None:

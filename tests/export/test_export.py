@@ -85,6 +85,14 @@ def test_the_note_in_a_pt2_says_what_goes_in_and_comes_out(from_pt2: Found, trai
     assert (note["package"], note["graph"], note["libraries"]) == (trained.digest, "predict", {})
 
 
+def test_an_aotinductor_package_was_compared_when_it_was_made(aoti: exporting.Exported) -> None:
+    assert aoti.difference is not None and aoti.difference <= 1e-4
+
+
+def test_what_is_built_in_passing_is_not_left_behind(aoti: exporting.Exported) -> None:
+    assert [path.name for path in aoti.path.parent.iterdir()] == ["small.pt2"]
+
+
 def test_torchs_loader_runs_an_aotinductor_package_which_updates_its_buffers(from_aoti: Found, trained: Package) -> None:
     assert_close(from_aoti.results, own_results(trained, "predict", ROWS, CALLS), 1e-5)
     assert from_aoti.note["package"] == trained.digest
@@ -93,14 +101,6 @@ def test_torchs_loader_runs_an_aotinductor_package_which_updates_its_buffers(fro
 def test_an_aotinductor_package_predicts_what_the_trained_eager_model_does(from_aoti: Found, trained: Package) -> None:
     with torch.no_grad():
         assert_close(from_aoti.results[:1], [predict(model_of(trained, Small()), ROWS)], 1e-5)
-
-
-def test_an_aotinductor_package_was_compared_when_it_was_made(aoti: exporting.Exported) -> None:
-    assert aoti.difference is not None and aoti.difference <= 1e-4
-
-
-def test_what_is_built_in_passing_is_not_left_behind(aoti: exporting.Exported) -> None:
-    assert [path.name for path in aoti.path.parent.iterdir()] == ["small.pt2"]
 
 
 def test_everything_that_a_graph_holds_comes_out(packaged: Package, outside: Environment, tmp_path: Path) -> None:
@@ -127,6 +127,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.matrix(kind=lambda name: "operators")
 @pytest.mark.parametrize("name", sorted(INSIDE))
 def test_operators_of_trainload_are_traced_away(name: str, tmp_path: Path) -> None:
     package = trainload.freeze(job(INSIDE[name](), predict=lambda model, batch: model(batch["x"])), tmp_path / "a.tl")
@@ -341,6 +342,7 @@ def test_the_command_refuses_in_one_line(packaged: Package, capsys: pytest.Captu
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.matrix("function_in_autocast")
 @pytest.mark.parametrize("name", ["function_in_autocast", "function_in_no_grad", "function_in_a_checkpoint"])
 def test_evaluation_of_what_has_a_backward_of_its_own_comes_out(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from tests.selection import selected
 import trainload
 from trainload.launch.journal import read_events
 from trainload.packaging.read import Package
+from trainload.sharding.source import Source
 from trainload.sharding.strategies import DIVIDES, SCHEDULES, Divide, Recompute, Strategy
 
 STEPS = 100
@@ -30,10 +31,10 @@ ONE_EACH = 1
 
 
 @pytest.fixture(scope="module")
-def single(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
     folder = tmp_path_factory.mktemp("single")
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+    plan = trainload.plan(gpt_source, trainload.Cluster(), "single")
     (losses,) = train(1, [Run(folder / "run", gpt, plan, gpt_data, {"steps": STEPS})], folder)
     assert losses[-1] < losses[0] - 0.5, "a run that learns nothing shows no difference"
     return folder / "run"
@@ -68,7 +69,9 @@ PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
 
 
 @pytest.fixture(scope="module")
-def two_workers(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+def two_workers(
+    gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Path]:
     """Case -> its run, all that were asked for trained by the same two processes."""
     folder = tmp_path_factory.mktemp("two")
     asked = selected(request.session, "case")
@@ -80,7 +83,7 @@ def two_workers(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathF
         what = name if name in DIVIDES else "tensor"
         axes: dict[str, Any] = {"pipeline_ranks": 2, "schedule": name} if name in SCHEDULES else {"tensor_ranks": 2, "divide": what}
         axes = {} if strategy is not None else axes
-        plan = trainload.plan(gpt, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes)
+        plan = trainload.plan(gpt_source, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes)
         assert (len(plan.buckets) > 4) == (bucket_bytes != WHOLE)
         runs[name] = Run(folder / f"run{number}", gpt, plan, gpt_data, {"steps": steps})
     train(2, list(runs.values()), folder)
@@ -106,34 +109,38 @@ def test_two_workers_have_the_gradients_of_one(single: Path, two_workers: dict[s
     assert difference(curve(single, of="gradient_norm")[:steps], curve(two_workers[case], of="gradient_norm")) <= TOLERANCE
 
 
-def test_four_workers_in_two_nodes_have_the_losses_of_one(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:
+def test_four_workers_in_two_nodes_have_the_losses_of_one(
+    gpt: Package, gpt_source: Source, gpt_data: Path, single: Path, tmp_path: Path
+) -> None:
     cluster = trainload.Cluster(nodes=2, devices_per_node=2)
-    plan = trainload.plan(gpt, cluster, "hybrid", accumulate=2, bucket_bytes=SMALL)
+    plan = trainload.plan(gpt_source, cluster, "hybrid", accumulate=2, bucket_bytes=SMALL)
     assert (plan.shard_degree, plan.replicas) == (2, 2)
     (losses,) = train(4, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": FEWER})], tmp_path)
     assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
     assert difference(curve(single, of="gradient_norm")[:FEWER], curve(tmp_path / "run", of="gradient_norm")) <= TOLERANCE
 
 
-def test_recomputation_changes_no_bit(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_recomputation_changes_no_bit(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path: Path) -> None:
     cluster = trainload.Cluster(devices_per_node=2)
     runs: list[Run] = []
     axes: dict[Recompute, dict[str, Any]] = {"full": {"pipeline_ranks": 2, "accumulate": 2}, "selective": {"tensor_ranks": 2}}
     for how, more in axes.items():
         for recompute in ("job", how):
-            plan = trainload.plan(gpt, cluster, bucket_bytes=SMALL, recompute=recompute, **more)
+            plan = trainload.plan(gpt_source, cluster, bucket_bytes=SMALL, recompute=recompute, **more)
             runs.append(Run(tmp_path / f"run{len(runs)}", gpt, plan, gpt_data, {"steps": 4}))
     kept, full, kept_too, selective = train(2, runs, tmp_path)
     assert (kept, kept_too) == (full, selective)
 
 
 @pytest.mark.slow
-def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:
+def test_tensor_and_data_axis_together_have_the_losses_of_one(
+    gpt: Package, gpt_source: Source, gpt_data: Path, single: Path, tmp_path: Path
+) -> None:
     cluster = trainload.Cluster(nodes=2, devices_per_node=2)
     runs = []
     for number, strategy in enumerate(TOGETHER):
         what: Divide = "tensor" if strategy == "zero1" else "sequence"
-        plan = trainload.plan(gpt, cluster, strategy, accumulate=2, bucket_bytes=SMALL, tensor_ranks=2, divide=what)
+        plan = trainload.plan(gpt_source, cluster, strategy, accumulate=2, bucket_bytes=SMALL, tensor_ranks=2, divide=what)
         assert (plan.data_ranks, plan.tensor_ranks) == (2, 2)
         runs.append(Run(tmp_path / f"run{number}", gpt, plan, gpt_data, {"steps": FEWER}))
     for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):
@@ -143,11 +150,11 @@ def test_tensor_and_data_axis_together_have_the_losses_of_one(gpt: Package, gpt_
 
 @pytest.mark.slow
 def test_pipelines_of_four_workers_have_the_losses_of_one(
-    gpt: Package, gpt_data: Path, gpt_held_out: Path, single: Path, tmp_path: Path
+    gpt: Package, gpt_source: Source, gpt_data: Path, gpt_held_out: Path, single: Path, tmp_path: Path
 ) -> None:
     cluster, runs = trainload.Cluster(devices_per_node=4), []
     for number, (strategy, axes) in enumerate(PIPED):
-        plan = trainload.plan(gpt, cluster, strategy, bucket_bytes=SMALL, **axes)
+        plan = trainload.plan(gpt_source, cluster, strategy, bucket_bytes=SMALL, **axes)
         options = {"steps": FEWER, "eval_data": str(gpt_held_out), "eval_every": FEWER // 2}
         runs.append(Run(tmp_path / f"run{number}", gpt, plan, gpt_data, options))
     for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):
@@ -157,7 +164,9 @@ def test_pipelines_of_four_workers_have_the_losses_of_one(
     assert all(difference(evaluated[0], each) <= TOLERANCE for each in evaluated[1:])
 
 
-def test_one_worker_that_accumulates_has_the_same_losses(gpt: Package, gpt_data: Path, single: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single", accumulate=4)
+def test_one_worker_that_accumulates_has_the_same_losses(
+    gpt: Package, gpt_source: Source, gpt_data: Path, single: Path, tmp_path: Path
+) -> None:
+    plan = trainload.plan(gpt_source, trainload.Cluster(), "single", accumulate=4)
     (losses,) = train(1, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": FEWER})], tmp_path)
     assert difference(curve(single)[:FEWER], losses) <= TOLERANCE

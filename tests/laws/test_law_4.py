@@ -55,7 +55,7 @@ def test_a_killed_run_resumes(
     (whole,) = train(world, [Run(tmp_path / "whole", gpt, plan, gpt_data, OPTIONS)], tmp_path)
     killed = Run(tmp_path / "killed", gpt, plan, gpt_data, OPTIONS)
     with ranks(world, [killed], tmp_path) as processes:
-        wait_for_step(killed.run_dir, drawn(), processes)
+        wait_for_step(killed.run_dir, drawn(), lambda: all(process.is_alive() for process in processes))
         for process in processes:
             process.kill()
     moved = move(killed.run_dir, tmp_path / "moved")

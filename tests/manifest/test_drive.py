@@ -136,7 +136,7 @@ def test_a_run_says_by_what_it_was_stopped(words: tuple[str, ...], status: int, 
     command = [*TRAINLOAD, "manifest", "drive", run_dir, "--", "launch", gpt.path, *options]
     with subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         try:
-            wait_for_step(run_dir, 2, [job])
+            wait_for_step(run_dir, 2, lambda: job.poll() is None)
             subprocess.run([*TRAINLOAD, *words, str(run_dir)], check=True, capture_output=True, timeout=120)
             assert job.wait(240) == status
         finally:

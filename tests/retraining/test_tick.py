@@ -346,6 +346,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Writes]:
         yield found
 
 
+@pytest.mark.matrix("False-promoted", "True-promoted", "True-bad data", "False-diverged")
 @pytest.mark.parametrize("kind", ["promoted", "rejected", "no data", "bad data", "diverged"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not(

@@ -16,14 +16,15 @@ from trainload.launch.checkpoints.state import writes, written
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.plan import DATA, PIPELINE, TENSOR, Plan, shared_group
+from trainload.sharding.source import Source
 
 EIGHT = trainload.Cluster(nodes=2, devices_per_node=4)
 
 
 @pytest.fixture(scope="module")
-def plan(gpt: Package) -> Plan:
+def plan(gpt_source: Source) -> Plan:
     """Two ranks of each axis."""
-    return trainload.plan(gpt, EIGHT, "zero1", pipeline_ranks=2, tensor_ranks=2)
+    return trainload.plan(gpt_source, EIGHT, "zero1", pipeline_ranks=2, tensor_ranks=2)
 
 
 def test_axes_are_placed_by_the_speed_of_links(plan: Plan) -> None:
@@ -61,22 +62,22 @@ def test_every_element_of_a_checkpoint_has_one_writer(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("rows", "microbatches"), [(8, 4), (16, 4), (6, 3), (9, 3)])
-def test_microbatches_are_up_to_twice_the_ranks(gpt: Package, rows: int, microbatches: int) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), pipeline_ranks=2, global_batch=rows)
+def test_microbatches_are_up_to_twice_the_ranks(gpt_source: Source, rows: int, microbatches: int) -> None:
+    plan = trainload.plan(gpt_source, trainload.Cluster(devices_per_node=2), pipeline_ranks=2, global_batch=rows)
     assert plan.accumulate == microbatches
 
 
-def test_a_rank_holds_less(gpt: Package) -> None:
-    one = trainload.plan(gpt, trainload.Cluster(), "single").estimate
-    piped = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), pipeline_ranks=2).estimate
+def test_a_rank_holds_less(gpt_source: Source) -> None:
+    one = trainload.plan(gpt_source, trainload.Cluster(), "single").estimate
+    piped = trainload.plan(gpt_source, trainload.Cluster(devices_per_node=2), pipeline_ranks=2).estimate
     assert piped.parameter_bytes < one.parameter_bytes
     assert piped.communication_bytes_per_step > 0
 
 
-def test_what_goes_between_stages_grows_with_the_rows(gpt: Package) -> None:
+def test_what_goes_between_stages_grows_with_the_rows(gpt_source: Source) -> None:
     cluster = trainload.Cluster(devices_per_node=2)
     sent = [
-        trainload.plan(gpt, cluster, pipeline_ranks=2, accumulate=4, global_batch=rows).estimate.communication_bytes_per_step
+        trainload.plan(gpt_source, cluster, pipeline_ranks=2, accumulate=4, global_batch=rows).estimate.communication_bytes_per_step
         for rows in (8, 16, 32)
     ]
     assert sent[2] - sent[1] == 2 * (sent[1] - sent[0]) > 0
@@ -99,9 +100,9 @@ def test_what_goes_between_stages_grows_with_the_rows(gpt: Package) -> None:
         ({"pipeline_ranks": 8, "accumulate": 3}, "global_batch: the global batch cannot be split evenly"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(gpt: Package, options: dict[str, Any], line: str) -> None:
+def test_what_cannot_be_planned_is_refused(gpt_source: Source, options: dict[str, Any], line: str) -> None:
     with pytest.raises(PlanError) as caught:
-        trainload.plan(gpt, EIGHT, None if "schedule" in options and "pipeline_ranks" not in options else "zero0", **options)
+        trainload.plan(gpt_source, EIGHT, None if "schedule" in options and "pipeline_ranks" not in options else "zero0", **options)
     assert str(caught.value).startswith(line)
 
 
@@ -144,10 +145,10 @@ def test_a_bucket_on_a_stage_that_there_is_not_is_refused(plan: Plan) -> None:
         Plan.model_validate(found)
 
 
-def test_the_command_makes_the_plan(gpt: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_makes_the_plan(gpt: Package, gpt_source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--devices-per-node 4 --strategy zero0 --pipeline 2 --schedule zbv --json"
     assert cli.run(["plan", str(gpt.path), *options.split()]) == 0
     made = Plan.model_validate(json.loads(capsys.readouterr().out))
-    assert made == trainload.plan(gpt, trainload.Cluster(devices_per_node=4), "zero0", pipeline_ranks=2, schedule="zbv")
+    assert made == trainload.plan(gpt_source, trainload.Cluster(devices_per_node=4), "zero0", pipeline_ranks=2, schedule="zbv")
     assert cli.run(["plan", str(gpt.path), "--devices-per-node", "2", "--pipeline", "2"]) == 0
     assert "2 ranks, 2 stages, 1f1b" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from trainload import cli
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.plan import DATA, REPLICATE, SHARD, Estimate, Plan
+from trainload.sharding.source import Source
 from trainload.sharding.strategies import STRATEGIES, Strategy
 
 FOUR = trainload.Cluster(nodes=2, devices_per_node=2)
@@ -46,8 +47,8 @@ def test_other_strategies_have_one_group(strategy: Strategy) -> None:
     assert make_plan(strategy, 4).groups() == {DATA: ((0, 1, 2, 3),)}
 
 
-def test_hybrid_shards_within_a_node(gpt: Package) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(nodes=2, devices_per_node=4), "hybrid")
+def test_hybrid_shards_within_a_node(gpt_source: Source) -> None:
+    plan = trainload.plan(gpt_source, trainload.Cluster(nodes=2, devices_per_node=4), "hybrid")
     assert (plan.shard_degree, plan.replicas) == (4, 2)
 
 
@@ -69,8 +70,8 @@ def test_hybrid_holds_more_than_zero3_and_less_than_a_replica(gpt: Package) -> N
     assert hybrid.optimizer_bytes == 2 * three.optimizer_bytes == whole.optimizer_bytes // 2
 
 
-def test_hybrid_sends_what_the_ring_says(gpt: Package) -> None:
-    plan = trainload.plan(gpt, FOUR, "hybrid")
+def test_hybrid_sends_what_the_ring_says(gpt_source: Source) -> None:
+    plan = trainload.plan(gpt_source, FOUR, "hybrid")
     sizes = [4 * b.length for b in plan.buckets]
     trained = [4 * b.length for b in plan.buckets if b.groups]
     within = sum(2 * size // 2 for size in sizes) + sum(size // 2 for size in trained)
@@ -79,16 +80,16 @@ def test_hybrid_sends_what_the_ring_says(gpt: Package) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 1, 8])
-def test_a_number_of_ranks_that_cannot_share_a_copy_is_refused(gpt: Package, ranks: int) -> None:
+def test_a_number_of_ranks_that_cannot_share_a_copy_is_refused(gpt_source: Source, ranks: int) -> None:
     with pytest.raises(PlanError, match="cannot share one copy") as caught:
-        trainload.plan(gpt, FOUR, "hybrid", shard_ranks=ranks)
+        trainload.plan(gpt_source, FOUR, "hybrid", shard_ranks=ranks)
     assert caught.value.where == "shard_ranks"
     assert "divisor of the cluster's 4 devices" in str(caught.value)
 
 
-def test_shards_of_another_strategy_are_refused(gpt: Package) -> None:
+def test_shards_of_another_strategy_are_refused(gpt_source: Source) -> None:
     with pytest.raises(PlanError, match="goes with the strategy hybrid"):
-        trainload.plan(gpt, FOUR, "zero3", shard_ranks=2)
+        trainload.plan(gpt_source, FOUR, "zero3", shard_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,10 @@ def test_a_plan_of_before_hybrid_is_read() -> None:
     assert Plan.model_validate(old) == plan
 
 
-def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, gpt_source: Source, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--devices-per-node 4 --strategy hybrid/2 --accumulate 2 --bucket-mib 0.01 --prefetch 3 --json"
     assert cli.run(["plan", str(gpt.path), *options.split()]) == 0
     cluster = trainload.Cluster(devices_per_node=4)
-    expected = trainload.plan(gpt, cluster, "hybrid", shard_ranks=2, accumulate=2, bucket_bytes=10485, prefetch=3)
+    expected = trainload.plan(gpt_source, cluster, "hybrid", shard_ranks=2, accumulate=2, bucket_bytes=10485, prefetch=3)
     assert Plan.model_validate_json(capsys.readouterr().out) == expected
-    assert len(expected.buckets) > len(trainload.plan(gpt, cluster, "hybrid").buckets)
+    assert len(expected.buckets) > len(trainload.plan(gpt_source, cluster, "hybrid").buckets)

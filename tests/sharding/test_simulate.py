@@ -25,16 +25,16 @@ Messages = tuple[Collective, ...]
 Rows = list[list[str]]
 
 
-@pytest.fixture(scope="module")
-def source(gpt: Package) -> Source:
-    return Source(gpt)
+@pytest.fixture
+def source(gpt_source: Source) -> Source:
+    return gpt_source
 
 
 @pytest.fixture(scope="module")
-def piped(source: Source) -> Simulation:
+def piped(gpt_source: Source) -> Simulation:
     """Two stages, each of two tensor ranks and two data ranks."""
     cluster = trainload.Cluster(devices_per_node=8)
-    return simulate(source, trainload.plan(source.package, cluster, "zero1", tensor_ranks=2, pipeline_ranks=2, accumulate=4))
+    return simulate(gpt_source, trainload.plan(gpt_source, cluster, "zero1", tensor_ranks=2, pipeline_ranks=2, accumulate=4))
 
 
 def test_a_place_in_the_pipeline_has_graphs_of_its_own(piped: Simulation) -> None:
@@ -52,7 +52,7 @@ def test_collectives_are_counted_by_group(piped: Simulation) -> None:
 
 def test_sixteen_thousand_ranks_meet(source: Source) -> None:
     cluster = trainload.Cluster(nodes=2048, devices_per_node=8)
-    plan = trainload.plan(source.package, cluster, "hybrid", tensor_ranks=2, global_batch=8192)
+    plan = trainload.plan(source, cluster, "hybrid", tensor_ranks=2, global_batch=8192)
     assert plan.world_size == 16384
     assert len(simulate(source, plan).ranks) == 1
 

@@ -19,14 +19,15 @@ from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.plan import DATA, REPLICATE, SHARD, TENSOR, Plan, Shard
+from trainload.sharding.source import Source
 
 EIGHT = trainload.Cluster(nodes=2, devices_per_node=4)
 
 
 @pytest.fixture(scope="module")
-def plan(gpt: Package) -> Plan:
+def plan(gpt_source: Source) -> Plan:
     """Two ranks of the tensor axis, four of the data axis, two of which share a copy."""
-    return trainload.plan(gpt, EIGHT, "hybrid", tensor_ranks=2)
+    return trainload.plan(gpt_source, EIGHT, "hybrid", tensor_ranks=2)
 
 
 def test_neighbours_share_the_work_on_the_same_rows(plan: Plan) -> None:
@@ -40,8 +41,8 @@ def test_neighbours_share_the_work_on_the_same_rows(plan: Plan) -> None:
     assert [plan.data_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_tensor_axis_alone_has_no_other_group(gpt: Package) -> None:
-    alone = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), tensor_ranks=2)
+def test_a_tensor_axis_alone_has_no_other_group(gpt_source: Source) -> None:
+    alone = trainload.plan(gpt_source, trainload.Cluster(devices_per_node=2), tensor_ranks=2)
     assert (alone.strategy, alone.groups()) == ("single", {TENSOR: ((0, 1),)})
 
 
@@ -49,16 +50,18 @@ def test_every_file_of_a_checkpoint_has_one_writer(plan: Plan) -> None:
     assert sorted(plan.file_index(rank) for rank in range(8)) == list(range(8))
 
 
-def test_a_rank_holds_less(gpt: Package, plan: Plan) -> None:
-    without = trainload.plan(gpt, trainload.Cluster(nodes=2, devices_per_node=2), "hybrid")
+def test_a_rank_holds_less(gpt_source: Source, plan: Plan) -> None:
+    without = trainload.plan(gpt_source, trainload.Cluster(nodes=2, devices_per_node=2), "hybrid")
     held, all_of_it = plan.estimate, without.estimate
     assert all_of_it.parameter_bytes // 2 < held.parameter_bytes < all_of_it.parameter_bytes
     assert held.optimizer_bytes < all_of_it.optimizer_bytes
 
 
-def test_exchanges_grow_with_the_rows(gpt: Package) -> None:
+def test_exchanges_grow_with_the_rows(gpt_source: Source) -> None:
     cluster = trainload.Cluster(devices_per_node=2)
-    sent = [trainload.plan(gpt, cluster, tensor_ranks=2, global_batch=rows).estimate.communication_bytes_per_step for rows in (8, 16, 32)]
+    sent = [
+        trainload.plan(gpt_source, cluster, tensor_ranks=2, global_batch=rows).estimate.communication_bytes_per_step for rows in (8, 16, 32)
+    ]
     assert sent[0] > 0
     assert sent[2] - sent[1] == 2 * (sent[1] - sent[0])
 
@@ -68,9 +71,9 @@ def test_divided_and_whole_parameters_are_in_buckets_of_their_own(plan: Plan) ->
         assert {slot.parameter in plan.tensor_shards for slot in bucket.slots} == {bucket.divided}
 
 
-def test_a_rule_is_followed(gpt: Package) -> None:
+def test_a_rule_is_followed(gpt_source: Source) -> None:
     cluster = trainload.Cluster(devices_per_node=2)
-    ruled = trainload.plan(gpt, cluster, tensor_ranks=2, tensor_rules={"mix_*": None, "narrow.weight": Shard(dim=1)})
+    ruled = trainload.plan(gpt_source, cluster, tensor_ranks=2, tensor_rules={"mix_*": None, "narrow.weight": Shard(dim=1)})
     assert set(ruled.tensor_shards) == {"narrow.weight", "tokens.weight", "widen.bias", "widen.weight"}
 
 
@@ -88,9 +91,9 @@ def test_a_rule_is_followed(gpt: Package) -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
-def test_what_cannot_be_planned_is_refused(gpt: Package, options: dict[str, Any], line: str) -> None:
+def test_what_cannot_be_planned_is_refused(gpt_source: Source, options: dict[str, Any], line: str) -> None:
     with pytest.raises(PlanError) as caught:
-        trainload.plan(gpt, EIGHT, **options)
+        trainload.plan(gpt_source, EIGHT, **options)
     assert str(caught.value).startswith(line)
 
 
@@ -187,8 +190,8 @@ def test_a_rule_that_is_none_is_refused(gpt: Package, rule: str, capsys: pytest.
     )
 
 
-def test_a_plan_of_before_the_tensor_axis_is_read(gpt: Package) -> None:
-    before = trainload.plan(gpt, EIGHT, "zero3")
+def test_a_plan_of_before_the_tensor_axis_is_read(gpt_source: Source) -> None:
+    before = trainload.plan(gpt_source, EIGHT, "zero3")
     old = before.model_dump(mode="json")
     for bucket in old["buckets"]:
         del bucket["divided"]

@@ -17,9 +17,9 @@ from trainload.sharding.source import Source
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def source(gpt: Package) -> Source:
-    return Source(gpt)
+@pytest.fixture
+def source(gpt_source: Source) -> Source:
+    return gpt_source
 
 
 def device(memory: int = 2**40, link: float = 1e9, far: float = 1e9, latency: float = 0.0, flops: float = 1e9) -> DeviceProfile:

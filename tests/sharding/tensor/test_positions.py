@@ -21,9 +21,9 @@ from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
-from trainload.packaging.read import Package
 from trainload.sharding.liveness import held
 from trainload.sharding.plan import TENSOR, Shard
+from trainload.sharding.source import Source
 from trainload.sharding.strategies import Divide
 from trainload.sharding.tensor.axis import divide
 from trainload.sharding.tensor.partition import linked, partition
@@ -183,13 +183,13 @@ def test_rules_do_not_go_with_a_context(gpt_step: StepGraph) -> None:
         divide([gpt_step], WORLD, (), {"*": Shard(dim=0)}, "context")
 
 
-def test_a_plan_of_one_rank_divides_nothing(gpt: Package) -> None:
+def test_a_plan_of_one_rank_divides_nothing(gpt_source: Source) -> None:
     with pytest.raises(PlanError, match="one rank has nothing to divide"):
-        trainload.plan(gpt, trainload.Cluster(), divide="context")
+        trainload.plan(gpt_source, trainload.Cluster(), divide="context")
 
 
-def test_an_edited_plan_that_divides_parameters_among_a_context_is_refused(gpt: Package) -> None:
-    plan: dict[str, Any] = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), tensor_ranks=2).model_dump(mode="json")
+def test_an_edited_plan_that_divides_parameters_among_a_context_is_refused(gpt_source: Source) -> None:
+    plan: dict[str, Any] = trainload.plan(gpt_source, trainload.Cluster(devices_per_node=2), tensor_ranks=2).model_dump(mode="json")
     with pytest.raises(ValueError, match="context, which divides no parameter"):
         trainload.Plan.model_validate(plan | {"divide": "context"})
 
