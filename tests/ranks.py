@@ -5,12 +5,16 @@ They are forked from a server that has torch and trainload imported: a rank begi
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,8 @@ from trainload.launch.groups import leave_groups
 
 PRELOADED = ("torch", "torch.distributed", "trainload.api", "trainload.running", "trainload.launch.worker", "tests.laws.gpt")
 SECONDS = 200.0
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def fork_server() -> ForkServerContext:
@@ -28,17 +34,18 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def on_ranks(world: int, act: Callable[[int, int, Path], None], folder: Path) -> None:
-    """Call `act(rank, world, folder)`, a function of a module, in a process for each rank. Demand that all of them end well."""
-    context = fork_server()
-    processes = [context.Process(target=_in_group, args=(act, rank, world, folder), daemon=True) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
-    codes = [process.exitcode for process in processes]
-    end(processes)
-    assert codes == [0] * world, f"the ranks ended with {codes}"
+def on_ranks(world: int, act: Callable[[int, int, Path], None], folder: Path, prepare: Callable[[Path], object] | None = None) -> None:
+    """Call `act(rank, world, folder)`, a function of a module, in a process for each rank. Demand that all of them end well.
+
+    prepare: is called with the folder in the process that the ranks are then forked from: they have what it has cached. They cannot
+        differentiate where it has: torch's autograd does not survive a fork.
+    """
+    parent = fork_server().Process(target=_fork_ranks, args=(act, world, folder, prepare), daemon=True)
+    parent.start()
+    parent.join(SECONDS)
+    code = parent.exitcode
+    end([parent])
+    assert code == 0, f"a rank ended with {code}"
 
 
 def start(act: Callable[..., None], *arguments: Any, cwd: Path, log: Path, variables: Mapping[str, str]) -> ForkServerProcess:
@@ -66,8 +73,29 @@ def _as_command(act: Callable[..., None], arguments: Sequence[Any], cwd: Path, l
     act(*arguments)
 
 
-def _in_group(act: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> None:
+def _fork_ranks(act: Callable[[int, int, Path], None], world: int, folder: Path, prepare: Callable[[Path], object] | None) -> None:
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare(folder)
+    children = {os.fork() or _run_rank(act, rank, world, folder) for rank in range(world)}
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(max(codes, key=abs))
+
+
+def _run_rank(act: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> NoReturn:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        _in_group(act, rank, world, folder)
+        code = 0
+    except BaseException:  # noqa: BLE001  # a forked child must not continue with what its parent does
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _in_group(act: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / f"store{world}"), world)  # type: ignore[attr-defined]  # public, though not in __all__
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     act(rank, world, folder)

@@ -63,6 +63,7 @@ def test_it_has_the_graphs_of_the_job_with_weights(abstract: Package, concrete: 
         assert (abstract.path / file).read_bytes() == (concrete.path / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_same_job_gives_the_same_bytes(abstract: Package, tmp_path: Path) -> None:
     again = trainload.freeze(large(), tmp_path / "again.tl", abstract=True, reduced=small())
     assert again.digest == abstract.digest
@@ -133,6 +134,7 @@ def test_a_reduced_job_of_other_structure_is_refused_and_nothing_is_written(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     reduced = job_of(small().model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CaptureError, match="another optimizer"):

@@ -230,6 +230,11 @@ def world_of(strategy: Strategy) -> int:
     return 4 if strategy == "hybrid" else 2
 
 
+def prepare(_folder: Path) -> None:
+    """What the ranks have in common."""
+    captured()
+
+
 def rank_main(rank: int, world: int, folder: Path) -> None:
     """What each process of the group does: every case, its results to a file."""
     program, _, recipe, updates = captured()

@@ -67,6 +67,10 @@ def run_rank(graph: RankGraph, plan: Plan, rank: int) -> dict[str, Tensor]:
     return {p.name: r for p, r in zip(graph.outputs, results, strict=True) if p.role is Role.BUCKET_GRADIENT}
 
 
+def prepare(_folder: Path) -> None:
+    captured()
+
+
 def rank_main(rank: int, _world: int, folder: Path) -> None:
     plan = plan_of(WORLD)
     bind_groups(plan.groups())
@@ -79,7 +83,7 @@ def rank_main(rank: int, _world: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(WORLD, rank_main, folder)
+    on_ranks(WORLD, rank_main, folder, prepare)
     return folder
 
 

@@ -155,6 +155,7 @@ def test_little_memory_is_worth_a_repetition(source: Source) -> None:
     assert best.costs.memory.peak <= (room + tight) // 2
 
 
+@pytest.mark.slow
 def test_slow_links_make_many_small_messages_dear(source: Source) -> None:
     found = search(source, cluster(4), device(link=1e12, latency=1.0), exact=3)
     assert found.best is not None
@@ -199,6 +200,7 @@ def test_those_that_fit_come_first_and_the_fastest_of_them(source: Source) -> No
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_fits_on_more_nodes(source: Source) -> None:
     everything = evaluate(source, cluster(1), device(), Choice("single", accumulate=8, recompute="full"), 8).costs.memory
     little = device(memory=int(0.6 * everything.peak))
@@ -209,6 +211,7 @@ def test_what_fits_nowhere_fits_on_more_nodes(source: Source) -> None:
     assert found.costs.memory.peak <= little.memory_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_chosen_is_one_that_can_be_checked(source: Source) -> None:
     from trainload.sharding.check_plan import check_plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -17,10 +18,12 @@ from tests.sharding.given import captured_step, distances, job_of
 from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import PlanError
+from trainload.capture.job import Job
+from trainload.capture.program import Program
 from trainload.capture.trace import capture
 from trainload.sharding.plan import TENSOR, Shard
 from trainload.sharding.tensor.choose import choose
-from trainload.sharding.tensor.partition import partition
+from trainload.sharding.tensor.partition import Partitioned, partition
 
 WORLD = 2
 CASES = {
@@ -40,19 +43,36 @@ ASKED = "asked.json"
 small_jobs = pytest.mark.matrix(when=lambda case: case not in ("gpt2", "olmoe", "bart", "clip"))
 
 
-def compared(case: str, rank: int, world: int) -> dict[str, Any]:
-    """One case on one rank: how far each output is from the whole graph's, relative to its greatest element; and what was exchanged."""
+@functools.cache
+def given(case: str) -> tuple[Job, Program, StepGraph, dict[str, Shard], Partitioned]:
+    """A job, its program, its step graph, how that is divided, and what its ranks call."""
     job = job_of(case)
     program, step = captured_step(job)
-    shards = choose([step], world)
-    made = partition(step, world, shards)
+    shards = choose([step], WORLD)
+    return job, program, step, shards, partition(step, WORLD, shards)
+
+
+def asked(folder: Path) -> list[str]:
+    """The cases that were selected."""
+    found: list[str] = json.loads((folder / ASKED).read_text())
+    return found
+
+
+def prepare(folder: Path) -> None:
+    for case in asked(folder):
+        given(case)
+
+
+def compared(case: str, rank: int, world: int) -> dict[str, Any]:
+    """One case on one rank: how far each output is from the whole graph's, relative to its greatest element; and what was exchanged."""
+    job, program, step, shards, made = given(case)
     far = distances(job, program, (step, made.step), shards, rank, world)
     return {"far": far, "divided": len(shards), "exchanges": Counter(e.collective for e in made.exchanges)}
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
     bind_groups({TENSOR: (tuple(range(world)),)})
-    for case in json.loads((folder / ASKED).read_text()):
+    for case in asked(folder):
         (folder / f"{case}-{rank}.json").write_text(json.dumps(compared(case, rank, world)))
 
 
@@ -60,7 +80,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / ASKED).write_text(json.dumps([case for case in CASES if case in selected(request.session, "case")]))
-    on_ranks(WORLD, rank_main, folder)
+    on_ranks(WORLD, rank_main, folder, prepare)
     return folder
 
 
