@@ -250,6 +250,7 @@ def test_a_pass_keeps_the_wheel(elsewhere: Path) -> None:
     assert verify_package(elsewhere / "passed.tl").ok
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_on_ray_that_lack_the_library_compile_and_train(elsewhere: Path, tmp_path: Path) -> None:
     package = trainload.open(elsewhere / "package.tl", trust_extensions=True)

@@ -61,7 +61,7 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"])
 def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
@@ -75,7 +75,7 @@ def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Packa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"])
 def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]

@@ -65,6 +65,7 @@ def test_launch_and_resume(gpt: Package, gpt_data: Path, tmp_path: Path, capfd: 
     assert said(capfd, "resume", run_dir, *alone)["last_loss"] == launched["last_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(300)
 def test_launch_on_ray_even_where_a_worker_dies(

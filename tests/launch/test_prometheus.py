@@ -92,6 +92,7 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
     assert of_run("every", lambda found: found.get(("ray_trainload_running", "every", "")) == 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_on_ray_has_its_numbers_at_the_clusters_endpoints(ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     plan = trainload.plan(gpt, trainload.Cluster(), "single")

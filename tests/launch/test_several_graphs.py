@@ -91,6 +91,7 @@ def test_two_workers_have_the_losses_of_a_plain_loop(name: str, strategy: str, p
     assert_equal(pairs / f"{name}-{strategy}", JOBS[name](), plain[name], STEPS // 2)
 
 
+@pytest.mark.slow
 def test_a_gan_trains_compiled_on_two_ray_workers(
     packages: dict[str, Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path, ray_cluster: None
 ) -> None:

@@ -113,7 +113,7 @@ def test_two_workers_have_the_losses_of_a_plain_loop(strategy: str, pairs: Path,
     assert_equal(pairs / strategy, plain)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("written", "zero3"), ("recorded", "zero0")])
+@pytest.mark.parametrize(("kind", "strategy"), [("written", "zero3"), pytest.param("recorded", "zero0", marks=pytest.mark.slow)])
 def test_it_trains_on_two_ray_workers(
     kind: str, strategy: Any, request: pytest.FixtureRequest, mixture: Path, plain: Eager, tmp_path: Path, ray_cluster: None
 ) -> None:

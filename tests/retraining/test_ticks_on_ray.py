@@ -20,7 +20,7 @@ from trainload.packaging.read import Package
 from trainload.packaging.stores.store import Store
 from trainload.retraining.lineage import LineStory, read_line
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 300
 
