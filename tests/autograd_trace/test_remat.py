@@ -173,6 +173,7 @@ def test_a_step_takes_the_memory_of_one_region_in_place_of_all() -> None:
     assert peaks[checkpointed] < peaks[plainly] - (COUNT - 2) * hidden
 
 
+@pytest.mark.slow
 def test_a_compiled_step_takes_the_memory_of_one_region_in_place_of_all(tmp_path: Path) -> None:
     peaks, gradients = {}, {}
     for around in (plainly, checkpointed):

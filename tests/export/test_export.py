@@ -85,19 +85,23 @@ def test_the_note_in_a_pt2_says_what_goes_in_and_comes_out(from_pt2: Found, trai
     assert (note["package"], note["graph"], note["libraries"]) == (trained.digest, "predict", {})
 
 
+@pytest.mark.slow
 def test_an_aotinductor_package_was_compared_when_it_was_made(aoti: exporting.Exported) -> None:
     assert aoti.difference is not None and aoti.difference <= 1e-4
 
 
+@pytest.mark.slow
 def test_what_is_built_in_passing_is_not_left_behind(aoti: exporting.Exported) -> None:
     assert [path.name for path in aoti.path.parent.iterdir()] == ["small.pt2"]
 
 
+@pytest.mark.slow
 def test_torchs_loader_runs_an_aotinductor_package_which_updates_its_buffers(from_aoti: Found, trained: Package) -> None:
     assert_close(from_aoti.results, own_results(trained, "predict", ROWS, CALLS), 1e-5)
     assert from_aoti.note["package"] == trained.digest
 
 
+@pytest.mark.slow
 def test_an_aotinductor_package_predicts_what_the_trained_eager_model_does(from_aoti: Found, trained: Package) -> None:
     with torch.no_grad():
         assert_close(from_aoti.results[:1], [predict(model_of(trained, Small()), ROWS)], 1e-5)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,26 +38,16 @@ def registry_server(folder: Path) -> Iterator[str]:
         pytest.skip("there is no docker-registry: make env fetches it from Debian, where it can")
     (folder / "config.yml").write_text(_CONFIG % (folder / "files"))
     environment = {**os.environ, "OTEL_TRACES_EXPORTER": "none"}
-    process = subprocess.Popen(
-        [program, "serve", str(folder / "config.yml")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    log = folder / "log"
+    with log.open("w") as output:
+        guarded = ["setpriv", "--pdeathsig", "KILL"]  # so that it ends with this process, however that ends
+        command = [*guarded, program, "serve", str(folder / "config.yml")]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
-        assert process.stdout is not None
-        said: list[str] = []
-        for line in process.stdout:
-            said.append(line)
-            listening = re.search(r"listening on (127\.0\.0\.1:\d+)", line)
-            if listening is not None:
-                break
-        else:
-            pytest.fail(f"the registry did not start: {''.join(said)}")
-        # what it says from now on goes to nobody, and must not fill the pipe
-        with subprocess.Popen([sys.executable, "-c", "import sys\nfor _ in sys.stdin: pass"], stdin=process.stdout):
-            process.stdout.close()
-            yield listening[1]
-            process.terminate()
-            process.wait(timeout=20)
+        while (listening := re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text())) is None:
+            assert process.poll() is None, f"the registry did not start: {log.read_text()}"
+            time.sleep(0.02)
+        yield listening[1]
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait(timeout=20)
+        process.kill()
+        process.wait(timeout=20)
