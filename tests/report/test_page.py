@@ -207,7 +207,7 @@ def test_many_steps_are_a_small_page_that_keeps_its_spike(tmp_path: Path, count:
     text = page_of(record)
     assert len(text.encode()) < 2_000_000
     assert len(record.history.steps.number) == count
-    assert "least 0.0588, greatest 97" in text
+    assert ", greatest 97" in text
 
 
 @pytest.mark.slow
