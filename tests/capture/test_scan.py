@@ -52,6 +52,7 @@ def of_one(_: Any, x: Tensor) -> Tensor:
     return result.expand(-1, 8)
 
 
+@pytest.mark.matrix("backwards", "of_one")
 @pytest.mark.parametrize("middle", [recurrence, backwards, products, by_path, of_one])
 def test_a_scan_has_eagers_loss_and_gradients_on_every_number_of_rows(middle: Middle) -> None:
     program = prove(job(Model(middle)), Check.THOROUGH if middle is recurrence else Check.USUAL).program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.capture.jobs import job
 from tests.export.jobs import Small, model_of, own_results, small_job
 from tests.huggingface.test_job_of import batch, bert, gpt2, mixtral, settings
 from tests.laws.isolated import Environment
+from tests.selection import selected
 from torch import Tensor, nn
 
 import trainload
@@ -121,14 +123,18 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(gpt: Package, folder: Path, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
+def elsewhere(
+    gpt: Package, folder: Path, outside: Environment, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Elsewhere:
     scratch = tmp_path_factory.mktemp("elsewhere")
-    packages = {
-        "gpt": gpt,
-        "tied decoder": moved(frozen(bert(), scratch / "bert.tl"), scratch / "bert-trained.tl"),
-        "experts": moved(frozen(mixtral(), scratch / "mixtral.tl"), scratch / "mixtral-trained.tl"),
-        "within another": moved(frozen_pair(scratch / "pair.tl"), scratch / "pair-trained.tl"),
+    made: dict[str, Callable[[], Package]] = {
+        "gpt": lambda: gpt,
+        "tied decoder": lambda: moved(frozen(bert(), scratch / "bert.tl"), scratch / "bert-trained.tl"),
+        "experts": lambda: moved(frozen(mixtral(), scratch / "mixtral.tl"), scratch / "mixtral-trained.tl"),
+        "within another": lambda: moved(frozen_pair(scratch / "pair.tl"), scratch / "pair-trained.tl"),
     }
+    needed = {"gpt", "within another", *selected(request.session, "name")}
+    packages = {name: make() for name, make in made.items() if name in needed}
     folders = {name: folder if name == "gpt" else scratch / name.replace(" ", "-") for name in packages}
     for name, package in packages.items():
         if name != "gpt":
@@ -139,6 +145,7 @@ def elsewhere(gpt: Package, folder: Path, outside: Environment, tmp_path_factory
     return Elsewhere(packages, logits, json.loads(printed))
 
 
+@pytest.mark.matrix("gpt", "within another")
 @pytest.mark.parametrize("name", ["gpt", "tied decoder", "experts", "within another"])
 def test_from_pretrained_gives_the_packages_logits(name: str, elsewhere: Elsewhere) -> None:
     package = elsewhere.packages[name]

@@ -224,6 +224,7 @@ def mixtral(dtype: torch.dtype = torch.float32) -> Any:
     return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, num_local_experts=2, max_position_embeddings=16)).to(dtype)
 
 
+@pytest.mark.slow
 def test_experts_are_computed_by_operators_that_a_package_can_hold(tmp_path: Path) -> None:
     model = mixtral()
     with pytest.warns(UserWarning, match=r"batched_mm.*copies the weights"):
