@@ -59,13 +59,12 @@ def selected(session: pytest.Session, parameter: str) -> set[Any]:
 
 def _is_representative(item: pytest.Function, matrix: pytest.Mark, seen: set[Hashable]) -> bool:
     case = _case_id(item)
-    match matrix.kwargs:
-        case {"kind": decide} | {"when": decide}:
-            value = decide(*(item.callspec.params[name] for name in inspect.signature(decide).parameters))
-        case _ if matrix.args:
-            return any(fnmatchcase(case, pattern) for pattern in matrix.args)
-        case _:
-            raise pytest.UsageError(f"{item.nodeid}: mark.matrix needs ids of cases, a kind or a condition")
+    if matrix.args:
+        return any(fnmatchcase(case, pattern) for pattern in matrix.args)
+    decide = matrix.kwargs.get("when") or matrix.kwargs.get("kind")
+    if decide is None:
+        raise pytest.UsageError(f"{item.nodeid}: mark.matrix needs ids of cases, a kind or a condition")
+    value = decide(*(item.callspec.params[name] for name in inspect.signature(decide).parameters))
     if "when" in matrix.kwargs:
         return bool(value)
     first = value not in seen
