@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from trainload.capture.patched import replaced
-
 _NOT_OF_MODELS = frozenset({"torch", "trainload", "sympy", "mpmath", "numpy", "networkx"}) | sys.stdlib_module_names
 """Packages that are used below the tracer, or that take no tensor's length."""
 
@@ -23,13 +21,19 @@ def lengths() -> Iterator[None]:
 
     Code that calls it by another name (`builtins.len`), or that is in no module (a string that was executed), gets a plain number.
     """
-    with contextlib.ExitStack() as stack:
-        for path, module in list[tuple[str, Any]](sys.modules.items()):  # where anything may stand
-            # by its type: what cffi puts there (OpenSSL's functions, for one) says that it is a module, and takes no attributes
-            written = issubclass(type(module), ModuleType) and path.partition(".")[0] not in _NOT_OF_MODELS
-            if written and "len" not in vars(module):
-                stack.enter_context(replaced(module, "len", _length))
+    spaces = [
+        vars(module)
+        for path, module in list[tuple[str, Any]](sys.modules.items())  # where anything may stand
+        # by its type: what cffi puts there (OpenSSL's functions, for one) says that it is a module, and takes no attributes
+        if issubclass(type(module), ModuleType) and path.partition(".")[0] not in _NOT_OF_MODELS and "len" not in vars(module)
+    ]
+    for space in spaces:
+        space["len"] = _length
+    try:
         yield
+    finally:
+        for space in spaces:
+            space.pop("len", None)
 
 
 def _length(value: Any, /) -> Any:

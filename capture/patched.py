@@ -32,7 +32,8 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]:
     """Replace functions of torch inside the block, under every name by which a module holds them; torch's other inner modules keep them.
 
-    All modules are searched once, whatever the number of functions: a process with transformers in it holds half a million names.
+    All modules are searched once, whatever the number of functions: a process with transformers in it holds half a million names, and a
+    module's names are looked at one by one only where its values have one of the functions.
 
     Args:
         replacements: function -> what stands for it.
@@ -42,7 +43,9 @@ def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]
         (module, name, values[id(held)])
         for path, module in list(sys.modules.items())
         if path in _SEARCHED or path.partition(".")[0] not in _SKIPPED
-        for name, held in list(getattr(module, "__dict__", {}).items())
+        for names in (getattr(module, "__dict__", {}).copy(),)  # which another thread may add to
+        if not values.keys().isdisjoint(map(id, names.values()))
+        for name, held in names.items()
         if id(held) in values and not name.startswith("__")
     ]
     with contextlib.ExitStack() as stack:

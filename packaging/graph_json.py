@@ -437,7 +437,10 @@ def _from_json(
             name: ValueRanges(_int_to_sympy_int(span["min_val"], -int_oo), _int_to_sympy_int(span["max_val"], int_oo))
             for name, span in document["range_constraints"].items()
         }
-        result = GraphModuleDeserializer().deserialize(serialised, {}, {}, None, ranges)
+        reader = GraphModuleDeserializer()
+        # the same few sizes stand in the shapes of all nodes: each is parsed once
+        reader._parse_sym_expr = functools.lru_cache(None, typed=True)(reader._parse_sym_expr)  # type: ignore[method-assign]
+        result = reader.deserialize(serialised, {}, {}, None, ranges)
     _demand_whole(result.graph_module, document["graph_module"]["graph"], where)
     for node in calls_in(result.graph_module):
         if "val" not in node.meta and node.target is not operator.getitem:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from tests.laws.gpt import gpt_job, token_rows
 from torch import Tensor, nn
 from torch.nn import functional
@@ -170,6 +169,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _digits() -> dict[str, Any]:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
+
     found = load_digits()
     return {"image": (found.images[:ROWS] / 16).astype(np.float32), "label": found.target[:ROWS].astype(np.int64)}
 

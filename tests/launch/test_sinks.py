@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from tensorboardX.proto.event_pb2 import Event as Record
 
 import trainload
@@ -53,6 +52,8 @@ def test_tensorboard_has_the_losses_of_the_journal(gpt: Package, gpt_data: Path,
 def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
     gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow import MlflowClient  # which takes seconds: no other test of this process waits for it
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     expected = trained(gpt, gpt_data, gpt_held_out, tmp_path / "run", "mlflow")

@@ -11,6 +11,7 @@ from tests.sharding.cases import captured, everything, flat_buckets, make_plan
 from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.graphs import Recipe
 from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
 from trainload.sharding.buckets import make_buckets
@@ -21,7 +22,10 @@ from trainload.sharding.update import UpdateStep
 
 CPU = torch.device("cpu")
 RANK = torch.tensor(0)
-RECIPE = captured()[2]
+
+
+def recipe() -> Recipe:
+    return captured()[2]
 
 
 def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
@@ -33,11 +37,11 @@ def inputs(step: UpdateStep, clip_seed: int = 0) -> tuple[list[Tensor], list[Ten
 
 def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    step = UpdateStep(plan, updates, RECIPE, "train")
+    step = UpdateStep(plan, updates, recipe(), "train")
     params, gradients = inputs(step)
     divisor, rates = torch.tensor(2.0), torch.tensor([0.01, 0.02])
     with torch.no_grad():
-        _, *made = UpdateStep(plan, updates, RECIPE, "train", everything(plan))(divisor, rates, RANK, *params, *gradients)
+        _, *made = UpdateStep(plan, updates, recipe(), "train", everything(plan))(divisor, rates, RANK, *params, *gradients)
         params, states = made[: len(params)], [s.clone() for s in made[len(params) :]]
         norm, *expected = step(divisor, rates, RANK, *params, *gradients, *states)
         (written,) = step.trace(CPU)(divisor, rates, RANK, *params, *gradients, *states)
@@ -48,7 +52,7 @@ def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
 
 def test_new_values_do_not_gather_before_they_are_written() -> None:
     plan = make_plan("single", 1, bucket_bytes=1)
-    step = UpdateStep(plan, captured()[3], RECIPE, "train")
+    step = UpdateStep(plan, captured()[3], recipe(), "train")
     largest = max(part.bucket.length for part in step.parts) * 4
     everything_new = sum(part.bucket.length * 4 * (1 + len(part.state)) for part in step.parts)
     assert held(step.trace(CPU)).peak < min(8 * largest, everything_new)
@@ -56,7 +60,9 @@ def test_new_values_do_not_gather_before_they_are_written() -> None:
 
 def test_the_gradient_is_clipped_to_its_global_norm() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
-    clipped, free = (UpdateStep(plan, updates, RECIPE.model_copy(update={"clip_norm": c}), "train", everything(plan)) for c in (0.5, None))
+    clipped, free = (
+        UpdateStep(plan, updates, recipe().model_copy(update={"clip_norm": c}), "train", everything(plan)) for c in (0.5, None)
+    )
     params, gradients = inputs(clipped)
     rates = torch.tensor([0.01, 0.02])
     with torch.no_grad():
@@ -72,19 +78,19 @@ def test_the_gradient_is_clipped_to_its_global_norm() -> None:
 @pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero2", 1), ("zero3", 1), ("hybrid", 1)])
 def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: Strategy, reduced: int) -> None:
     plan = make_plan(strategy, 8)
-    graph = UpdateStep(plan, captured()[3], RECIPE, "train").trace(CPU).graph
+    graph = UpdateStep(plan, captured()[3], recipe(), "train").trace(CPU).graph
     assert sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes) == reduced
 
 
 def test_an_update_of_whole_parameters_on_slices_is_refused() -> None:
     first, second = captured()[3]
     with pytest.raises(PlanError, match="takes whole parameters"):
-        UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], RECIPE, "train")
+        UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], recipe(), "train")
 
 
 def test_a_group_without_an_update_is_refused() -> None:
     with pytest.raises(PlanError, match="no update"):
-        UpdateStep(make_plan("zero0", 8), captured()[3][:1], RECIPE, "train")
+        UpdateStep(make_plan("zero0", 8), captured()[3][:1], recipe(), "train")
 
 
 def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:
