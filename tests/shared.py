@@ -1,4 +1,4 @@
-"""What is slow to make is made once in a run of the suite, by whichever of its processes needs it first."""
+"""Makes once in a run of the suite, in whichever of its processes needs it first, what is slow to make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long tests take: `--limit SECONDS` lists the slowest, and those above the limit that `make test` may not have."""
+"""Times of tests: `--limit SECONDS` lists the slowest, and those above the limit that `make test` may not have."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def test_the_number_of_a_reduction_is_torchs() -> None:
         torch.testing.assert_close(ctc_loss(log_probs(), *args), torch.ctc_loss(log_probs(), *args))
 
 
-def test_a_model_with_it_trains_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.slow, id="compiled"), pytest.param(False, id="interpreted")])
+def test_a_model_with_it_trains(compiled: bool, tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["x"]).log_softmax(-1).transpose(0, 1)
         result: Tensor = nn.CTCLoss()(scores, batch["y"], batch["frames"], batch["letters"])
@@ -80,7 +81,7 @@ def test_a_model_with_it_trains_compiled(tmp_path: Path) -> None:
     )
     package = trainload.freeze(job, tmp_path / "ctc.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local")
+    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=compiled)
     expected = []
     optimizer = torch.optim.SGD(job.model.parameters(), 0.1)
     for _ in range(3):

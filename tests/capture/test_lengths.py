@@ -29,6 +29,7 @@ def in_a_loop(_: Any, x: Tensor) -> Any:
     return loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.5 + len(y)), (torch.tensor(0), x.detach()))[1] + x
 
 
+@pytest.mark.matrix("reshape", "arithmetic", "vmap", "while_loop")
 @pytest.mark.parametrize(
     "middle",
     [

@@ -75,6 +75,7 @@ def test_a_dim_left_to_torch_has_the_range_that_the_model_takes(
     assert (report.symbol, report.least, report.most, found.refused) == (symbol, *limits, ())
 
 
+@pytest.mark.matrix("reshaped-*", "positioned-*")
 @pytest.mark.parametrize(
     ("output", "fix"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from trainload import cli, passes
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.packaging.debug import read_debug
+from trainload.packaging.read import Package
 
 JOB = """
 import builtins
@@ -62,38 +64,41 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_package_says_which_mode_each_graph_was_captured_in(tmp_path: Path) -> None:
-    package = trainload.freeze(flat(), tmp_path / "a.tl")
-    tracing = read_debug(package.path, "capture")["tracing"]
+@pytest.fixture(scope="module")
+def fallen_back(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """A package whose training graph the strict mode captured."""
+    torch.manual_seed(1)
+    return trainload.freeze(flat(), tmp_path_factory.mktemp("fallen") / "a.tl")
+
+
+def test_a_package_says_which_mode_each_graph_was_captured_in(fallen_back: Package) -> None:
+    tracing = read_debug(fallen_back.path, "capture")["tracing"]
     assert {name: how["mode"] for name, how in tracing.items()} == {"train": "strict", "eval": "non-strict"}
     assert "one size only in this model" in tracing["train"]["why"]
 
 
-def test_inspect_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainload.freeze(flat(), tmp_path / "a.tl")
-    assert cli.run(["inspect", str(tmp_path / "a.tl")]) == 0
+def test_inspect_prints_it(fallen_back: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["inspect", str(fallen_back.path)]) == 0
     text = told(capsys)
     assert "train: strict: the non-strict mode does not follow the model" in text
     assert "eval: non-strict: it follows the model" in text
 
 
-def test_inspect_gives_it_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainload.freeze(flat(), tmp_path / "a.tl")
-    assert cli.run(["inspect", str(tmp_path / "a.tl"), "--json"]) == 0
+def test_inspect_gives_it_as_json(fallen_back: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["inspect", str(fallen_back.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["captured"]["train"][0] == "strict"
 
 
-def test_inspect_does_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package = trainload.freeze(flat(), tmp_path / "a.tl")
-    (package.path / "debug" / "capture.json").write_text("{}")
-    assert cli.run(["inspect", str(package.path)]) == 0
+def test_inspect_does_without_it(fallen_back: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(fallen_back.path, tmp_path / "a.tl")
+    (tmp_path / "a.tl" / "debug" / "capture.json").write_text("{}")
+    assert cli.run(["inspect", str(tmp_path / "a.tl")]) == 0
     assert "strict" not in told(capsys)
 
 
-def test_a_pass_keeps_it(tmp_path: Path) -> None:
-    package = trainload.freeze(flat(), tmp_path / "a.tl")
-    made = trainload.transform(package, [passes.eliminate_common_subexpressions], tmp_path / "b.tl")
-    assert read_debug(made.path, "capture") == read_debug(package.path, "capture")
+def test_a_pass_keeps_it(fallen_back: Package, tmp_path: Path) -> None:
+    made = trainload.transform(fallen_back, [passes.eliminate_common_subexpressions], tmp_path / "b.tl")
+    assert read_debug(made.path, "capture") == read_debug(fallen_back.path, "capture")
     assert read_debug(made.path, "capture")["tracing"]["train"]["mode"] == "strict"
 
 
@@ -112,12 +117,9 @@ def test_both_modes_give_one_program_for_a_plain_model(tmp_path: Path) -> None:
     assert graphs[0] == graphs[1]
 
 
-def test_a_strict_package_is_the_same_byte_for_byte(tmp_path: Path) -> None:
-    digests = []
-    for name in ("a.tl", "b.tl"):
-        torch.manual_seed(1)
-        digests.append(trainload.freeze(flat(), tmp_path / name).digest)
-    assert digests[0] == digests[1]
+def test_a_strict_package_is_the_same_byte_for_byte(fallen_back: Package, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    assert trainload.freeze(flat(), tmp_path / "b.tl").digest == fallen_back.digest
 
 
 def test_the_command_line_freezes_by_itself(spec: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the suite's markers select: each of these tests looks at its own."""
+"""The markers that select tests: each of these tests looks at its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--limit` says of tests that take too long."""
+"""`--limit` lists tests that take too long."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ def options(gpt: Package, gpt_data: Path) -> list[str | Path]:
     return ["launch", gpt.path, "--data", gpt_data, "--steps", str(STEPS), "--workers", "2", "--strategy", "zero3"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
     options: list[str | Path], undisturbed: RunResult, tmp_path: Path

@@ -37,7 +37,7 @@ class Run:
     resume: Mapping[str, Any] | None = None
 
     def entry(self) -> dict[str, Any]:
-        """As `worker.py` takes it."""
+        """The dict that `worker.py` takes."""
         entry: dict[str, Any] = {"run_dir": str(self.run_dir), "port": free_port()}
         if self.resume is not None:
             return {**entry, "resume": dict(self.resume)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,8 @@ def run_step_graph(step: StepGraph, package: Package, tokens: Tensor) -> dict[st
 
 @pytest.fixture(scope="module")
 def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return trainload.freeze(gpt_job(dropout=0.0, steps=12), tmp_path_factory.mktemp("plain") / "gpt.tl")
+    job = replace(gpt_job(dropout=0.0, steps=12), predict=None)  # nothing here predicts
+    return trainload.freeze(job, tmp_path_factory.mktemp("plain") / "gpt.tl")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 from tests.launch.checkpoint_cases import make_plan, save_all
 from tests.laws.runs import ROOT
 from tests.packaging.tampering import flip
+from tests.selection import selected
 
 import trainload
 from trainload.capture.errors import CheckpointError, IntegrityError, PackageError
@@ -69,18 +70,22 @@ def circumstances(folder: Path, number: int) -> dict[str, str]:
     }
 
 
+PACKAGES = ("gpt.tl", "small.tl", "job.tl")
+
+
 @pytest.fixture(scope="module")
-def frozen_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Path]:
     """Folders with the same packages, made by two processes from two copies of the source: by two users, with other names, homes, hash
     seeds, locales, time zones and umasks.
     """
+    asked = sorted(selected(request.session, "name") & set(PACKAGES)) or PACKAGES
     folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
     children = []
     for number, folder in enumerate(folders):
         folder.mkdir(parents=True, exist_ok=True)
         for source in ("laws/freezer.py", "laws/gpt.py", "packaging/jobs.py"):
             shutil.copy(ROOT / "tests" / source, folder)
-        command = [sys.executable, "freezer.py", str(folder)]
+        command = [sys.executable, "freezer.py", str(folder), *asked]
         who = as_other_user(command) if number else command
         print(f"run by {who[0]}")
         umask, variables = (0o022, 0o077)[number], circumstances(folder, number)
@@ -93,7 +98,8 @@ def frozen_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders
 
 
-@pytest.mark.parametrize("name", ["gpt.tl", "job.tl"])
+@pytest.mark.matrix("small.tl", "job.tl")
+@pytest.mark.parametrize("name", PACKAGES)
 def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[Path, Path], name: str) -> None:
     first, second = (folder / name for folder in frozen_twice)
     assert files_of(first) == files_of(second)
@@ -104,7 +110,8 @@ def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[P
     assert package_difference(first, second).same
 
 
-@pytest.mark.parametrize("name", ["gpt.tl", "job.tl"])
+@pytest.mark.matrix("small.tl", "job.tl")
+@pytest.mark.parametrize("name", PACKAGES)
 def test_a_flipped_bit_in_any_file_of_a_package_is_found(frozen_twice: tuple[Path, Path], name: str) -> None:
     package = frozen_twice[0] / name
     assert verify_package(package).ok
@@ -128,7 +135,7 @@ def use(path: Path) -> None:
 
 
 def test_every_kind_of_file_that_a_package_can_hold_was_tried(frozen_twice: tuple[Path, Path], packaged: Package) -> None:
-    tried = {file for name in ("gpt.tl", "job.tl") for file in files_of(frozen_twice[0] / name)}
+    tried = {file for package in frozen_twice[0].glob("*.tl") for file in files_of(package)}
     assert {kind_of(file) for file in files_of(packaged.path)} - {kind_of(file) for file in tried} == {("assets", "")}
 
 
