@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -111,9 +112,12 @@ def _nothing() -> None:
 
 def products(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second that large products of matrices reach on a device."""
-    size = 8192 if device.type == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2.0 * size**3 / _timed(lambda: left @ right, device)
+    for size in (1024, 8192) if device.type == "cuda" else (256, 1024):
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        seconds = _timed(functools.partial(torch.mm, left, right), device)
+        if seconds > _SECONDS / 10:  # there are no instructions for it, as for float16 in most CPUs: a larger one would take seconds
+            break
+    return 2.0 * size**3 / seconds
 
 
 def _attention(device: torch.device) -> float:

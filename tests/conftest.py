@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 import torch
 from tests.hostile.prepared import make_base
+from tests.launch.tiny import tiny_job
+from tests.launch.tiny import write_rows as write_tiny_rows
 from tests.laws.gpt import gpt_job, write_rows
 from tests.laws.isolated import build_wheel
 from tests.packaging.jobs import Job, make_job
@@ -115,6 +117,18 @@ def gpt_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpt_held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows to evaluate it on."""
     return write_rows(tmp_path_factory.mktemp("rows") / "held-out.npz", 21, seed=2)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """A model of three layers, frozen, for what has nothing to do with the model. No test changes it."""
+    return trainload.open(made_once(tmp_path_factory, "tiny", lambda folder: trainload.freeze(tiny_job(), folder / "tiny.tl")) / "tiny.tl")
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows to train it on: not a multiple of its global batch, so that steps cross epochs."""
+    return write_tiny_rows(tmp_path_factory.mktemp("rows") / "train.npz", 91)
 
 
 @pytest.fixture(scope="session")

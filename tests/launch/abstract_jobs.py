@@ -6,9 +6,12 @@ from tests.capture.sized import large, small
 
 from trainload.capture.job import Job
 
+DEPTH = 3
+"""Of the large job: more than the reduced one has."""
+
 
 def big() -> Job:
-    return large()
+    return large(depth=DEPTH)
 
 
 def reduced() -> Job:

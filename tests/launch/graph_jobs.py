@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from tests.shared import made_once
 from torch import Tensor, nn, optim
 from torch.nn import functional
 
 import trainload
 from trainload import Graph, Loss, Turn
 from trainload.launch.data.sampler import rows
+from trainload.packaging.read import Package
 
 ROWS = 16
 STEPS = 8
@@ -24,6 +28,7 @@ SEED = 5
 SIZE = 90
 
 
+@functools.cache
 def digits() -> dict[str, Tensor]:
     """scikit-learn's digits: images (90, 64) in [0, 1], labels (90,), and noise (90, 8) for a generator."""
     found = load_digits()
@@ -36,6 +41,11 @@ def write_digits(path: Path, names: set[str]) -> Path:
     """These columns of `digits` as npz."""
     np.savez(path, **{name: value.numpy() for name, value in digits().items() if name in names})  # type: ignore[arg-type]  # arrays
     return path
+
+
+def frozen(factory: pytest.TempPathFactory, name: str) -> Package:
+    """The job of this name in JOBS, frozen once in a run of the suite. No test changes it."""
+    return trainload.open(made_once(factory, f"graphs-{name}", lambda folder: trainload.freeze(JOBS[name](), folder / "job.tl")) / "job.tl")
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -164,6 +174,9 @@ def tasks() -> trainload.Job:
         optimizer=lambda m: optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
         schedule=lambda step: 1 - 0.03 * step,
     )
+
+
+JOBS: dict[str, Callable[[], trainload.Job]] = {"gan": gan, "distillation": distillation, "actor_critic": actor_critic, "tasks": tasks}
 
 
 @dataclass(frozen=True)

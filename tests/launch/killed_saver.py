@@ -46,6 +46,7 @@ def is_whole(path: Path) -> bool:
 
 
 def main(folder: Path, first: int, stride: int) -> None:
+    """Kill children until one ends by itself."""
     torch.set_num_threads(1)
     at, killed = first, True
     while killed:
@@ -61,6 +62,3 @@ def main(folder: Path, first: int, stride: int) -> None:
         drafts = sum(path.name.startswith(".") for path in (run / "checkpoints").iterdir())
         print(at, killed, ",".join(str(step) for step in visible) or "-", whole, drafts, flush=True)
         at += stride
-
-
-main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,7 +2,8 @@
 n = first, first + stride, ...
 
 Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them are whole, and how many files that no
-checkpoint needs are left after the next attempt has begun. Only children speak with the server: fsspec's thread does not survive a fork.
+checkpoint needs are left after the next attempt has begun. The next child finds that out, before it begins. Only children speak with the
+server: fsspec's thread does not survive a fork.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,17 +76,21 @@ def in_child(act: Callable[[], None]) -> bool:
 
 
 def main(url: str, first: int, stride: int) -> None:
+    """Kill children until one ends by itself."""
     torch.set_num_threads(1)
-    at, killed = first, True
+    at, killed, before = first, True, list[Callable[[], None]]()
     while killed:
         kept = Kept(f"{url}/{at}")
-        killed = in_child(partial(save_until_killed, kept, at))
-        in_child(partial(tell, kept, at, killed))
+        killed = in_child(partial(each, [*before, partial(save_until_killed, kept, at)]))
+        before = [partial(tell, kept, at, killed)]
         at += stride
+    in_child(before[0])
+
+
+def each(acts: Sequence[Callable[[], None]]) -> None:
+    for act in acts:
+        act()
 
 
 def tell(kept: Kept, at: int, killed: bool) -> None:
-    print(at, killed, look(kept))
-
-
-main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print(at, killed, look(kept), flush=True)

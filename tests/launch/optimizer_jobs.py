@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tests.autograd_trace.optimizers import Factors
+from tests.shared import made_once
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim import swa_utils
 
 import trainload
 from trainload.launch.data.sampler import rows
+from trainload.packaging.read import Package
 
 ROWS = 8
 STEPS = 12
@@ -65,6 +68,13 @@ class OwnBackward(Model):
 
 
 class Half(Model):
+    """What it gives has passed through float16, and so have the gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(torch.float16).float()
+
+
+class AutocastHalf(Model):
     """The same under autocast to float16."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,6 +152,13 @@ def make_job(optimizer: Callable[[nn.Module], Any], kind: type[Model] = Model, *
     batch = {name: value[:4] for name, value in data().items()}
     given: dict[str, Any] = {"schedule": _schedule, "steps": STEPS, "global_batch": ROWS, "seed": SEED, **options}
     return trainload.Job(model=kind(), batch=batch, loss=loss, optimizer=optimizer, **given)
+
+
+def frozen(factory: pytest.TempPathFactory) -> Package:
+    """The job under `adam`, frozen once in a run of the suite. No test changes it."""
+    return trainload.open(
+        made_once(factory, "optimizer-job", lambda folder: trainload.freeze(make_job(adam), folder / "job.tl")) / "job.tl"
+    )
 
 
 def _schedule(step: int) -> float:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.capture.sized import Stack, job_of, large, small
+from tests.launch import abstract_jobs
 from tests.launch.commands import refused
 from tests.packaging.tampering import edit_manifest
 
@@ -23,18 +26,28 @@ from trainload.packaging.verify import verify_package
 
 pytestmark = pytest.mark.filterwarnings("ignore:1 parameters get no gradient")
 JOBS = "tests.launch.abstract_jobs"
+DEPTH = abstract_jobs.DEPTH
 
 
 @pytest.fixture(scope="module")
-def abstract(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return trainload.freeze(large(), tmp_path_factory.mktemp("abstract") / "big.tl", abstract=True, reduced=small())
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Any]:
+    """An abstract package that the command line has frozen, and what it said."""
+    made = tmp_path_factory.mktemp("abstract") / "big.tl"
+    with redirect_stdout(io.StringIO()) as said:
+        assert cli.run(["freeze", f"{JOBS}:big", "--abstract", "--reduced", f"{JOBS}:reduced", "-o", str(made), "--json"]) == 0
+    return trainload.open(made), json.loads(said.getvalue())
+
+
+@pytest.fixture(scope="module")
+def abstract(frozen: tuple[Package, Any]) -> Package:
+    return frozen[0]
 
 
 @pytest.fixture(scope="module")
 def concrete(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The same job with weights."""
     torch.manual_seed(0)
-    return trainload.freeze(job_of(Stack(64, 5)), tmp_path_factory.mktemp("concrete") / "big.tl")
+    return trainload.freeze(job_of(Stack(64, DEPTH)), tmp_path_factory.mktemp("concrete") / "big.tl")
 
 
 @pytest.fixture
@@ -65,7 +78,7 @@ def test_it_has_the_graphs_of_the_job_with_weights(abstract: Package, concrete: 
 
 @pytest.mark.slow
 def test_the_same_job_gives_the_same_bytes(abstract: Package, tmp_path: Path) -> None:
-    again = trainload.freeze(large(), tmp_path / "again.tl", abstract=True, reduced=small())
+    again = trainload.freeze(large(depth=DEPTH), tmp_path / "again.tl", abstract=True, reduced=small())
     assert again.digest == abstract.digest
 
 
@@ -124,13 +137,13 @@ def test_no_pass_is_applied_to_it(abstract: Package, tmp_path: Path) -> None:
 
 def test_without_a_reduced_job_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="nothing could be proven"):
-        trainload.freeze(large(), tmp_path / "big.tl", abstract=True)
+        trainload.freeze(large(depth=DEPTH), tmp_path / "big.tl", abstract=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reduced_job_of_other_structure_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="differs from the reduced one"):
-        trainload.freeze(large(), tmp_path / "big.tl", abstract=True, reduced=small(depth=1))
+        trainload.freeze(large(depth=2), tmp_path / "big.tl", abstract=True, reduced=small(depth=1))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,14 +151,14 @@ def test_a_reduced_job_of_other_structure_is_refused_and_nothing_is_written(tmp_
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     reduced = job_of(small().model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CaptureError, match="another optimizer"):
-        trainload.freeze(large(), tmp_path / "big.tl", abstract=True, reduced=reduced)
+        trainload.freeze(large(depth=DEPTH), tmp_path / "big.tl", abstract=True, reduced=reduced)
 
 
 def test_a_reduced_job_that_is_wrong_is_refused_as_any_job(tmp_path: Path) -> None:
     with torch.device("meta"):
         reduced = job_of(Stack(8, 2))
     with pytest.raises(CaptureError, match="on the meta device"):
-        trainload.freeze(large(), tmp_path / "big.tl", abstract=True, reduced=reduced)
+        trainload.freeze(large(depth=DEPTH), tmp_path / "big.tl", abstract=True, reduced=reduced)
 
 
 def test_a_reduced_job_goes_with_abstract_alone(tmp_path: Path) -> None:
@@ -196,10 +209,10 @@ def test_weights_beside_an_abstract_manifest_are_not_listed(copied: Path) -> Non
 # The command line
 
 
-def test_the_command_line_freezes_it(tmp_path: Path, abstract: Package, capsys: pytest.CaptureFixture[str]) -> None:
-    made = tmp_path / "big.tl"
-    assert cli.run(["freeze", f"{JOBS}:big", "--abstract", "--reduced", f"{JOBS}:reduced", "-o", str(made), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["digest"] == abstract.digest
+def test_the_command_line_freezes_it(frozen: tuple[Package, Any]) -> None:
+    package, said = frozen
+    assert said["digest"] == package.digest
+    assert package.manifest.abstract is not None
 
 
 def test_inspect_says_what_was_proven(abstract: Package, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

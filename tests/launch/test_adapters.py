@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.capture.sized import large, small
 from tests.golden.goldens import goldens
 from tests.launch import graph_jobs
-from tests.launch.optimizer_jobs import STEPS, Model, adam, eager, make_job, muon, write_data
+from tests.launch.optimizer_jobs import STEPS, Model, adam, eager, frozen, make_job, muon, write_data
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.selection import selected
 from torch import Tensor, nn
@@ -105,7 +104,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return trainload.freeze(make_job(adam), tmp_path_factory.mktemp("plain") / "job.tl")
+    return frozen(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -359,8 +358,8 @@ def test_a_layer_that_was_frozen_with_the_job_can_have_an_adapter(rows: Path, tm
     assert difference(plain.losses, launched(package, rows, tmp_path / "run", adapters)) <= TOLERANCE
 
 
-def test_several_graphs_train_the_adapters_that_they_reach(tmp_path: Path) -> None:
-    package = trainload.freeze(graph_jobs.tasks(), tmp_path / "tasks.tl")
+def test_several_graphs_train_the_adapters_that_they_reach(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    package = graph_jobs.frozen(tmp_path_factory, "tasks")
     adapters = Adapters(rank=2, layers=("torso.*.weight", "classes.weight"))
     plain = graph_jobs.eager(by_hand(graph_jobs.tasks(), package, adapters))
     data = graph_jobs.write_digits(tmp_path / "digits.npz", {"image", "label"})
@@ -382,8 +381,8 @@ def test_every_variant_has_the_adapters_that_it_reaches(tmp_path: Path) -> None:
     assert torch.equal(before["layer.bias"], now["layer.bias"]) and not torch.equal(before["layer.weight"], now["layer.weight"])
 
 
-def test_a_graph_that_would_train_nothing_is_refused(tmp_path: Path) -> None:
-    package = trainload.freeze(graph_jobs.gan(), tmp_path / "gan.tl")
+def test_a_graph_that_would_train_nothing_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    package = graph_jobs.frozen(tmp_path_factory, "gan")
     overrides = trainload.Overrides(adapters=Adapters(rank=2, layers=("generator.*.weight",)))
     with pytest.raises(JobError, match="the graph discriminator would have nothing to train"):
         overrides.apply(package)
@@ -422,11 +421,10 @@ def test_settings_of_adapters_that_are_wrong_are_told(
     assert line in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:1 parameters get no gradient")
-def test_an_abstract_package_is_refused(tmp_path: Path) -> None:
-    abstract = trainload.freeze(large(), tmp_path / "big.tl", abstract=True, reduced=small())
+def test_an_abstract_package_is_refused() -> None:
+    abstract = next(each for each in goldens() if each.name == "shapes")
     with pytest.raises(PackageError, match="this package is abstract"):
-        trainload.Overrides(adapters=ADAPTERS).apply(abstract)
+        trainload.Overrides(adapters=ADAPTERS).apply(trainload.open(abstract.package))
 
 
 def test_a_plan_of_its_own_is_made_with_the_same_settings(

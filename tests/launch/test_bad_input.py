@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 import ray
 from tests.launch.commands import contents, refused, refused_process
+from tests.launch.forked import done, let_no_file_grow, refused_apart
 from tests.laws.gpt import CONTEXT, ROWS
 from tests.packaging.tampering import edit_manifest
 
@@ -103,8 +104,7 @@ def test_an_output_that_exists(here: Path, capsys: Capture) -> None:
 
 def test_freezing_where_files_cannot_grow(here: Path) -> None:
     (here / "job.py").write_text(SOUND)
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))"
-    line = refused_process(["freeze", "job.py:job", "-o", "out.tl"], here, {"PYTHONDONTWRITEBYTECODE": "1"}, limit)
+    line = refused_apart(["freeze", "job.py:job", "-o", "out.tl"], here, let_no_file_grow)
     assert "out.tl: the disk is full" in line
 
 
@@ -220,9 +220,8 @@ def test_a_dry_run_where_somebody_uses_the_devices_says_so_at_once(gpt: Package,
         ray.kill(busy)
 
 
-@pytest.mark.ray
-def test_a_cluster_that_does_not_answer(gpt: Package, gpt_data: Path, here: Path) -> None:
-    line = refused_process(launch(gpt, gpt_data, "--address", "127.0.0.1:1"), here)
+def test_a_cluster_that_does_not_answer(gpt: Package, gpt_data: Path, here: Path, capfd: Capture) -> None:
+    line = refused(launch(gpt, gpt_data, "--address", "127.0.0.1:1"), here, capfd)
     assert "address 127.0.0.1:1: no Ray cluster answers" in line
 
 
@@ -286,15 +285,14 @@ def test_the_supported_range_is_the_one_that_is_installed_by() -> None:
     assert wanted == f"torch>={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"
 
 
-def test_without_a_compiler_the_graphs_run_uncompiled(gpt: Package, gpt_data: Path, here: Path) -> None:
+def test_without_a_compiler_the_graphs_run_uncompiled(tiny: Package, tiny_data: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "bin").mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(here / "bin")}
-    command = [sys.executable, "-m", "trainload", *map(str, launch(gpt, gpt_data, "--steps", "2", "--backend", "local"))]
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "warning" in done.stderr
-    assert "no C++ compiler was found: the graphs run uncompiled" in done.stderr
-    assert "compiled" not in contents(Path(os.environ["TRAINLOAD_CACHE_DIR"])) or "compiled no" in done.stderr
+    monkeypatch.delenv("CXX", raising=False)
+    status, _, err = done(*launch(tiny, tiny_data, "--steps", "2", "--backend", "local"), cwd=here, PATH=str(here / "bin"))
+    assert status == 0, err
+    assert "warning" in err
+    assert "no C++ compiler was found: the graphs run uncompiled" in err
+    assert "compiled" not in contents(Path(os.environ["TRAINLOAD_CACHE_DIR"])) or "compiled no" in err
 
 
 def test_an_error_with_json_is_one_object(gpt: Package, here: Path, capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,19 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return trainload.freeze(make_job(adam), tmp_path_factory.mktemp("plain") / "job.tl")
 
 
-@pytest.fixture
-def begun(package: Package, rows: Path, tmp_path: Path) -> Path:
-    """A run of half the steps, with a checkpoint at its end."""
+@pytest.fixture(scope="module")
+def half(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of half the steps, with a checkpoint at its end. No test changes it."""
     options: dict[str, Any] = {"steps": HALF, "compile": False, "backend": "local", "overrides": trainload.Overrides(clip_norm=5.0)}
-    trainload.launch(package, trainload.plan(package, trainload.Cluster(), "single"), rows, run_dir=tmp_path / "run", **options)
-    return tmp_path / "run"
+    run_dir = tmp_path_factory.mktemp("half") / "run"
+    trainload.launch(package, trainload.plan(package, trainload.Cluster(), "single"), rows, run_dir=run_dir, **options)
+    return run_dir
+
+
+@pytest.fixture
+def begun(half: Path, tmp_path: Path) -> Path:
+    """The same run, which a test may go on with."""
+    return Path(shutil.copytree(half, tmp_path / "run"))
 
 
 def peak(package: Package) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -13,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.launch import killed_uploader
 from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, TURNED, make_plan, make_state, save_in, writers
 from tests.launch.checkpoint_places import Kept, wire_to
 from tests.launch.test_checkpoint_reading import assert_same, large
 from tests.packaging.places import BUCKET
+from tests.ranks import end, start
 
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.launch.checkpoints import remote
@@ -53,6 +53,7 @@ def needed(kept: Kept) -> set[str]:
     return found
 
 
+@pytest.mark.matrix("folder-*", "s3-hybrid of 4")
 @pytest.mark.parametrize("read", OTHERS, ids=lambda plan: f"{plan.strategy} of {plan.world_size}")
 def test_what_was_written_is_read_under_another_plan(kept: Kept, read: object) -> None:
     assert read in OTHERS
@@ -181,6 +182,7 @@ def test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_b
     Checkpoint.open(kept.place.published()[9]).verify()
 
 
+@pytest.mark.matrix("folder-*", "s3-index.json-flipped", "s3-index.json-gone", "s3-rank-*-cut")
 @pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "gone"])
 @pytest.mark.parametrize("file", ["index.json", "rank-00001-of-00002.safetensors"])
 def test_a_damaged_newest_gives_way_to_the_one_before_with_the_reason(kept: Kept, damage: str, file: str) -> None:
@@ -289,7 +291,7 @@ def test_a_place_that_cannot_be_reached_is_asked_again_and_no_older_checkpoint_i
         def mend() -> None:
             wire.refuse = False
 
-        timer = threading.Timer(2.0, mend)
+        timer = threading.Timer(0.5, mend)
         timer.start()
         assert usable_checkpoint(place, patience=60.0).path == newest
         timer.join()
@@ -376,12 +378,13 @@ def test_the_latest_is_the_highest_step(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 9])
-def test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from(s3: str, bucket: Kept, stride: int) -> None:
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("killed_uploader.py")), bucket.url, str(stride), str(stride)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=True)
-    lines = [line.split() for line in ended.stdout.splitlines()]
+def test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from(bucket: Kept, tmp_path: Path, stride: int) -> None:
+    told = tmp_path / "told"
+    killer = start(killed_uploader.main, bucket.url, stride, stride, cwd=tmp_path, log=told, variables=os.environ)
+    killer.join(500)
+    end([killer])
+    assert killer.exitcode == 0, told.read_text()
+    lines = [line.split() for line in told.read_text().splitlines()]
     assert len(lines) > 20 // stride
     assert lines[-1][1:] == ["False", "20,30", "2", "0"]
     for _, _, visible, whole, garbage in lines:
@@ -398,7 +401,7 @@ def test_bits_that_change_anywhere_are_noticed(bucket: Kept) -> None:
     rng = random.Random(0)
     for path, size in bucket.files().items():
         whole = bucket.read(path)
-        for place in rng.sample(range(size * 8), 10):
+        for place in rng.sample(range(size * 8), 4):
             changed = bytearray(whole)
             changed[place // 8] ^= 1 << place % 8
             bucket.write(path, bytes(changed))

@@ -6,14 +6,15 @@ import errno
 import itertools
 import os
 import random
-import subprocess
-import sys
+import resource
+import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.launch import killed_saver
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state, save_all, writers
 from tests.ranks import end, start
 
@@ -173,25 +174,30 @@ def test_a_rank_that_comes_after_rank_0_gave_up_is_told_at_once_and_the_next_sav
 
 
 def test_a_disk_that_is_really_full_is_told_and_the_next_save_works(tmp_path: Path) -> None:
-    script = (
-        "import resource, signal, sys; from pathlib import Path\n"
-        "from tests.launch.checkpoint_cases import DATA, make_plan, make_state\n"
-        "from trainload.launch.checkpoints.place import place_of\n"
-        "from trainload.launch.checkpoints.writer import CheckpointWriter\n"
-        "from trainload.capture.errors import StorageError\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); plan = make_plan('single', 1)\n"
-        "writer = CheckpointWriter(place_of(Path(sys.argv[1])), plan, 0, 't1')\n"
-        "writer.save(1, make_state(plan, 0), DATA, {}); writer.wait()\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY)); writer.save(2, make_state(plan, 0), DATA, {})\n"
-        "try: writer.wait()\n"
-        "except StorageError as error: print(error)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
-        "writer.save(3, make_state(plan, 0), DATA, {}); writer.wait()\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
-    assert "the disk is full: the checkpoint was not written" in ended.stdout
+    told = tmp_path / "told"
+    child = start(fill_the_disk, tmp_path, cwd=tmp_path, log=told, variables=os.environ)
+    child.join(100)
+    end([child])
+    assert child.exitcode == 0, told.read_text()
+    assert "the disk is full: the checkpoint was not written" in told.read_text()
     assert visible(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def fill_the_disk(folder: Path) -> None:
+    """Save three times, where there is no room for the second. Prints what is said of it."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    writer = CheckpointWriter(place_of(folder), ONE, 0, "t1")
+    writer.save(1, make_state(ONE, 0), DATA, {})
+    writer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    writer.save(2, make_state(ONE, 0), DATA, {})
+    try:
+        writer.wait()
+    except StorageError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    writer.save(3, make_state(ONE, 0), DATA, {})
+    writer.wait()
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
@@ -234,10 +240,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
 
 
-def test_a_kill_at_any_file_operation_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("killed_saver.py")), str(tmp_path), "1", "2"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=200, check=True)
-    lines = [line.split() for line in ended.stdout.splitlines()]
+def demand_whole_after_kills(tmp_path: Path, stride: int) -> None:
+    """Kill a process at its first file operation, and at each so-manieth after that."""
+    told, runs = tmp_path / "told", tmp_path / "runs"
+    killer = start(killed_saver.main, runs, 1, stride, cwd=tmp_path, log=told, variables=os.environ)
+    killer.join(200)
+    end([killer])
+    assert killer.exitcode == 0, told.read_text()
+    lines = [line.split() for line in told.read_text().splitlines()]
     assert len(lines) > 20
     assert lines[-1][1:] == ["False", "20,30", "2", "0"]
     for _, _, steps, whole, drafts in lines:
@@ -247,6 +257,15 @@ def test_a_kill_at_any_file_operation_leaves_whole_checkpoints_only(tmp_path: Pa
     first = next(number for number, line in enumerate(lines) if line[2] != "-")
     assert all(line[2] != "-" for line in lines[first:])
     assert {"10", "10,20", "20,30"} <= {line[2] for line in lines}
+
+
+def test_a_kill_at_any_file_operation_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    demand_whole_after_kills(tmp_path, stride=3)
+
+
+@pytest.mark.slow
+def test_a_kill_at_every_file_operation_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    demand_whole_after_kills(tmp_path, stride=1)
 
 
 WEIGHTS = 1 << 21

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import resource
+import signal
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests import ranks
 
 from trainload.capture.errors import DataError, StorageError
 from trainload.capture.program import InputSpec
@@ -298,34 +301,44 @@ def test_a_cache_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -
 
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(100_000)))
-    # A limit on the size of files stands in for the disk's: the write fails in the same place.
-    script = (
-        "import resource, signal, sys; from pathlib import Path\n"
-        "from trainload.capture.program import InputSpec; from trainload.launch.data.dataset import open_dataset\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "open_dataset(sys.argv[1], [InputSpec('tokens', 'uint8', ('batch', 4))], Path(sys.argv[2]))\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script, str(path), str(cache)], capture_output=True, text=True, check=False)
-    assert "StorageError" in ended.stderr
+    told = tmp_path / "told"
+    child = ranks.start(open_on_a_full_disk, path, cache, cwd=tmp_path, log=told, variables=os.environ)
+    child.join(100)
+    ranks.end([child])
+    assert "StorageError" in told.read_text()
     assert made_in(cache) == []
+
+
+def open_on_a_full_disk(path: Path, cache: Path) -> None:
+    """A limit on the size of files stands in for the disk's: the write fails in the same place."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    open_dataset(path, [TOKENS], cache)
 
 
 def test_several_processes_convert_once(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(50_000)))
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from trainload.capture.program import InputSpec; from trainload.launch.data import columns_cache, dataset\n"
-        "made = columns_cache._convert\n"
-        "def counted(*args): print('converted'); made(*args)\n"
-        "columns_cache._convert = counted\n"
-        "print(dataset.open_dataset(sys.argv[1], [InputSpec('tokens', 'uint8', ('batch', 4))], Path(sys.argv[2])).fingerprint)\n"
-    )
-    command = [sys.executable, "-c", script, str(path), str(cache)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    words = [word for process in running for word in process.communicate()[0].split()]
+    told = [tmp_path / f"{number}.out" for number in range(3)]
+    running = [ranks.start(open_counted, path, cache, cwd=tmp_path, log=log, variables=os.environ) for log in told]
+    for process in running:
+        process.join(100)
+    ranks.end(running)
+    words = [word for log in told for word in log.read_text().split()]
     assert words.count("converted") == 1
     assert len(words) == 4
     assert len(set(words)) == 2
+
+
+def open_counted(path: Path, cache: Path) -> None:
+    """Open a data set and print its fingerprint; and "converted", if it was this process that did it."""
+    made = columns_cache._convert
+
+    def counted(*arguments: Any, **named: Any) -> None:
+        print("converted")
+        made(*arguments, **named)
+
+    columns_cache._convert = counted
+    print(open_dataset(path, [TOKENS], cache).fingerprint)
 
 
 def test_no_python_value_is_made_of_a_token(tmp_path: Path, cache: Path) -> None:

@@ -49,14 +49,14 @@ def raising(error: BaseException) -> Callable[[], Status]:
 
 
 @pytest.fixture
-def detached(gpt: Package, gpt_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Jobs], int]:
+def detached(tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Jobs], int]:
     """Launches a run in runs/one that those jobs are to drive. Returns: the exit status."""
     monkeypatch.setattr(jobs, "_BEGIN_SECONDS", 0.3)
     monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.05)
 
     def launch(cluster: Jobs) -> int:
         monkeypatch.setattr(jobs, "_client", lambda address: cluster)
-        arguments = ["launch", gpt.path, "--data", gpt_data, "--steps", "2", "--run-dir", tmp_path / "runs" / "one"]
+        arguments = ["launch", tiny.path, "--data", tiny_data, "--steps", "2", "--run-dir", tmp_path / "runs" / "one"]
         return cli.run([*map(str, arguments), "--address", ADDRESS, "--detach"])
 
     return launch

@@ -95,6 +95,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_whose_loss_is(
     assert not (tmp_path / "out.tl").exists()
 
 
+@pytest.mark.matrix("zero3", "a tensor axis", "a pipeline")
 @pytest.mark.parametrize("name", PLANS)
 def test_all_ranks_of_a_plan_end_alike(package: Package, data: Path, tmp_path: Path, name: str) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), **PLANS[name])
@@ -119,17 +120,20 @@ def steep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("steep") / "rows.npz", 0, np.array([0, 1, 1, 1, 1, 1, 1, 1], np.float32))
 
 
-def test_an_infinite_gradient_that_is_clipped_by_value_is_trained_on(steep: Path, tmp_path: Path) -> None:
-    package = frozen(tmp_path, one_weight(), root_of_sums, clip_value=0.5)
-    (step,) = alone(package, steep, tmp_path, steps=1)
+@pytest.fixture(scope="module")
+def rooted(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return frozen(tmp_path_factory.mktemp("roots"), one_weight(), root_of_sums)
+
+
+def test_an_infinite_gradient_that_is_clipped_by_value_is_trained_on(rooted: Package, steep: Path, tmp_path: Path) -> None:
+    (step,) = alone(rooted, steep, tmp_path, steps=1, overrides=trainload.Overrides(clip_value=0.5))
     assert step["gradient_norm"] == float("inf")
     assert trainload.open(tmp_path / "out.tl").weights.tensor("weight").item() == pytest.approx(-0.5 * 0.01)
 
 
-def test_an_infinite_gradient_that_is_not_clipped_ends_the_run(steep: Path, tmp_path: Path) -> None:
-    package = frozen(tmp_path, one_weight(), root_of_sums)
+def test_an_infinite_gradient_that_is_not_clipped_ends_the_run(rooted: Package, steep: Path, tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="step 0: the gradient's norm is inf"):
-        alone(package, steep, tmp_path, steps=1)
+        alone(rooted, steep, tmp_path, steps=1)
 
 
 def test_an_update_with_a_scaled_loss_is_left_out_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:

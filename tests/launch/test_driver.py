@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from tests.launch.forked import talking
 from tests.launch.test_state import ended_process, state_of
 
 from trainload.capture.errors import StorageError
@@ -16,19 +17,16 @@ from trainload.launch import driver
 from trainload.launch.driver import LOCK_FILE, demand_no_driver, driving
 from trainload.launch.state import STATE_FILE, Summary, read_state, write_state
 
-DRIVE = """
-import sys
-from pathlib import Path
-from trainload.capture.errors import StorageError
-from trainload.launch.driver import driving
-print("here", flush=True)
-try:
-    with driving(Path(sys.argv[1])):
-        print("drives", flush=True)
-        sys.stdin.read()
-except StorageError as error:
-    print(error, flush=True)
-"""
+
+def drive(run_dir: Path) -> None:
+    """Drive a run until there is no more to read, and say how that went."""
+    print("here", flush=True)
+    try:
+        with driving(run_dir):
+            print("drives", flush=True)
+            sys.stdin.read()
+    except StorageError as error:
+        print(error, flush=True)
 
 
 def test_a_run_that_somebody_drives_is_not_resumed(tmp_path: Path) -> None:
@@ -44,15 +42,15 @@ def test_a_run_whose_driver_was_killed_is_resumed_at_once(tmp_path: Path) -> Non
 
 
 def test_of_several_that_begin_at_once_one_drives(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DRIVE, str(tmp_path)]
-    several = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    outs = [process.stdout for process in several if process.stdout is not None]
-    with FileLock(tmp_path / LOCK_FILE):
-        assert [out.readline() for out in outs] == ["here\n"] * 4
-    said = sorted(out.readline() for out in outs)
-    for process in several:
-        process.communicate()
-    assert [line.partition("(")[0] for line in said] == [f"{tmp_path}: the run is going on "] * 3 + ["drives\n"]
+    with ExitStack() as stack:
+        several = [stack.enter_context(talking(drive, tmp_path)) for _ in range(4)]
+        with FileLock(tmp_path / LOCK_FILE):
+            assert [each.hear() for each in several] == ["here"] * 4
+        said = sorted(each.hear() for each in several)
+        for each in several:
+            each.end_input()
+            assert each.hear_all() == []
+    assert [line.partition("(")[0] for line in said] == [f"{tmp_path}: the run is going on "] * 3 + ["drives"]
 
 
 def test_who_drives_a_run_says_so_at_once(tmp_path: Path) -> None:

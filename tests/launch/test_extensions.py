@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import stat
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.launch.commands import TRAINLOAD, json_of, refused_process
+from tests.launch.forked import done, json_said, refused_apart, write_no_bytecode
 from tests.launch.test_libraries import JOB, LIBRARY, expected_loss
 from tests.packaging.signers import Signers
 from tests.packaging.tampering import edit_manifest, flip, reseal
@@ -28,7 +28,6 @@ from trainload.packaging.verify import verify_package
 from trainload.trust import sign
 
 NAMESPACE, MODULE = "bundled_ops", "bundled_operators"
-TRUSTING = (*TRAINLOAD, "--trust-extensions")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +57,8 @@ def copied(elsewhere: Path, tmp_path: Path) -> Path:
 
 
 def freeze(folder: Path, output: str, *options: str) -> None:
-    command = [*TRAINLOAD, "freeze", "job.py:job", "-o", output, *options]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    status, _, err = done("freeze", "job.py:job", "-o", output, *options, cwd=folder)
+    assert status == 0, err
 
 
 def library(package: Path) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def test_a_module_that_needs_what_the_wheel_lacks_is_not_bundled(source: Path, t
     (tmp_path / "beside.py").write_text("")
     (tmp_path / f"{MODULE}.py").write_text(f"import beside\n{(source / f'{MODULE}.py').read_text()}")
     (tmp_path / "job.py").write_text(JOB.replace("operators", MODULE))
-    line = refused_process(["freeze", "job.py:job", "-o", "package.tl", "--bundle-ops"], tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"})
+    line = refused_apart(["freeze", "job.py:job", "-o", "package.tl", "--bundle-ops"], tmp_path, write_no_bytecode)
     assert "do not import from their wheels alone" in line
     assert "No module named 'beside'" in line
 
@@ -137,7 +136,7 @@ def test_the_same_job_with_the_library_s_wheel_given_gives_the_same_bytes(source
 
 
 def test_without_the_word_the_refusal_says_what_is_missing_and_how_to_get_it(elsewhere: Path) -> None:
-    line = refused_process(["inspect", "package.tl"], elsewhere)
+    line = refused_apart(["inspect", "package.tl"], elsewhere)
     assert NAMESPACE in line
     assert f"sha256 {library(elsewhere / 'package.tl')['digest']}" in line
     assert "--trust-extensions" in line
@@ -145,7 +144,7 @@ def test_without_the_word_the_refusal_says_what_is_missing_and_how_to_get_it(els
 
 
 def test_a_namespace_that_is_only_allowed_is_not_loaded_from_the_wheel(elsewhere: Path) -> None:
-    line = refused_process(["--library", NAMESPACE, "inspect", "package.tl"], elsewhere)
+    line = refused_apart(["--library", NAMESPACE, "inspect", "package.tl"], elsewhere)
     assert "is missing" in line
     assert "Its library was not imported" in line
     assert "--trust-extensions" in line
@@ -183,11 +182,11 @@ def test_a_policy_that_takes_signed_libraries_stands_for_the_word(copied: Path, 
         "local",
         "--no-compile",
     ]
-    assert "it is not signed as it must be" in refused_process(["--policy", str(policy), *launch], tmp_path)
+    assert "it is not signed as it must be" in refused_apart(["--policy", str(policy), *launch], tmp_path)
     sign(copied, signers.alice.key, name="alice")
-    told = json_of(*launch, cwd=tmp_path, program=(*TRAINLOAD, "--policy", str(policy)))
+    told = json_said("--policy", policy, *launch, cwd=tmp_path)
     assert told["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
-    assert NAMESPACE in refused_process(launch, tmp_path)
+    assert NAMESPACE in refused_apart(launch, tmp_path)
 
 
 # What cannot be loaded
@@ -222,9 +221,12 @@ def test_a_wheel_that_was_changed_is_refused_before_it_is_unpacked(copied: Path)
 @pytest.fixture(scope="module")
 def run(elsewhere: Path) -> Any:
     """What a run in this folder came to."""
-    assert subprocess.run([sys.executable, "-c", f"import {MODULE}"], cwd=elsewhere, capture_output=True, check=False).returncode == 1
     options = ["--data", "data.npz", "--run-dir", "run", "--backend", "local", "--no-compile", "--output", "trained.tl"]
-    return json_of("launch", "package.tl", *options, cwd=elsewhere, program=TRUSTING)
+    return json_said("--trust-extensions", "launch", "package.tl", *options, cwd=elsewhere, first=demand_that_it_is_not_here)
+
+
+def demand_that_it_is_not_here() -> None:
+    assert importlib.util.find_spec(MODULE) is None
 
 
 def test_a_package_trains_where_its_library_cannot_be_imported(run: Any) -> None:
@@ -239,13 +241,13 @@ def test_the_trained_package_brings_the_library_too(elsewhere: Path) -> None:
 
 def test_a_run_is_resumed_with_the_word_that_it_was_given(run: Any, elsewhere: Path) -> None:
     (elsewhere / "trained.tl").rename(elsewhere / "trained-before.tl")
-    resumed = json_of("resume", "run", "--backend", "local", cwd=elsewhere)
+    resumed = json_said("resume", "run", "--backend", "local", cwd=elsewhere)
     assert resumed["last_loss"] == run["last_loss"]
 
 
 def test_a_pass_keeps_the_wheel(elsewhere: Path) -> None:
     options = ["package.tl", "--pass", "trainload.passes:eliminate_dead_code", "-o", "passed.tl"]
-    json_of("transform", *options, cwd=elsewhere, program=TRUSTING)
+    json_said("--trust-extensions", "transform", *options, cwd=elsewhere)
     assert library(elsewhere / "passed.tl") == library(elsewhere / "package.tl")
     assert verify_package(elsewhere / "passed.tl").ok
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.launch.checkpoint_places import Wire, wire_to
-from tests.launch.test_checkpoint_writing import environment
 from tests.packaging.places import BUCKET
 from tests.packaging.signers import Signers
+from tests.ranks import end, start
 
 import trainload
 from trainload import cli
@@ -44,17 +43,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def store(gpt: Package, cache: Path, tmp_path: Path) -> Path:
+def store(tiny: Package, cache: Path, tmp_path: Path) -> Path:
     """A store with one release."""
-    trainload.push(gpt.path, tmp_path / "store", line="gpt")
+    trainload.push(tiny.path, tmp_path / "store", line="gpt")
     return tmp_path / "store"
 
 
 @pytest.fixture
-def newer(gpt: Package, tmp_path: Path) -> Package:
+def newer(tiny: Package, tmp_path: Path) -> Package:
     """Another package of the same line."""
-    tensors = ((name, gpt.weights.tensor(name) + 1) for name in gpt.weights.names())
-    return with_weights(gpt, tmp_path / "newer.tl", tensors)
+    tensors = ((name, tiny.weights.tensor(name) + 1) for name in tiny.weights.names())
+    return with_weights(tiny, tmp_path / "newer.tl", tensors)
 
 
 def launch(package: Package, data: Path, run_dir: Path, **options: Any) -> trainload.RunResult:
@@ -63,9 +62,9 @@ def launch(package: Package, data: Path, run_dir: Path, **options: Any) -> train
     return trainload.launch(package, plan, data, run_dir=run_dir, **usual | options)
 
 
-def test_a_release_trains_as_the_package_that_was_pushed(gpt: Package, gpt_data: Path, store: Path, tmp_path: Path) -> None:
-    here = launch(gpt, gpt_data, tmp_path / "here", output=tmp_path / "here.tl")
-    there = launch(trainload.open(f"{store}#gpt/1"), gpt_data, tmp_path / "there", output=tmp_path / "there.tl")
+def test_a_release_trains_as_the_package_that_was_pushed(tiny: Package, tiny_data: Path, store: Path, tmp_path: Path) -> None:
+    here = launch(tiny, tiny_data, tmp_path / "here", output=tmp_path / "here.tl")
+    there = launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "there", output=tmp_path / "there.tl")
     assert there.output_digest == here.output_digest
     assert losses(read_events(there.run_dir)) == losses(read_events(here.run_dir))
     assert read_spec(there.run_dir).package == f"{store}#gpt/1"
@@ -73,18 +72,18 @@ def test_a_release_trains_as_the_package_that_was_pushed(gpt: Package, gpt_data:
 
 @pytest.mark.parametrize("name", ["", "#gpt", "#gpt/1"])
 def test_the_command_line_launches_a_release_and_says_which(
-    gpt: Package, gpt_data: Path, s3: str, cache: Path, tmp_path: Path, capsys: Capture, name: str
+    tiny: Package, tiny_data: Path, s3: str, cache: Path, tmp_path: Path, capsys: Capture, name: str
 ) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"
-    trainload.push(gpt.path, url, line="gpt")
-    arguments = ["launch", f"{url}{name}", "--data", str(gpt_data), "--run-dir", str(tmp_path / "run"), "--steps", "2"]
+    trainload.push(tiny.path, url, line="gpt")
+    arguments = ["launch", f"{url}{name}", "--data", str(tiny_data), "--run-dir", str(tmp_path / "run"), "--steps", "2"]
     assert cli.run([*arguments, "--backend", "local", "--no-compile"]) == 0, capsys.readouterr().err
     assert read_spec(tmp_path / "run").package == f"{url}#gpt/1"
-    assert read_spec(tmp_path / "run").digest == gpt.digest
+    assert read_spec(tmp_path / "run").digest == tiny.digest
 
 
 def test_a_run_goes_on_with_its_release_when_another_one_is_current_and_the_store_is_gone(
-    gpt_data: Path, store: Path, newer: Package, tmp_path: Path
+    tiny_data: Path, store: Path, newer: Package, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
 
@@ -93,7 +92,7 @@ def test_a_run_goes_on_with_its_release_when_another_one_is_current_and_the_stor
             (run_dir / Request.STOP.file).touch()
 
     with pytest.raises(RunInterrupted):
-        launch(trainload.open(f"{store}#gpt"), gpt_data, run_dir, steps=60, on_event=stop)
+        launch(trainload.open(f"{store}#gpt"), tiny_data, run_dir, steps=60, on_event=stop)
     trainload.push(newer.path, store)
     assert pinned(f"{store}#gpt") == (f"{store}#gpt/2", newer.digest)
     shutil.rmtree(store)
@@ -118,20 +117,25 @@ def test_step_graphs_are_derived_once_for_all_releases_of_a_program(
     assert sorted(derived) == ["eval", "train"]
 
 
-def test_the_processes_of_a_node_fetch_it_once(gpt: Package, s3: str, cache: Path, tmp_path: Path) -> None:
+def test_the_processes_of_a_node_fetch_it_once(tiny: Package, s3: str, cache: Path, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"
-    trainload.push(gpt.path, url, line="gpt")
-    script = "import sys; from pathlib import Path; from trainload.launch.fetching import fetched\n"
-    script += "print(fetched(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))"
+    trainload.push(tiny.path, url, line="gpt")
+    told = [tmp_path / f"{number}.out" for number in range(3)]
     with wire_to(s3) as wire:
-        command = [sys.executable, "-W", "ignore", "-c", script, f"{url}#gpt/1", str(cache), gpt.digest]
-        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) for _ in range(3)]
-        folders = {rank.communicate()[0].strip() for rank in ranks}
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+        ranks = [start(say_fetched, f"{url}#gpt/1", cache, tiny.digest, cwd=tmp_path, log=log, variables=os.environ) for log in told]
+        for rank in ranks:
+            rank.join(100)
+        end(ranks)
+    assert [rank.exitcode for rank in ranks] == [0, 0, 0], [log.read_text() for log in told]
+    folders = {log.read_text().splitlines()[-1] for log in told}
     assert len(folders) == 1
-    assert trainload.open(folders.pop()).digest == gpt.digest
+    assert trainload.open(folders.pop()).digest == tiny.digest
     asked = gets(wire)
     assert len(asked) == len(set(asked)) > 5
+
+
+def say_fetched(reference: str, cache: Path, digest: str) -> None:
+    print(fetched(reference, cache, digest))
 
 
 def gets(wire: Wire) -> list[str]:
@@ -139,20 +143,20 @@ def gets(wire: Wire) -> list[str]:
     return [line.split()[1] for line in wire.seen if line.startswith("GET") and "/blobs/" in line]
 
 
-def test_what_is_damaged_in_the_store_is_not_launched(gpt: Package, store: Path, cache: Path) -> None:
-    blob = store / blob_path(next(entry.sha256 for path, entry in gpt.manifest.files.items() if path.endswith(".safetensors")))
+def test_what_is_damaged_in_the_store_is_not_launched(tiny: Package, store: Path, cache: Path) -> None:
+    blob = store / blob_path(next(entry.sha256 for path, entry in tiny.manifest.files.items() if path.endswith(".safetensors")))
     blob.write_bytes(blob.read_bytes()[:-1] + b"\xff")
     with pytest.raises(IntegrityError, match="not what was published"):
         trainload.open(f"{store}#gpt/1")
     assert [path for path in (cache / "packages").iterdir() if path.is_dir()] == []
 
 
-def test_a_package_that_was_changed_in_the_cache_is_noticed(gpt: Package, gpt_data: Path, store: Path, tmp_path: Path) -> None:
+def test_a_package_that_was_changed_in_the_cache_is_noticed(tiny: Package, tiny_data: Path, store: Path, tmp_path: Path) -> None:
     package = trainload.open(f"{store}#gpt/1")
     weights = next(package.path.rglob("model-*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     with pytest.raises(IntegrityError):
-        launch(trainload.open(f"{store}#gpt/1"), gpt_data, tmp_path / "run")
+        launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "run")
     (package.path / "manifest.json").write_bytes((package.path / "manifest.json").read_bytes() + b" ")
     with pytest.raises(IntegrityError, match="in the cache has changed"):
         trainload.open(f"{store}#gpt/1")
@@ -164,10 +168,10 @@ def test_a_release_that_is_another_package_than_the_run_s_is_not_fetched(store: 
 
 
 def test_every_node_holds_a_fetched_package_to_its_own_policy(
-    gpt_data: Path, store: Path, cache: Path, signers: Signers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path, store: Path, cache: Path, signers: Signers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policies, "SYSTEM_POLICY", tmp_path / "system.toml")
-    launch(trainload.open(f"{store}#gpt/1"), gpt_data, tmp_path / "run")
+    launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "run")
     shutil.rmtree(cache)  # another node
     (tmp_path / "policy.toml").write_text(f'require_signature = true\nidentities = ["{signers.alice.public}"]\n')
     monkeypatch.setenv(POLICY, str(tmp_path / "policy.toml"))
@@ -191,8 +195,8 @@ def test_a_name_that_means_nothing_is_told(store: Path, name: str, line: str) ->
         trainload.open(f"{store}{name}")
 
 
-def test_a_folder_is_no_reference_whatever_its_name(gpt: Package, tmp_path: Path) -> None:
-    shutil.copytree(gpt.path, tmp_path / "gpt#2.tl")
+def test_a_folder_is_no_reference_whatever_its_name(tiny: Package, tmp_path: Path) -> None:
+    shutil.copytree(tiny.path, tmp_path / "gpt#2.tl")
     assert not is_reference(str(tmp_path / "gpt#2.tl"))
     assert trainload.open(str(tmp_path / "gpt#2.tl")).source is None
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.launch.commands import json_of, refused_process
+from tests.launch.forked import done, json_said, refused_apart
 
 from trainload.launch.data.sampler import rows
 
@@ -73,7 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "operators.py").write_text(LIBRARY)
     (folder / "job.py").write_text(JOB)
     np.savez(folder / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32))
-    subprocess.run([sys.executable, "-m", "trainload", "freeze", "job.py:job", "-o", "package.tl"], cwd=folder, check=True)
+    status, _, err = done("freeze", "job.py:job", "-o", "package.tl", cwd=folder)
+    assert status == 0, err
     return folder
 
 
@@ -101,35 +100,31 @@ def test_the_manifest_says_what_registers_the_operators(folder: Path) -> None:
 
 def test_a_library_that_is_another_than_at_the_freeze_is_told_of(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "operators.py").write_text(f"{LIBRARY}\n# changed\n")
-    command = [sys.executable, "-m", "trainload", "--library", f"launch_library={tmp_path / 'operators.py'}", "inspect", "package.tl"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert "warning: the package was made with the operators launch_library" in done.stderr
-    assert "whose files are others here" in done.stderr
+    status, _, err = done("--library", f"launch_library={tmp_path / 'operators.py'}", "inspect", "package.tl", cwd=folder)
+    assert status == 0, err
+    assert "warning: the package was made with the operators launch_library" in err
+    assert "whose files are others here" in err
 
 
 def test_a_package_is_not_opened_without_the_library(folder: Path) -> None:
-    line = refused_process(["inspect", "package.tl"], folder)
+    line = refused_apart(["inspect", "package.tl"], folder)
     assert "allow the namespace launch_library" in line
 
 
 def test_an_operator_that_nobody_registers_is_missed(folder: Path) -> None:
-    line = refused_process(["--library", "launch_library", "inspect", "package.tl"], folder)
+    line = refused_apart(["--library", "launch_library", "inspect", "package.tl"], folder)
     assert "missing" in line
 
 
 def test_a_library_that_is_not_there_is_named(folder: Path) -> None:
-    line = refused_process(["--library", "launch_library=none.py", "inspect", "package.tl"], folder)
+    line = refused_apart(["--library", "launch_library=none.py", "inspect", "package.tl"], folder)
     assert "the library of launch_library: there is no such file" in line
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_package_trains_with_the_library(folder: Path, compiled: bool) -> None:
-    program = (sys.executable, "-m", "trainload", "--library", "launch_library=operators.py")
-    options = [] if compiled else ["--no-compile"]
-    run = f"run-{compiled}"
-    found = json_of(
-        "launch", "package.tl", "--data", "data.npz", "--run-dir", run, "--backend", "local", *options, cwd=folder, program=program
-    )
+    words = ["--library", "launch_library=operators.py", "launch", "package.tl", "--data", "data.npz", "--run-dir", f"run-{compiled}"]
+    found = json_said(*words, "--backend", "local", *([] if compiled else ["--no-compile"]), cwd=folder)
     assert found["steps"] == 3
     assert found["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
 

@@ -53,9 +53,9 @@ thing = 3
 
 
 @pytest.fixture
-def source(tmp_path: Path, gpt_data: Path) -> Path:
+def source(tmp_path: Path, tiny_data: Path) -> Path:
     path = tmp_path / "my_rows.py"
-    path.write_text(SOURCE.format(path=str(gpt_data)))
+    path.write_text(SOURCE.format(path=str(tiny_data)))
     return path
 
 
@@ -66,51 +66,53 @@ def run(package: Package, data: Any, run_dir: Path, **options: Any) -> list[floa
 
 
 @pytest.fixture(scope="module")
-def expected(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return run(gpt, gpt_data, tmp_path_factory.mktemp("expected") / "run")
+def expected(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return run(tiny, tiny_data, tmp_path_factory.mktemp("expected") / "run")
 
 
 def test_a_function_that_is_named_gives_the_rows_of_a_run(
-    gpt: Package, source: Path, expected: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Package, source: Path, expected: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(gpt, f"python:{source}:rows", tmp_path / "run") == expected
+    assert run(tiny, f"python:{source}:rows", tmp_path / "run") == expected
     assert capsys.readouterr().out.count("called") == 1
     spec = read_spec(tmp_path / "run")
     assert spec.made == {"data": f"python:{source}:rows"}
     assert Path(spec.data) == tmp_path / "run" / "data" / "train.arrow"
 
 
-def test_a_function_gets_its_arguments_as_texts(gpt: Package, source: Path, gpt_data: Path, expected: list[float], tmp_path: Path) -> None:
-    assert run(gpt, f"python:{source}:whole?path={gpt_data}", tmp_path / "run") == expected
+def test_a_function_gets_its_arguments_as_texts(
+    tiny: Package, source: Path, tiny_data: Path, expected: list[float], tmp_path: Path
+) -> None:
+    assert run(tiny, f"python:{source}:whole?path={tiny_data}", tmp_path / "run") == expected
 
 
-def test_a_function_that_is_passed_gives_the_rows_of_a_run(gpt: Package, gpt_data: Path, expected: list[float], tmp_path: Path) -> None:
+def test_a_function_that_is_passed_gives_the_rows_of_a_run(tiny: Package, tiny_data: Path, expected: list[float], tmp_path: Path) -> None:
     def rows() -> Iterator[pa.Table]:
-        tokens = np.load(gpt_data)["tokens"]
+        tokens = np.load(tiny_data)["tokens"]
         for part in np.array_split(tokens, 3):
             flat = pa.array(part.reshape(-1))
             yield pa.table({"tokens": pa.FixedSizeListArray.from_arrays(flat, tokens.shape[1])})
 
-    assert run(gpt, rows, tmp_path / "run") == expected
+    assert run(tiny, rows, tmp_path / "run") == expected
     assert read_spec(tmp_path / "run").made["data"].endswith("rows")
 
 
-def test_held_out_data_is_made_too(gpt: Package, source: Path, gpt_data: Path, tmp_path: Path) -> None:
-    run(gpt, gpt_data, tmp_path / "run", eval_data=f"python:{source}:half?part=first", eval_batches=2)
+def test_held_out_data_is_made_too(tiny: Package, source: Path, tiny_data: Path, tmp_path: Path) -> None:
+    run(tiny, tiny_data, tmp_path / "run", eval_data=f"python:{source}:half?part=first", eval_batches=2)
     spec = read_spec(tmp_path / "run")
     assert spec.made.keys() == {"eval_data"}
     assert Path(str(spec.eval_data)).name == "eval.arrow"
     assert any(event.kind == "eval" for event in read_events(tmp_path / "run"))
 
 
-def test_an_argument_may_refer_to_a_secret(gpt: Package, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_may_refer_to_a_secret(tiny: Package, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret-of-mine")
-    run(gpt, f"python:{source}:half?part=second&token=${{env:MY_TOKEN}}", tmp_path / "run")
+    run(tiny, f"python:{source}:half?part=second&token=${{env:MY_TOKEN}}", tmp_path / "run")
     assert "secret-of-mine" not in "".join(path.read_text() for path in (tmp_path / "run").glob("*.json*"))
 
 
-def test_a_run_that_was_moved_goes_on_with_its_own_rows(gpt: Package, source: Path, expected: list[float], tmp_path: Path) -> None:
-    run(gpt, f"python:{source}:rows", tmp_path / "run", checkpoint_every=2)
+def test_a_run_that_was_moved_goes_on_with_its_own_rows(tiny: Package, source: Path, expected: list[float], tmp_path: Path) -> None:
+    run(tiny, f"python:{source}:rows", tmp_path / "run", checkpoint_every=2)
     shutil.move(tmp_path / "run", tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints" / f"step-{STEPS:08}")
     source.unlink()
@@ -120,18 +122,18 @@ def test_a_run_that_was_moved_goes_on_with_its_own_rows(gpt: Package, source: Pa
     assert losses(read_events(tmp_path / "moved")) == expected
 
 
-def test_the_command_takes_a_function(source: Path, gpt: Package, expected: list[float], tmp_path: Path) -> None:
+def test_the_command_takes_a_function(source: Path, tiny: Package, expected: list[float], tmp_path: Path) -> None:
     options = ["--run-dir", tmp_path / "run", "--steps", STEPS, "--no-compile", "--backend", "local"]
-    assert cli.run([str(part) for part in ("launch", gpt.path, "--data", f"python:{source}:rows", *options)]) == 0
+    assert cli.run([str(part) for part in ("launch", tiny.path, "--data", f"python:{source}:rows", *options)]) == 0
     assert losses(read_events(tmp_path / "run")) == expected
 
 
-def test_a_dry_run_makes_the_data_and_leaves_nothing(gpt: Package, source: Path, gpt_data: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+def test_a_dry_run_makes_the_data_and_leaves_nothing(tiny: Package, source: Path, tiny_data: Path, tmp_path: Path) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
     report = trainload.dry_run(
-        gpt, plan, f"python:{source}:rows", run_dir=tmp_path / "runs" / "a", steps=STEPS, compile=False, backend="local"
+        tiny, plan, f"python:{source}:rows", run_dir=tmp_path / "runs" / "a", steps=STEPS, compile=False, backend="local"
     )
-    assert report.rows == len(np.load(gpt_data)["tokens"])
+    assert report.rows == len(np.load(tiny_data)["tokens"])
     assert not (tmp_path / "runs").exists()
 
 
@@ -151,48 +153,48 @@ def test_a_dry_run_makes_the_data_and_leaves_nothing(gpt: Package, source: Path,
         ("{source}:number", r"gives no rows.*got int"),
     ],
 )
-def test_what_gives_no_rows_says_why_and_leaves_nothing(gpt: Package, source: Path, tmp_path: Path, reference: str, told: str) -> None:
+def test_what_gives_no_rows_says_why_and_leaves_nothing(tiny: Package, source: Path, tmp_path: Path, reference: str, told: str) -> None:
     with pytest.raises(DataError, match=told):
-        run(gpt, "python:" + reference.format(source=source), tmp_path / "runs" / "a")
+        run(tiny, "python:" + reference.format(source=source), tmp_path / "runs" / "a")
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_error_in_a_function_names_its_line(gpt: Package, source: Path, tmp_path: Path) -> None:
+def test_an_error_in_a_function_names_its_line(tiny: Package, source: Path, tmp_path: Path) -> None:
     line = SOURCE.splitlines().index('    raise KeyError("the database is gone")') + 1
     with pytest.raises(DataError) as caught:
-        run(gpt, f"python:{source}:fails", tmp_path / "run")
+        run(tiny, f"python:{source}:fails", tmp_path / "run")
     assert f"{source}:{line}" in str(caught.value)
 
 
-def test_rows_that_do_not_fit_leave_nothing(gpt: Package, source: Path, tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_leave_nothing(tiny: Package, source: Path, tmp_path: Path) -> None:
     def rows() -> dict[str, Any]:
         return {"tokens": np.zeros((4, 3), np.float32)}
 
     with pytest.raises(DataError, match=r"train\.arrow, column 'tokens'"):
-        run(gpt, rows, tmp_path / "run")
+        run(tiny, rows, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_name_that_is_taken_is_said_before_the_function_is_called(
-    gpt: Package, source: Path, gpt_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Package, source: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(gpt, gpt_data, tmp_path / "run")
+    run(tiny, tiny_data, tmp_path / "run")
     with pytest.raises(StorageError, match="there is a run here already"):
-        run(gpt, f"python:{source}:rows", tmp_path / "run")
+        run(tiny, f"python:{source}:rows", tmp_path / "run")
     assert "called" not in capsys.readouterr().out
 
 
-def test_files_in_the_runs_folder_that_others_put_there_stay(gpt: Package, source: Path, tmp_path: Path) -> None:
+def test_files_in_the_runs_folder_that_others_put_there_stay(tiny: Package, source: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
     with pytest.raises(DataError):
-        run(gpt, f"python:{source}:nothing", tmp_path / "run")
+        run(tiny, f"python:{source}:nothing", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
-def test_something_else_is_no_data(gpt: Package, tmp_path: Path) -> None:
+def test_something_else_is_no_data(tiny: Package, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"this is no data .* got dict"):
-        run(gpt, {"tokens": np.zeros((4, 3), np.uint8)}, tmp_path / "run")
+        run(tiny, {"tokens": np.zeros((4, 3), np.uint8)}, tmp_path / "run")
 
 
 def test_one_of_torchruns_processes_cannot_make_the_data(source: Path, tmp_path: Path) -> None:
@@ -201,10 +203,10 @@ def test_one_of_torchruns_processes_cannot_make_the_data(source: Path, tmp_path:
 
 
 def test_a_plan_of_another_package_is_said_before_the_function_is_called(
-    gpt: Package, packaged: Package, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Package, packaged: Package, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = trainload.plan(packaged, trainload.Cluster(), "single")
     with pytest.raises(PlanError):
-        trainload.launch(gpt, plan, f"python:{source}:rows", run_dir=tmp_path / "runs" / "a", backend="local")
+        trainload.launch(tiny, plan, f"python:{source}:rows", run_dir=tmp_path / "runs" / "a", backend="local")
     assert "called" not in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()

@@ -90,16 +90,22 @@ def test_without_it_the_optimizer_begins_anew(rows: Path, whole: list[float], ha
     assert abs(losses[2] - whole[5]) > 100 * TOLERANCE * whole[5]
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "zero3"), (2, "zero1")])
-def test_it_goes_on_under_another_plan(
-    rows: Path, whole: list[float], half: RunResult, tmp_path: Path, world: int, strategy: Strategy
-) -> None:
+@pytest.fixture(scope="module")
+def pairs(rows: Path, half: RunResult, tmp_path_factory: pytest.TempPathFactory) -> dict[Strategy, list[float]]:
+    """The losses of two workers that go on, by their strategy."""
+    folder = tmp_path_factory.mktemp("pairs")
     assert half.output is not None
     package = trainload.open(half.output)
-    plan = trainload.plan(package, trainload.Cluster(devices_per_node=world), strategy)
+    strategies: list[Strategy] = ["zero3", "zero1"]
+    plans = [trainload.plan(package, trainload.Cluster(devices_per_node=2), strategy) for strategy in strategies]
     options = {"steps": 3, "optimizer_from": str(half.run_dir)}
-    (losses,) = train(world, [Run(tmp_path / "run", package, plan, rows, options)], tmp_path)
-    assert losses == pytest.approx(whole[3:], rel=TOLERANCE)
+    runs = [Run(folder / strategy, package, plan, rows, options) for strategy, plan in zip(strategies, plans, strict=True)]
+    return dict(zip(strategies, train(2, runs, folder), strict=True))
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("zero3", id="2-zero3"), pytest.param("zero1", id="2-zero1")])
+def test_it_goes_on_under_another_plan(whole: list[float], pairs: dict[Strategy, list[float]], strategy: Strategy) -> None:
+    assert pairs[strategy] == pytest.approx(whole[3:], rel=TOLERANCE)
 
 
 def test_a_run_of_another_package_is_refused_before_anything_starts(rows: Path, half: RunResult, tmp_path: Path) -> None:

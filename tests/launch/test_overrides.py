@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.gpt import gpt_job
+from tests.launch.tiny import ROWS, WORDS, Tiny, loss, token_rows
 from tests.laws.gpt import optimizer as gpt_optimizer
+from tests.laws.gpt import schedule
+from torch import nn
 
 import trainload
 from trainload import cli
@@ -35,9 +37,33 @@ def trained(package: Package, data: Path, run_dir: Path, strategy: Any = "single
     return losses(read_events(run_dir))
 
 
+class Scaled(Tiny):
+    """With a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WORDS,), 2.0), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
+def job() -> trainload.Job:
+    """Two parameter groups, a schedule that never stands still, and clipping that bites; always with the same weights."""
+    torch.manual_seed(0)
+    batch = {"tokens": torch.from_numpy(token_rows(4))}
+    recipe: dict[str, Any] = {"steps": 100, "global_batch": ROWS, "clip_norm": 0.5, "seed": 7}
+    return trainload.Job(model=Scaled(), batch=batch, loss=loss, optimizer=gpt_optimizer, schedule=schedule, **recipe)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return trainload.freeze(job(), tmp_path_factory.mktemp("scaled") / "job.tl")
+
+
 def frozen(folder: Path, change: Callable[[trainload.Job], trainload.Job]) -> Package:
     """The job, changed before it is frozen."""
-    return trainload.freeze(change(gpt_job()), folder / "changed.tl")
+    return trainload.freeze(change(job()), folder / "changed.tl")
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -45,7 +71,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {spec.name: package.weights.tensor(spec.name) for spec in package.parameters if spec.alias_of is None}
 
 
-def test_a_learning_rate_is_that_of_a_job_frozen_with_it(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_learning_rate_is_that_of_a_job_frozen_with_it(package: Package, tiny_data: Path, tmp_path: Path) -> None:
     def change(job: trainload.Job) -> trainload.Job:
         def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
             found = gpt_optimizer(model)
@@ -55,23 +81,23 @@ def test_a_learning_rate_is_that_of_a_job_frozen_with_it(gpt: Package, gpt_data:
 
         return dataclasses.replace(job, optimizer=optimizer)
 
-    expected = trained(frozen(tmp_path, change), gpt_data, tmp_path / "expected")
-    recipe = gpt.recipe
+    expected = trained(frozen(tmp_path, change), tiny_data, tmp_path / "expected")
+    recipe = package.recipe
     peak = max(recipe.rates(step)[0] for step in range(recipe.steps))
-    assert trained(gpt, gpt_data, tmp_path / "set", lr=0.5 * peak) == pytest.approx(expected, rel=1e-6)
-    assert trained(gpt, gpt_data, tmp_path / "plain") != pytest.approx(expected, rel=1e-6)
+    assert trained(package, tiny_data, tmp_path / "set", lr=0.5 * peak) == pytest.approx(expected, rel=1e-6)
+    assert trained(package, tiny_data, tmp_path / "plain") != pytest.approx(expected, rel=1e-6)
 
 
-def test_a_schedule_is_tabulated_over_the_runs_steps(gpt: Package) -> None:
-    changed = trainload.Overrides(lr=1e-2, schedule="linear:2").apply(gpt, 10).recipe
+def test_a_schedule_is_tabulated_over_the_runs_steps(package: Package) -> None:
+    changed = trainload.Overrides(lr=1e-2, schedule="linear:2").apply(package, 10).recipe
     rates = [changed.rates(step)[0] for step in range(10)]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, *(1e-2 * (1 - done / 8) for done in range(8))])
-    cosine = trainload.Overrides(lr=1e-2, schedule="cosine").apply(gpt, 4).recipe
+    cosine = trainload.Overrides(lr=1e-2, schedule="cosine").apply(package, 4).recipe
     assert [cosine.rates(step)[0] for step in range(4)] == pytest.approx([1e-2, 0.5e-2 * (1 + 0.5**0.5), 0.5e-2, 0.5e-2 * (1 - 0.5**0.5)])
 
 
-def test_frozen_parameters_stay_and_the_others_train_as_if_frozen_so(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    pattern = gpt.recipe.groups[0].parameters[0].split(".")[0] + ".*"
+def test_frozen_parameters_stay_and_the_others_train_as_if_frozen_so(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+    pattern = package.recipe.groups[0].parameters[0].split(".")[0] + ".*"
 
     def change(job: trainload.Job) -> trainload.Job:
         for name, parameter in job.model.named_parameters():
@@ -79,60 +105,62 @@ def test_frozen_parameters_stay_and_the_others_train_as_if_frozen_so(gpt: Packag
                 parameter.requires_grad_(False)
         return job
 
-    expected = trained(frozen(tmp_path, change), gpt_data, tmp_path / "expected")
-    assert trained(gpt, gpt_data, tmp_path / "set", frozen=(pattern,)) == pytest.approx(expected, rel=1e-6)
-    before, after = weights(gpt.path), weights(tmp_path / "set.tl")
+    expected = trained(frozen(tmp_path, change), tiny_data, tmp_path / "expected")
+    assert trained(package, tiny_data, tmp_path / "set", frozen=(pattern,)) == pytest.approx(expected, rel=1e-6)
+    before, after = weights(package.path), weights(tmp_path / "set.tl")
     stayed = {name for name in before if torch.equal(before[name], after[name])}
-    untrained = {spec.name for spec in gpt.parameters if not spec.trainable}
+    untrained = {spec.name for spec in package.parameters if not spec.trainable}
     assert stayed == untrained | {name for name in before if name.startswith(pattern[:-1])}
 
 
-def test_the_trained_package_is_the_frozen_jobs_again(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    trained(gpt, gpt_data, tmp_path / "run", lr=1e-4, frozen=("*bias*",))
+def test_the_trained_package_is_the_frozen_jobs_again(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+    trained(package, tiny_data, tmp_path / "run", lr=1e-4, frozen=("*bias*",))
     after = trainload.open(tmp_path / "run.tl")
-    assert after.recipe == gpt.recipe
-    assert after.manifest.parameters == gpt.manifest.parameters
-    assert after.manifest.parent == gpt.digest
+    assert after.recipe == package.recipe
+    assert after.manifest.parameters == package.manifest.parameters
+    assert after.manifest.parent == package.digest
 
 
-def test_the_trained_package_says_how_it_was_trained(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture) -> None:
-    trained(gpt, gpt_data, tmp_path / "run", group_lr={gpt.recipe.groups[0].name: 1e-4}, frozen=("*bias*", "norms.*"), clip_norm=0.25)
-    package = trainload.open(tmp_path / "run.tl")
-    training = package.manifest.training
+def test_the_trained_package_says_how_it_was_trained(package: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
+    group = package.recipe.groups[0].name
+    trained(package, tiny_data, tmp_path / "run", group_lr={group: 1e-4}, frozen=("*bias*", "widen.*"), clip_norm=0.25)
+    after = trainload.open(tmp_path / "run.tl")
+    training = after.manifest.training
     assert training is not None and training.steps == STEPS
-    assert training.data == open_dataset(gpt_data, data_specs(gpt.manifest, ""), tmp_path / "cache").fingerprint
-    told = {"clip_norm": 0.25, "frozen": ("*bias*", "norms.*"), f"lr.{gpt.recipe.groups[0].name}": 1e-4}
+    assert training.data == open_dataset(tiny_data, data_specs(package.manifest, ""), tmp_path / "cache").fingerprint
+    told = {"clip_norm": 0.25, "frozen": ("*bias*", "widen.*"), f"lr.{group}": 1e-4}
     assert [(change.step, change.settings) for change in training.changed] == [(0, told)]
-    assert package.manifest.program_digest == gpt.manifest.program_digest
-    assert cli.run(["inspect", str(package.path)]) == 0
+    assert after.manifest.program_digest == package.manifest.program_digest
+    assert cli.run(["inspect", str(after.path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"trained {STEPS} steps on data {training.data[:20]}" in shown
-    assert f"settings clip_norm=0.25, frozen=*bias*,norms.*, lr.{gpt.recipe.groups[0].name}=0.0001" in shown
+    assert f"settings clip_norm=0.25, frozen=*bias*,widen.*, lr.{group}=0.0001" in shown
 
 
-def test_a_package_that_was_trained_as_it_says_tells_no_settings(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    trained(gpt, gpt_data, tmp_path / "run")
+def test_a_package_that_was_trained_as_it_says_tells_no_settings(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+    trained(package, tiny_data, tmp_path / "run")
     training = trainload.open(tmp_path / "run.tl").manifest.training
     assert training is not None and training.changed == ()
 
 
-def test_clipping_is_changed(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_clipping_is_changed(package: Package, tiny_data: Path, tmp_path: Path) -> None:
     def change(job: trainload.Job) -> trainload.Job:
         return dataclasses.replace(job, clip_norm=0.01)
 
-    expected = trained(frozen(tmp_path, change), gpt_data, tmp_path / "expected")
-    assert trained(gpt, gpt_data, tmp_path / "set", clip_norm=0.01) == pytest.approx(expected, rel=1e-6)
+    expected = trained(frozen(tmp_path, change), tiny_data, tmp_path / "expected")
+    assert trained(package, tiny_data, tmp_path / "set", clip_norm=0.01) == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_no_graph_depends_on_is_compiled_once(gpt: Package) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
-    keys = {build_key(change.apply(gpt, 7), plan, torch.device("cpu")) for change in (trainload.Overrides(), trainload.Overrides(lr=1e-5))}
+def test_what_no_graph_depends_on_is_compiled_once(package: Package) -> None:
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    changes = (trainload.Overrides(), trainload.Overrides(lr=1e-5))
+    keys = {build_key(change.apply(package, 7), plan, torch.device("cpu")) for change in changes}
     assert len(keys) == 1
-    assert build_key(trainload.Overrides(clip_norm=0.25).apply(gpt), plan, torch.device("cpu")) not in keys
+    assert build_key(trainload.Overrides(clip_norm=0.25).apply(package), plan, torch.device("cpu")) not in keys
 
 
-def test_a_run_keeps_what_was_changed_and_says_so(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    trained(gpt, gpt_data, tmp_path / "run", lr=1e-4, seed=5)
+def test_a_run_keeps_what_was_changed_and_says_so(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+    trained(package, tiny_data, tmp_path / "run", lr=1e-4, seed=5)
     assert read_spec(tmp_path / "run").overrides == trainload.Overrides(lr=1e-4, seed=5)
     start = next(event for event in read_events(tmp_path / "run") if event.kind == "start")
     assert start.data["overrides"] == {"lr": 1e-4, "seed": 5}
@@ -147,9 +175,9 @@ def test_a_run_keeps_what_was_changed_and_says_so(gpt: Package, gpt_data: Path, 
         ({"clip_norm": 1.0, "clip_value": 1.0}, "by its norm or by value, not both"),
     ],
 )
-def test_changes_that_do_not_fit_are_refused(gpt: Package, overrides: dict[str, Any], line: str) -> None:
+def test_changes_that_do_not_fit_are_refused(package: Package, overrides: dict[str, Any], line: str) -> None:
     with pytest.raises(JobError, match=line):
-        trainload.Overrides(**overrides).apply(gpt)
+        trainload.Overrides(**overrides).apply(package)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +193,18 @@ def test_changes_that_do_not_fit_are_refused(gpt: Package, overrides: dict[str, 
         ("lr", "--set lr: give KEY=VALUE."),
     ],
 )
-def test_a_setting_that_is_wrong_is_told_with_what_there_is(gpt: Package, gpt_data: Path, given: str, line: str, capsys: Capture) -> None:
-    assert cli.run(["launch", str(gpt.path), "--data", str(gpt_data), "--set", given]) == 2
+def test_a_setting_that_is_wrong_is_told_with_what_there_is(
+    package: Package, tiny_data: Path, given: str, line: str, capsys: Capture
+) -> None:
+    assert cli.run(["launch", str(package.path), "--data", str(tiny_data), "--set", given]) == 2
     assert line in capsys.readouterr().err
 
 
-def test_the_command_line_changes_what_is_trained(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_command_line_changes_what_is_trained(package: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
     settings = ["lr=1e-4", "schedule=cosine:2", "frozen=*bias*", "global_batch=4", "accumulate=2", "keep=1"]
     options = [part for setting in settings for part in ("--set", setting)]
-    arguments = ["launch", str(gpt.path), "--data", str(gpt_data), "--run-dir", str(tmp_path / "run"), "--steps", "4", "--backend", "local"]
-    assert cli.run([*arguments, "--no-compile", *options]) == 0, capsys.readouterr().err
+    arguments = ["launch", str(package.path), "--data", str(tiny_data), "--run-dir", str(tmp_path / "run"), "--steps", "4"]
+    assert cli.run([*arguments, "--backend", "local", "--no-compile", *options]) == 0, capsys.readouterr().err
     spec = read_spec(tmp_path / "run")
     assert (spec.overrides.lr, spec.overrides.schedule, spec.overrides.frozen) == (1e-4, "cosine:2", ("*bias*",))
     assert (spec.plan.global_batch, spec.plan.accumulate, spec.keep) == (4, 2, 1)

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.launch.commands import refused, refused_process
+from tests.launch.commands import refused
+from tests.launch.forked import refused_apart
 from tests.packaging.signers import Signers
 from tests.packaging.tampering import edit_manifest
 
@@ -30,12 +31,12 @@ ALONE = ("--backend", "local", "--no-compile")
 
 
 @pytest.fixture
-def package(gpt: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
-    """A copy of the GPT that may be signed, on a machine without a policy."""
+def package(tiny: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    """A copy of the tiny package that may be signed, on a machine without a policy."""
     monkeypatch.delenv(POLICY, raising=False)
     monkeypatch.setattr(policies, "SYSTEM_POLICY", tmp_path / "system.toml")
-    shutil.copytree(gpt.path, tmp_path / "gpt.tl")
-    return trainload.open(tmp_path / "gpt.tl")
+    shutil.copytree(tiny.path, tmp_path / "tiny.tl")
+    return trainload.open(tmp_path / "tiny.tl")
 
 
 @pytest.fixture
@@ -57,48 +58,48 @@ def launched(package: Package, data: Path, run_dir: Path, policy: Path | None) -
 
 @pytest.mark.parametrize("extra", [(), ("--dry-run",)], ids=["launch", "dry run"])
 def test_an_unsigned_package_is_not_launched(
-    package: Package, policy: Path, gpt_data: Path, tmp_path: Path, extra: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    package: Package, policy: Path, tiny_data: Path, tmp_path: Path, extra: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command: list[str | Path] = ["--policy", policy, "launch", package.path, "--data", gpt_data, "--run-dir", tmp_path / "run", *ALONE]
+    command: list[str | Path] = ["--policy", policy, "launch", package.path, "--data", tiny_data, "--run-dir", tmp_path / "run", *ALONE]
     assert "does not let it be run: it is not signed as it must be" in refused([*command, *extra], tmp_path, capsys)
 
 
-def test_the_environment_s_policy_holds_without_being_named(package: Package, policy: Path, gpt_data: Path, tmp_path: Path) -> None:
-    command: list[str | Path] = ["launch", package.path, "--data", gpt_data, "--run-dir", "run", *ALONE]
-    assert "policy.toml does not let it be run" in refused_process(command, tmp_path, {POLICY: str(policy)})
+def test_the_environment_s_policy_holds_without_being_named(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
+    command: list[str | Path] = ["launch", package.path, "--data", tiny_data, "--run-dir", "run", *ALONE]
+    assert "policy.toml does not let it be run" in refused_apart(command, tmp_path, first=None, **{POLICY: str(policy)})
 
 
 def test_a_signed_package_trains_and_its_run_keeps_the_policy(
-    package: Package, policy: Path, gpt_data: Path, tmp_path: Path, signers: Signers
+    package: Package, policy: Path, tiny_data: Path, tmp_path: Path, signers: Signers
 ) -> None:
     sign(package, signers)
-    launched(package, gpt_data, tmp_path / "run", policy)
+    launched(package, tiny_data, tmp_path / "run", policy)
     assert [event.kind for event in read_events(tmp_path / "run")].count("step") == 2
     spec = read_spec(tmp_path / "run")
     assert (spec.digest, [held.source for held in spec.policies]) == (package.digest, [str(policy)])
 
 
-def test_a_worker_holds_the_package_to_its_own_machine_s_policy(package: Package, policy: Path, gpt_data: Path, tmp_path: Path) -> None:
-    launched(package, gpt_data, tmp_path / "run", None)
+def test_a_worker_holds_the_package_to_its_own_machine_s_policy(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
+    launched(package, tiny_data, tmp_path / "run", None)
     (tmp_path / "system.toml").write_bytes(policy.read_bytes())
     with pytest.raises(PolicyError, match=r"system\.toml"):
         prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
 
 
 def test_a_worker_holds_the_package_to_its_driver_s_policy(
-    package: Package, policy: Path, gpt_data: Path, tmp_path: Path, signers: Signers
+    package: Package, policy: Path, tiny_data: Path, tmp_path: Path, signers: Signers
 ) -> None:
     sign(package, signers)
-    launched(package, gpt_data, tmp_path / "run", policy)
+    launched(package, tiny_data, tmp_path / "run", policy)
     policy.unlink()
     (package.path / "signatures/alice.sig").unlink()
     with pytest.raises(PolicyError, match=r"policy\.toml"):
         prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
 
 
-def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Package, tiny_data: Path, tmp_path: Path) -> None:
     """Even by its own child, for which the plan would do."""
-    launched(package, gpt_data, tmp_path / "run", None)
+    launched(package, tiny_data, tmp_path / "run", None)
     edit_manifest(package.path, lambda manifest: manifest.update(parent=package.digest))
     with pytest.raises(IntegrityError, match="another one than the run was launched with"):
         prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
@@ -107,16 +108,16 @@ def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Packag
 
 
 def test_a_package_that_was_replaced_since_it_was_opened_is_not_launched(
-    package: Package, policy: Path, gpt_data: Path, tmp_path: Path, signers: Signers
+    package: Package, policy: Path, tiny_data: Path, tmp_path: Path, signers: Signers
 ) -> None:
     edit_manifest(package.path, lambda manifest: manifest["recipe"].update(seed=8))
     sign(package, signers)
     with pytest.raises(IntegrityError, match="replaced since it was opened"):
-        launched(package, gpt_data, tmp_path / "run", policy)
+        launched(package, tiny_data, tmp_path / "run", policy)
 
 
-def test_a_run_is_not_resumed_where_a_policy_forbids_it(package: Package, policy: Path, gpt_data: Path, tmp_path: Path) -> None:
-    launched(package, gpt_data, tmp_path / "run", None)
+def test_a_run_is_not_resumed_where_a_policy_forbids_it(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
+    launched(package, tiny_data, tmp_path / "run", None)
     with pytest.raises(PolicyError, match="not signed"):
         trainload.resume(tmp_path / "run", backend="local", policy=policy)
 
@@ -128,8 +129,8 @@ def test_nothing_of_a_library_is_imported_before_the_policies_were_asked(package
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_run_from_before_digests_were_kept_can_be_read(package: Package, gpt_data: Path, tmp_path: Path) -> None:
-    launched(package, gpt_data, tmp_path / "run", None)
+def test_a_run_from_before_digests_were_kept_can_be_read(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+    launched(package, tiny_data, tmp_path / "run", None)
     run = json.loads((tmp_path / "run/run.json").read_bytes())
     del run["digest"], run["policies"]
     (tmp_path / "run/run.json").write_bytes(canonical_json(run))

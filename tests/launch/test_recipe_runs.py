@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.launch.optimizer_jobs import ROWS, STEPS, Eager, Half, adam, data, eager, make_job, write_data
+from tests.launch.optimizer_jobs import ROWS, STEPS, AutocastHalf, Eager, Half, Model, adam, data, eager, make_job, write_data
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
+from tests.selection import selected
 
 import trainload
 from trainload.launch.journal import read_events
@@ -26,12 +29,20 @@ SCALING = trainload.LossScaling(init_scale=2.0**22, growth_interval=4)
 """So large that the first gradients are not finite, and growing while a resumed run would have lost count."""
 
 
-def averaged(**options: Any) -> trainload.Job:
-    return make_job(adam, ema=MEAN, clip_value=0.01, **options)
+def averaged() -> trainload.Job:
+    return make_job(adam, ema=MEAN, clip_value=0.01)
 
 
-def scaled(**options: Any) -> trainload.Job:
-    return make_job(adam, Half, loss_scaling=SCALING, clip_norm=0.5, ema=MEAN, **options)
+def scaled(kind: type[Model] = Half) -> trainload.Job:
+    return make_job(adam, kind, loss_scaling=SCALING, clip_norm=0.5, ema=MEAN)
+
+
+PAIRS: list[tuple[str, Strategy]] = [("averaged", "zero1"), ("averaged", "zero3"), ("scaled", "zero1")]
+JOBS: dict[str, Callable[[], trainload.Job]] = {
+    "averaged": averaged,
+    "scaled": scaled,
+    "scaled under autocast": functools.partial(scaled, AutocastHalf),
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +51,44 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Package]:
+def packages(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Package]:
     folder = tmp_path_factory.mktemp("recipes")
-    return {name: trainload.freeze(make(), folder / f"{name}.tl") for name, make in {"averaged": averaged, "scaled": scaled}.items()}
+    names = selected(request.session, "name") | {"averaged", "scaled"}
+    return {name: trainload.freeze(make(), folder / f"{name}.tl") for name, make in JOBS.items() if name in names}
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Eager]:
-    return {"averaged": eager(averaged()), "scaled": eager(scaled())}
+    return {name: eager(make()) for name, make in JOBS.items()}
 
 
 @pytest.fixture(scope="module")
-def pair(packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder of runs on two workers, of half the steps."""
     folder = tmp_path_factory.mktemp("pair")
-    wanted: list[tuple[str, Strategy]] = [("averaged", "zero1"), ("averaged", "zero3"), ("scaled", "zero1")]
+    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = [(name, strategy) for name, strategy in PAIRS if any((name, strategy) == (c.get("name"), c.get("strategy")) for c in cases)]
     options = {"steps": HALF, "eval_data": str(rows)}
     train(2, [Run(folder / f"{n}-{s}", packages[n], trainload.plan(packages[n], TWO, s), rows, options) for n, s in wanted], folder)
     return folder
 
 
-def alone(package: Package, rows: Path, folder: Path, **options: Any) -> RunResult:
+@pytest.fixture(scope="module")
+def alone(packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunResult]:
+    """The run of one worker of a job, by its name, with an output and evaluations; made when it is first asked for."""
+
+    @functools.cache
+    def run(name: str) -> RunResult:
+        folder = tmp_path_factory.mktemp("alone")
+        return launched(packages[name], rows, folder)
+
+    return run
+
+
+def launched(package: Package, rows: Path, folder: Path, **options: Any) -> RunResult:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    return trainload.launch(package, plan, rows, run_dir=folder / "run", compile=False, backend="local", **options)
+    given: dict[str, Any] = {"compile": False, "backend": "local", "output": folder / "trained.tl", "eval_data": rows, **options}
+    return trainload.launch(package, plan, rows, run_dir=folder / "run", **given)
 
 
 def loss_of(model: torch.nn.Module) -> float:
@@ -75,19 +101,18 @@ def scales(run_dir: Path) -> list[float]:
     return [float(event.data["loss_scale"]) for event in read_events(run_dir) if event.kind == "step"]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("averaged", TOLERANCE), ("scaled", 2e-3)])
+@pytest.mark.matrix("averaged-*", "scaled-*")
+@pytest.mark.parametrize(("name", "tolerance"), [("averaged", TOLERANCE), ("scaled", 2e-3), ("scaled under autocast", 2e-3)])
 def test_a_run_has_the_losses_of_a_plain_loop(
-    packages: dict[str, Package], plain: dict[str, Eager], rows: Path, tmp_path: Path, name: str, tolerance: float
+    alone: Callable[[str], RunResult], plain: dict[str, Eager], name: str, tolerance: float
 ) -> None:
-    alone(packages[name], rows, tmp_path)
-    assert difference(plain[name].losses, curve(tmp_path / "run")) <= tolerance
+    assert difference(plain[name].losses, curve(alone(name).run_dir)) <= tolerance
 
 
-def test_the_mean_is_evaluated_and_written(packages: dict[str, Package], plain: dict[str, Eager], rows: Path, tmp_path: Path) -> None:
-    result = alone(packages["averaged"], rows, tmp_path, output=tmp_path / "trained.tl", eval_data=rows)
-    mean = plain["averaged"].mean
-    assert mean is not None
-    weights = trainload.open(tmp_path / "trained.tl").weights
+def test_the_mean_is_evaluated_and_written(alone: Callable[[str], RunResult], plain: dict[str, Eager]) -> None:
+    result, mean = alone("averaged"), plain["averaged"].mean
+    assert result.output is not None and mean is not None
+    weights = trainload.open(result.output).weights
     for name, parameter in mean.named_parameters():
         torch.testing.assert_close(weights.tensor(name), parameter.detach(), rtol=1e-5, atol=1e-6)
     assert result.evaluations[-1]["loss"] == pytest.approx(loss_of(mean), rel=1e-5)
@@ -96,24 +121,22 @@ def test_the_mean_is_evaluated_and_written(packages: dict[str, Package], plain: 
 def test_the_last_weights_are_evaluated_and_written_where_they_are_asked_for(
     packages: dict[str, Package], plain: dict[str, Eager], rows: Path, tmp_path: Path
 ) -> None:
-    result = alone(packages["averaged"], rows, tmp_path, output=tmp_path / "trained.tl", eval_data=rows, weights="last")
+    result = launched(packages["averaged"], rows, tmp_path, weights="last")
     weights = trainload.open(tmp_path / "trained.tl").weights
     for name, parameter in plain["averaged"].model.named_parameters():
         torch.testing.assert_close(weights.tensor(name), parameter.detach(), rtol=1e-4, atol=1e-5)
     assert result.evaluations[-1]["loss"] == pytest.approx(loss_of(plain["averaged"].model), rel=1e-5)
 
 
-def test_the_scale_of_the_loss_moves_as_gradscalers_does(
-    packages: dict[str, Package], plain: dict[str, Eager], rows: Path, tmp_path: Path
-) -> None:
-    alone(packages["scaled"], rows, tmp_path)
-    found = scales(tmp_path / "run")
+def test_the_scale_of_the_loss_moves_as_gradscalers_does(alone: Callable[[str], RunResult], plain: dict[str, Eager]) -> None:
+    found = scales(alone("scaled").run_dir)
     assert found == plain["scaled"].scales
     assert any(a > b for a, b in pairwise(found)), "no gradient overflowed"
     assert any(a < b for a, b in pairwise(found)), "the scale never grew"
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("averaged", "zero1"), ("averaged", "zero3"), ("scaled", "zero1")])
+@pytest.mark.matrix("averaged-zero3", "scaled-zero1")
+@pytest.mark.parametrize(("name", "strategy"), PAIRS)
 def test_two_workers_and_then_one_do_as_a_plain_loop(
     pair: Path, plain: dict[str, Eager], packages: dict[str, Package], rows: Path, name: str, strategy: str
 ) -> None:
@@ -132,9 +155,9 @@ def test_two_workers_and_then_one_do_as_a_plain_loop(
         assert scales(run) == plain[name].scales
 
 
-def test_a_package_without_them_has_no_word_of_them(packages: dict[str, Package], gpt: Package) -> None:
+def test_a_package_without_them_has_no_word_of_them(packages: dict[str, Package], tiny: Package) -> None:
     assert set(packages["scaled"].manifest.features) >= {"ema", "loss-scale"}
-    fields = gpt.manifest.model_dump(mode="json")
+    fields = tiny.manifest.model_dump(mode="json")
     assert not {"clip_value", "ema_decay", "loss_scale"} & set(fields["recipe"])
     assert not any("shape" in update for update in fields["updates"])
     assert packages["averaged"].recipe.global_batch == ROWS

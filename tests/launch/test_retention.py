@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state
+from tests.launch.tiny import token_rows
 
 import trainload
 from trainload.launch.checkpoints.index import published
@@ -57,16 +59,17 @@ def test_a_writer_keeps_the_best_by_what_checkpoints_say_of_themselves(tmp_path:
     assert list(published(tmp_path)) == [2, 4]
 
 
-def test_a_run_keeps_what_it_was_asked_to(gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+def test_a_run_keeps_what_it_was_asked_to(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    np.savez(tmp_path / "held-out.npz", tokens=token_rows(21)[:, ::-1])  # what is learned makes it worse, so that the last are not the best
     result = trainload.launch(
-        gpt,
+        tiny,
         plan,
-        gpt_data,
+        tiny_data,
         run_dir=tmp_path / "run",
         steps=8,
         checkpoint_every=1,
-        eval_data=gpt_held_out,
+        eval_data=tmp_path / "held-out.npz",
         eval_every=2,
         keep=1,
         keep_best=2,
@@ -76,4 +79,5 @@ def test_a_run_keeps_what_it_was_asked_to(gpt: Package, gpt_data: Path, gpt_held
     )
     losses = {entry["step"]: entry["loss"] for entry in result.evaluations if entry["step"] > 0}
     best = sorted(losses, key=losses.__getitem__)[:2]
+    assert best == [2, 4]
     assert set(published(tmp_path / "run")) == {8, *best, 3, 6}

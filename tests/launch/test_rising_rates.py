@@ -21,40 +21,40 @@ def rates(package: Package, schedule: str, steps: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
-def test_a_schedule_may_rise_until_the_last_step(gpt: Package, shape: str) -> None:
-    assert max(rates(gpt, f"{shape}:{STEPS - 1}", STEPS)) == pytest.approx(0.5)
+def test_a_schedule_may_rise_until_the_last_step(tiny: Package, shape: str) -> None:
+    assert max(rates(tiny, f"{shape}:{STEPS - 1}", STEPS)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("warmup", [STEPS, 100 * STEPS])
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
-def test_a_schedule_that_rises_throughout_the_run_is_refused(gpt: Package, shape: str, warmup: int) -> None:
+def test_a_schedule_that_rises_throughout_the_run_is_refused(tiny: Package, shape: str, warmup: int) -> None:
     expected = f"expected {shape}:N with N less than the run's {STEPS} steps, got {shape}:{warmup}"
     with pytest.raises(JobError, match=f"^schedule: the learning rate would rise throughout the run.*{expected}"):
-        rates(gpt, f"{shape}:{warmup}", STEPS)
+        rates(tiny, f"{shape}:{warmup}", STEPS)
 
 
-def test_a_plan_is_made_where_the_runs_steps_are_not_known_yet(gpt: Package) -> None:
-    assert len(rates(gpt, f"cosine:{10 * gpt.recipe.steps}", None)) == gpt.recipe.steps
+def test_a_plan_is_made_where_the_runs_steps_are_not_known_yet(tiny: Package) -> None:
+    assert len(rates(tiny, f"cosine:{10 * tiny.recipe.steps}", None)) == tiny.recipe.steps
 
 
-def test_a_launch_says_which_setting_it_refuses(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_launch_says_which_setting_it_refuses(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
     options = ["--run-dir", str(tmp_path / "run"), "--steps", str(STEPS), "--backend", "local", "--set", "schedule=cosine:1000"]
-    line = refused(["launch", str(gpt.path), "--data", str(gpt_data), *options], tmp_path, capsys)
+    line = refused(["launch", str(tiny.path), "--data", str(tiny_data), *options], tmp_path, capsys)
     assert "schedule: the learning rate would rise throughout the run" in line
     assert "got cosine:1000" in line
 
 
-def test_a_launch_of_the_jobs_own_steps_is_refused_too(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
-    overrides = trainload.Overrides(schedule=f"linear:{gpt.recipe.steps}")
-    with pytest.raises(JobError, match=f"less than the run's {gpt.recipe.steps} steps"):
-        trainload.launch(gpt, plan, gpt_data, run_dir=tmp_path / "run", backend="local", overrides=overrides)
+def test_a_launch_of_the_jobs_own_steps_is_refused_too(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    overrides = trainload.Overrides(schedule=f"linear:{tiny.recipe.steps}")
+    with pytest.raises(JobError, match=f"less than the run's {tiny.recipe.steps} steps"):
+        trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "run", backend="local", overrides=overrides)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_not_shortened_into_its_rise(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+def test_a_run_is_not_shortened_into_its_rise(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
     overrides = trainload.Overrides(schedule="linear:3")
-    trainload.launch(gpt, plan, gpt_data, run_dir=tmp_path / "run", steps=4, backend="local", compile=False, overrides=overrides)
+    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=4, backend="local", compile=False, overrides=overrides)
     with pytest.raises(JobError, match="got linear:6"):
         trainload.resume(tmp_path / "run", backend="local", steps=5, overrides=trainload.Overrides(schedule="linear:6"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.launch.graph_jobs import STEPS, Eager, actor_critic, digits, distillation, eager, gan, tasks, write_digits
+from tests.launch.graph_jobs import JOBS, STEPS, Eager, digits, eager, frozen, gan, write_digits
 from tests.laws.runs import TOLERANCE, Run, train
 from tests.selection import selected
 from torch import nn
@@ -18,24 +20,27 @@ from torch import nn
 import trainload
 from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.journal import read_events
+from trainload.launch.result import RunResult
 from trainload.launch.spec import RUN_FILE, read_spec, replace_file
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 
 TWO = trainload.Cluster(devices_per_node=2)
-JOBS: dict[str, Callable[[], trainload.Job]] = {"gan": gan, "distillation": distillation, "actor_critic": actor_critic, "tasks": tasks}
+HALF = STEPS // 2
+CONTINUED = ("actor_critic-zero1", "gan-zero3")
+"""The runs of two workers that one worker continues."""
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Package]:
-    folder = tmp_path_factory.mktemp("graphs")
-    return {name: trainload.freeze(job(), folder / f"{name}.tl") for name, job in JOBS.items()}
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Package]:
+    """The package of a job, by its name."""
+    return functools.cache(functools.partial(frozen, tmp_path_factory))
 
 
 @pytest.fixture(scope="module")
-def data(packages: dict[str, Package], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("digits")
-    return {name: write_digits(folder / f"{name}.npz", set(p.manifest.data_inputs())) for name, p in packages.items()}
+    return {name: write_digits(folder / f"{name}.npz", set(job().batch)) for name, job in JOBS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +65,15 @@ def assert_equal(run_dir: Path, job: trainload.Job, expected: Eager, steps: int 
             assert got == pytest.approx(loss, rel=TOLERANCE, abs=1e-7), (number, graph)
 
 
-@pytest.mark.matrix("gan", "distillation")
+@pytest.mark.matrix("distillation")
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_run_has_the_losses_and_weights_of_a_plain_loop(
-    name: str, packages: dict[str, Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path
+    name: str, packages: Callable[[str], Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path
 ) -> None:
-    plan = trainload.plan(packages[name], trainload.Cluster(), "single")
+    package = packages(name)
+    plan = trainload.plan(package, trainload.Cluster(), "single")
     options: Any = {"backend": "local", "compile": False, "output": tmp_path / "trained.tl"}
-    trainload.launch(packages[name], plan, data[name], run_dir=tmp_path / "run", **options)
+    trainload.launch(package, plan, data[name], run_dir=tmp_path / "run", **options)
     assert_equal(tmp_path / "run", JOBS[name](), plain[name])
     weights = trainload.open(tmp_path / "trained.tl").weights
     for parameter, value in plain[name].model.named_parameters():
@@ -76,55 +82,53 @@ def test_a_run_has_the_losses_and_weights_of_a_plain_loop(
 
 @pytest.fixture(scope="module")
 def pairs(
-    packages: dict[str, Package], data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    packages: Callable[[str], Package], data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Path:
-    """A folder of runs of two workers: every job under every strategy, accumulating once, half its steps."""
+    """A folder of runs of two workers that have done half their steps: every job under every strategy, accumulating once."""
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
-    names, strategies = selected(request.session, "name"), selected(request.session, "strategy")
-    for name, package in packages.items():
+    asked = selected(request.session, "pair") | set(CONTINUED)
+    for name in JOBS:
         for strategy, accumulate in (("zero0", 2), ("zero1", 1), ("zero3", 2)):
-            if name not in names or strategy not in strategies:
-                continue
-            plan = trainload.plan(package, TWO, strategy, accumulate=accumulate, bucket_bytes=2000)  # type: ignore[arg-type]  # a strategy
-            runs.append(Run(folder / f"{name}-{strategy}", package, plan, data[name], {"steps": STEPS // 2}))
+            if (pair := f"{name}-{strategy}") in asked:
+                package = packages(name)
+                plan = trainload.plan(package, TWO, strategy, accumulate=accumulate, bucket_bytes=2000)  # type: ignore[arg-type]  # a strategy
+                runs.append(Run(folder / pair, package, plan, data[name], {"steps": HALF}))
     train(2, runs, folder)
     return folder
 
 
 @pytest.mark.matrix("gan-zero3")
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
-@pytest.mark.parametrize("name", sorted(JOBS))
-def test_two_workers_have_the_losses_of_a_plain_loop(name: str, strategy: str, pairs: Path, plain: dict[str, Eager]) -> None:
-    assert_equal(pairs / f"{name}-{strategy}", JOBS[name](), plain[name], STEPS // 2)
+@pytest.mark.parametrize("pair", [f"{name}-{strategy}" for name in sorted(JOBS) for strategy in ("zero0", "zero1", "zero3")])
+def test_two_workers_have_the_losses_of_a_plain_loop(pair: str, pairs: Path, plain: dict[str, Eager]) -> None:
+    name, _, _ = pair.partition("-")
+    assert_equal(pairs / pair, JOBS[name](), plain[name], HALF)
 
 
 @pytest.mark.slow
 def test_a_gan_trains_compiled_on_two_ray_workers(
-    packages: dict[str, Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path, ray_cluster: None
+    packages: Callable[[str], Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path, ray_cluster: None
 ) -> None:
-    plan = trainload.plan(packages["gan"], TWO, "zero3")
-    trainload.launch(packages["gan"], plan, data["gan"], run_dir=tmp_path / "run")
+    package = packages("gan")
+    trainload.launch(package, trainload.plan(package, TWO, "zero3"), data["gan"], run_dir=tmp_path / "run")
     assert_equal(tmp_path / "run", JOBS["gan"](), plain["gan"])
 
 
-@pytest.mark.parametrize("name", ["actor_critic", "gan"])
-def test_a_run_of_two_workers_continues_on_one(
-    name: str, packages: dict[str, Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path
-) -> None:
-    plan = trainload.plan(packages[name], TWO, "zero1")
-    run = Run(tmp_path / "run", packages[name], plan, data[name], {"steps": 3})
-    train(2, [run], tmp_path)
-    spec = read_spec(run.run_dir).model_copy(update={"steps": STEPS})
-    replace_file(run.run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
-    trainload.resume(run.run_dir, workers=1, backend="local")
-    assert_equal(run.run_dir, JOBS[name](), plain[name])
+@pytest.mark.parametrize("pair", [pytest.param(pair, id=pair.partition("-")[0]) for pair in CONTINUED])
+def test_a_run_of_two_workers_continues_on_one(pair: str, pairs: Path, plain: dict[str, Eager], tmp_path: Path) -> None:
+    name, _, _ = pair.partition("-")
+    run_dir = tmp_path / "run"
+    shutil.copytree(pairs / pair, run_dir)
+    spec = read_spec(run_dir).model_copy(update={"run_dir": str(run_dir), "steps": STEPS})
+    replace_file(run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+    trainload.resume(run_dir, workers=1, backend="local")
+    assert_equal(run_dir, JOBS[name](), plain[name])
 
 
 def test_evaluation_gives_every_graphs_loss(
-    packages: dict[str, Package], data: dict[str, Path], tmp_path: Path, plain: dict[str, Eager]
+    packages: Callable[[str], Package], data: dict[str, Path], tmp_path: Path, plain: dict[str, Eager]
 ) -> None:
-    package, rows = packages["actor_critic"], data["actor_critic"]
+    package, rows = packages("actor_critic"), data["actor_critic"]
     plan = trainload.plan(package, trainload.Cluster(), "single")
     options: Any = {"backend": "local", "compile": False, "eval_data": rows}
     result = trainload.launch(package, plan, rows, run_dir=tmp_path / "run", steps=STEPS, **options)
@@ -140,31 +144,33 @@ def test_evaluation_gives_every_graphs_loss(
     assert last["metrics"]["actor.loss"] == pytest.approx(second.item(), rel=1e-4, abs=1e-5)
 
 
-def test_a_graphs_own_mean_is_of_its_own_parameters(data: dict[str, Path], tmp_path: Path) -> None:
-    job = gan()
+@pytest.fixture(scope="module")
+def own(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A run of the GAN with a scale of the loss for each graph, and a mean of the generator's parameters."""
+    folder = tmp_path_factory.mktemp("own")
+    job = gan(loss_scaling=trainload.LossScaling(init_scale=2.0**10, growth_interval=4))
     generator = replace(job.graphs["generator"], ema=trainload.Ema(0.5))
-    package = trainload.freeze(replace(job, graphs={**job.graphs, "generator": generator}), tmp_path / "gan.tl")
+    package = trainload.freeze(replace(job, graphs={**job.graphs, "generator": generator}), folder / "gan.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    options: Any = {"backend": "local", "compile": False, "output": tmp_path / "mean.tl"}
-    trainload.launch(package, plan, data["gan"], run_dir=tmp_path / "run", **options)
+    options: Any = {"backend": "local", "compile": False, "output": folder / "mean.tl"}
+    return trainload.launch(package, plan, data["gan"], run_dir=folder / "run", **options)
+
+
+def test_a_graphs_own_mean_is_of_its_own_parameters(own: RunResult) -> None:
     expected: dict[str, torch.Tensor] = {}
     for steps in range(1, STEPS + 1):
         for name, parameter in eager(replace(gan(), steps=steps)).model.named_parameters():
             new = parameter.detach()
             expected[name] = torch.lerp(expected[name], new, 0.5) if name in expected and name.startswith("generator") else new
-    weights = trainload.open(tmp_path / "mean.tl").weights
+    assert own.output is not None
+    weights = trainload.open(own.output).weights
     for name, value in expected.items():
         torch.testing.assert_close(weights.tensor(name), value, rtol=1e-4, atol=1e-5)
 
 
-def test_every_graph_has_a_scale_of_its_own(data: dict[str, Path], tmp_path: Path) -> None:
-    scaling = trainload.LossScaling(init_scale=2.0**10, growth_interval=4)
-    package = trainload.freeze(gan(loss_scaling=scaling), tmp_path / "gan.tl")
-    plan = trainload.plan(package, trainload.Cluster(), "single")
-    options: Any = {"backend": "local", "compile": False}
-    result = trainload.launch(package, plan, data["gan"], run_dir=tmp_path / "run", **options)
-    assert_equal(tmp_path / "run", gan(), eager(gan()))
-    kept = Checkpoint.open(result.checkpoint).index.user["loss scaling"]
+def test_every_graph_has_a_scale_of_its_own(own: RunResult, plain: dict[str, Eager]) -> None:
+    assert_equal(own.run_dir, gan(), plain["gan"])
+    kept = Checkpoint.open(own.checkpoint).index.user["loss scaling"]
     assert {graph: entry["scale"] for graph, entry in kept.items()} == {"generator": 2.0**12, "discriminator": 2.0**14}  # 8 and 16 updates
 
 

@@ -31,23 +31,23 @@ def spec(package: Package, data: Path, folder: Path, devices: int, strategy: Any
     ],
 )
 def test_a_rank_is_tried_out_without_the_others(
-    gpt: Package, gpt_data: Path, tmp_path: Path, devices: int, strategy: Any, options: dict[str, Any]
+    tiny: Package, tiny_data: Path, tmp_path: Path, devices: int, strategy: Any, options: dict[str, Any]
 ) -> None:
-    trial = try_out(spec(gpt, gpt_data, tmp_path, devices, strategy, **options), devices)
+    trial = try_out(spec(tiny, tiny_data, tmp_path, devices, strategy, **options), devices)
     assert min(trial.step, trial.first_step, trial.weights, trial.compile, trial.data, trial.package) > 0
     assert not trial.compiled
     assert not dist.is_initialized()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_of_a_pipeline_is_not_tried_out(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_rank_of_a_pipeline_is_not_tried_out(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="a rank of a pipeline cannot be tried out"):
-        try_out(spec(gpt, gpt_data, tmp_path, 2, None, pipeline_ranks=2), 2)
+        try_out(spec(tiny, tiny_data, tmp_path, 2, None, pipeline_ranks=2), 2)
 
 
-def test_a_dry_run_says_how_long_each_part_takes(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
-    report = trainload.dry_run(gpt, plan, gpt_data, run_dir=tmp_path / "run", steps=11, compile=False, backend="local")
+def test_a_dry_run_says_how_long_each_part_takes(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    report = trainload.dry_run(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=11, compile=False, backend="local")
     assert list(report.seconds) == ["checks", "simulate", "package", "data", "compile", "weights", "first_step", "step"]
     assert report.run_seconds == pytest.approx(report.seconds["first_step"] + 10 * report.seconds["step"], abs=0.02)
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch.optimizer_jobs import adam, make_job, write_data
+from tests.launch.optimizer_jobs import frozen, make_job, write_data
 
 import trainload
 from trainload.packaging.read import Package
@@ -25,7 +25,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """All of its parameters are trained."""
-    return trainload.freeze(make_job(adam), tmp_path_factory.mktemp("plain") / "job.tl")
+    return frozen(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def test_a_store_is_sent_what_was_trained(partly: Package, rows: Path, tmp_path:
     assert report.sent_bytes < sum(entry.size for entry in partly.manifest.files.values()) - kept
 
 
+@pytest.mark.matrix("frozen", "adapters and others")
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.golden.goldens import Golden, goldens
 from tests.launch.variant_jobs import (
     CONSTANTS,
     ROWS,
@@ -25,14 +26,14 @@ from tests.launch.variant_jobs import (
     parts,
     write_mixture,
 )
-from tests.laws.runs import TOLERANCE, Run, train
+from tests.laws.runs import TOLERANCE, Run, curve, train
+from tests.selection import selected
 from torch import nn
 
 import trainload
 from trainload.launch.data.batch_order import BatchOrder
 from trainload.launch.journal import read_events
-from trainload.launch.spec import RUN_FILE, read_spec, replace_file
-from trainload.packaging.canonical import canonical_json
+from trainload.launch.result import RunResult
 from trainload.packaging.read import Package
 
 TWO = trainload.Cluster(devices_per_node=2)
@@ -50,7 +51,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Package:
+def recording() -> trainload.Job:
+    """The job of a recording of all of them."""
     net = model()
     with trainload.record(net) as recording:
         for _ in range(2):
@@ -58,7 +60,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Package:
         for part in (1, 2, 3):
             net(**example(part))
         net(**{**example(0), "image": torch.rand(4, 1, 24, 24)})
-    return trainload.freeze(recording.job(**options()), tmp_path_factory.mktemp("recorded") / "job.tl")
+    return recording.job(**options())
+
+
+@pytest.fixture(scope="module")
+def recorded(recording: trainload.Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return trainload.freeze(recording, tmp_path_factory.mktemp("recorded") / "job.tl")
 
 
 @pytest.fixture(scope="module")
@@ -81,39 +88,57 @@ def test_the_plain_loop_takes_every_part(plain: Eager) -> None:
     assert set(plain.parts) == {0, 1, 2, 3}
 
 
-def test_a_run_has_the_losses_and_weights_of_a_plain_loop(written: Package, mixture: Path, plain: Eager, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """A run of one worker: its folder, and what it came to."""
+
+    run_dir: Path
+    result: RunResult
+
+
+@pytest.fixture(scope="module")
+def trained(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
     plan = trainload.plan(written, trainload.Cluster(), "single")
-    trainload.launch(written, plan, mixture, run_dir=tmp_path / "run", output=tmp_path / "trained.tl", **IN_PROCESS)
-    assert_equal(tmp_path / "run", plain)
-    weights = trainload.open(tmp_path / "trained.tl").weights
+    options: Any = {"output": folder / "trained.tl", "eval_data": mixture, **IN_PROCESS}
+    return Trained(folder / "run", trainload.launch(written, plan, mixture, run_dir=folder / "run", **options))
+
+
+def test_a_run_has_the_losses_and_weights_of_a_plain_loop(trained: Trained, plain: Eager) -> None:
+    assert_equal(trained.run_dir, plain)
+    assert trained.result.output is not None
+    weights = trainload.open(trained.result.output).weights
     for name, value in plain.model.named_parameters():
         torch.testing.assert_close(weights.tensor(name), value.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_every_step_says_its_variant(written: Package, mixture: Path, plain: Eager, tmp_path: Path) -> None:
-    plan = trainload.plan(written, trainload.Cluster(), "single")
-    trainload.launch(written, plan, mixture, run_dir=tmp_path / "run", **IN_PROCESS)
-    assert [step["variants"] for step in steps(tmp_path / "run")] == [[VARIANTS[part]] for part in plain.parts]
+def test_every_step_says_its_variant(trained: Trained, plain: Eager) -> None:
+    assert [step["variants"] for step in steps(trained.run_dir)] == [[VARIANTS[part]] for part in plain.parts]
 
 
 @pytest.fixture(scope="module")
-def pairs(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder of runs of two workers, uncompiled: every strategy, with and without accumulation."""
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
+    asked = selected(request.session, "strategy")
     for strategy, accumulate in (("zero0", 1), ("zero1", 3), ("zero3", 2)):
+        if strategy not in asked:
+            continue
         plan = trainload.plan(written, TWO, strategy, accumulate=accumulate, bucket_bytes=1500)  # type: ignore[arg-type]  # a strategy
         runs.append(Run(folder / strategy, written, plan, mixture))
     train(2, runs, folder)
     return folder
 
 
+@pytest.mark.matrix("zero3")
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
 def test_two_workers_have_the_losses_of_a_plain_loop(strategy: str, pairs: Path, plain: Eager) -> None:
     assert_equal(pairs / strategy, plain)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("written", "zero3"), pytest.param("recorded", "zero0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "strategy"), [("written", "zero3"), ("recorded", "zero0")])
 def test_it_trains_on_two_ray_workers(
     kind: str, strategy: Any, request: pytest.FixtureRequest, mixture: Path, plain: Eager, tmp_path: Path, ray_cluster: None
 ) -> None:
@@ -122,49 +147,60 @@ def test_it_trains_on_two_ray_workers(
     assert_equal(tmp_path / "run", plain)
 
 
-def test_it_trains_compiled(mixture: Path, tmp_path: Path) -> None:
-    """Two of the variants, on one worker: compiling takes long. Every variant's graphs are compiled alike."""
-    whole = job()
-    for unused in ("hint", "odd"):
-        whole.model.get_submodule(unused).requires_grad_(False)
-    package = trainload.freeze(replace(whole, variants={"small": {**example(1), "task": "digit"}}), tmp_path / "two.tl")
-    two = tmp_path / "two.json"
-    entries = [{"data": str(mixture.parent / name), "weight": 1.0} for name in ("large.npz", "small.parquet")]
-    two.write_text(json.dumps({"parts": entries}))
+@pytest.fixture(scope="module")
+def either() -> Golden:
+    """A job of two variants, the smallest that there is: with an optional column, and without."""
+    return next(each for each in goldens() if each.name == "variants")
+
+
+@pytest.fixture(scope="module")
+def either_losses(either: Golden, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a run of it of one worker, uncompiled."""
+    run_dir = tmp_path_factory.mktemp("either") / "run"
+    trained_either(either, run_dir, STEPS, compiled=False)
+    return curve(run_dir)
+
+
+def trained_either(either: Golden, run_dir: Path, count: int, *, compiled: bool) -> None:
+    package = trainload.open(either.package)
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    for name, compiled in (("compiled", True), ("plain", False)):
-        trainload.launch(package, plan, two, run_dir=tmp_path / name, steps=4, backend="local", compile=compiled)
-    found, expected = steps(tmp_path / "compiled"), steps(tmp_path / "plain")
-    assert {step["variants"][0] for step in found} == {"", "small"}
-    assert [step["loss"] for step in found] == pytest.approx([step["loss"] for step in expected], rel=TOLERANCE)
+    trainload.launch(package, plan, either.data, run_dir=run_dir, steps=count, backend="local", compile=compiled)
 
 
-def test_a_recording_finds_the_variants(recorded: Package) -> None:
-    assert recorded.manifest.variants == ("image_1_8_8", "with_hint", "task_parity")
+def test_it_trains_compiled(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
+    """On one worker, with few operators: compiling takes long. Every variant's graphs are compiled alike."""
+    trained_either(either, tmp_path / "run", 4, compiled=True)
+    assert {step["variants"][0] for step in steps(tmp_path / "run")} == {"", "hinted"}
+    assert curve(tmp_path / "run") == pytest.approx(either_losses[:4], rel=TOLERANCE)
 
 
-def test_a_run_of_two_workers_continues_on_one(written: Package, mixture: Path, plain: Eager, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", written, trainload.plan(written, TWO, "zero1"), mixture, {"steps": 4})
+def test_a_recording_finds_the_variants(recording: trainload.Job) -> None:
+    assert list(recording.variants) == ["image_1_8_8", "with_hint", "task_parity"]
+
+
+def test_a_run_of_two_workers_continues_on_one(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
+    package = trainload.open(either.package)
+    run = Run(tmp_path / "run", package, trainload.plan(package, TWO, "zero1"), either.data, {"steps": 4})
     train(2, [run], tmp_path)
-    spec = read_spec(run.run_dir).model_copy(update={"steps": STEPS})
-    replace_file(run.run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
-    trainload.resume(run.run_dir, workers=1, backend="local")
-    assert_equal(run.run_dir, plain)
+    trainload.resume(run.run_dir, steps=STEPS, workers=1, backend="local")
+    assert {step["variants"][0] for step in steps(run.run_dir)[4:]} == {"", "hinted"}
+    assert curve(run.run_dir) == pytest.approx(either_losses, rel=TOLERANCE)
 
 
-def test_evaluation_takes_every_row_of_every_part(written: Package, mixture: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(written, trainload.Cluster(), "single")
-    result = trainload.launch(written, plan, mixture, run_dir=tmp_path / "run", eval_data=mixture, steps=1, **IN_PROCESS)
+def test_evaluation_takes_every_row_of_every_part(trained: Trained) -> None:
     net = model().eval()
     with torch.no_grad():
         sums = [net(**rows, **given).item() * len(rows["label"]) for rows, given in zip(parts(), CONSTANTS, strict=True)]
-    assert result.evaluations[0]["loss"] == pytest.approx(sum(sums) / sum(len(rows["label"]) for rows in parts()), rel=1e-5)
+    assert trained.result.evaluations[0]["loss"] == pytest.approx(sum(sums) / sum(len(rows["label"]) for rows in parts()), rel=1e-5)
 
 
-def test_a_data_set_without_the_optional_column_trains_the_variant_without_it(written: Package, mixture: Path, tmp_path: Path) -> None:
-    plan = trainload.plan(written, trainload.Cluster(), "single")
-    trainload.launch(written, plan, mixture.parent / "small.parquet", run_dir=tmp_path / "run", steps=2, **IN_PROCESS)
-    assert [step["variants"] for step in steps(tmp_path / "run")] == [["small"], ["small"]]
+def test_a_data_set_without_the_optional_column_trains_the_variant_without_it(either: Golden, tmp_path: Path) -> None:
+    package = trainload.open(either.package)
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    for part, variant in ((0, ""), (1, "hinted")):
+        run_dir = tmp_path / f"run-{part}"
+        trainload.launch(package, plan, either.folder / f"part-{part}.npz", run_dir=run_dir, steps=2, **IN_PROCESS)
+        assert [step["variants"] for step in steps(run_dir)] == [[variant], [variant]]
 
 
 def test_the_weights_make_the_cycle(written: Package, mixture: Path, plain: Eager) -> None:

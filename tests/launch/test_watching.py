@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.launch.commands import refused
+from tests.launch.forked import command
 
 import trainload
 from trainload import cli
@@ -21,11 +20,11 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def ended(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has ended, in a folder of runs."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
-    trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=4, checkpoint_every=2, compile=False, backend="local")
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    trainload.launch(tiny, plan, tiny_data, run_dir=run_dir, steps=4, checkpoint_every=2, compile=False, backend="local")
     return run_dir
 
 
@@ -48,15 +47,15 @@ def test_status_of_a_run_that_has_ended(ended: Path, capsys: Capture) -> None:
     assert "step 4, " in shown
 
 
-def test_status_of_a_run_that_stopped_says_why(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture) -> None:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+def test_status_of_a_run_that_stopped_says_why(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
 
     def ask(event: trainload.Event) -> None:
         if event.kind == "step":
             (tmp_path / "run" / "stop").touch()
 
     with pytest.raises(trainload.RunInterrupted):
-        trainload.launch(gpt, plan, gpt_data, run_dir=tmp_path / "run", steps=500, compile=False, backend="local", on_event=ask)
+        trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=500, compile=False, backend="local", on_event=ask)
     found = told(capsys, "status", tmp_path / "run")
     assert found["phase"] == "stopped"
     assert "Continue with: trainload resume" in found["summary"]["message"]
@@ -101,23 +100,19 @@ def test_a_run_that_is_over_cannot_be_stopped(ended: Path, capsys: Capture) -> N
     assert "the run is not going on (got it is ended)" in refused(["stop", ended], ended, capsys)
 
 
-def test_a_run_is_watched_and_stopped_from_another_process(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture) -> None:
-    options = ["--data", gpt_data, "--steps", "100000", "--run-dir", tmp_path / "run", "--backend", "local", "--no-compile"]
-    command = [sys.executable, "-m", "trainload", "launch", gpt.path, *options]
-    process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
-    try:
-        state = tmp_path / "run" / "state.json"
+def test_a_run_is_watched_and_stopped_from_another_process(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
+    run_dir = tmp_path / "run"
+    options = ("--data", tiny_data, "--steps", "100000", "--run-dir", run_dir, "--backend", "local", "--no-compile")
+    with command("launch", tiny.path, *options, cwd=tmp_path) as started:
+        process = started.process
         deadline = time.monotonic() + 120
-        while not state.exists() or told(capsys, "status", tmp_path / "run")["summary"]["step"] < 3:
-            assert process.poll() is None, process.communicate()[1]
+        while not (run_dir / "state.json").exists() or told(capsys, "status", run_dir)["summary"]["step"] < 3:
+            assert process.is_alive(), started.err
             assert time.monotonic() < deadline
-            time.sleep(0.2)
-        found = told(capsys, "status", tmp_path / "run")
+            time.sleep(0.1)
+        found = told(capsys, "status", run_dir)
         assert (found["phase"], found["pid"], found["ranks"]["0"]["pid"]) == ("running", process.pid, process.pid)
-        stopped = told(capsys, "stop", tmp_path / "run")
+        stopped = told(capsys, "stop", run_dir)
         assert stopped["phase"] == "stopped"
         assert stopped["checkpoint"] == stopped["step"] >= 3
-        assert process.wait(timeout=60) == 1
-    finally:
-        process.kill()
-        process.communicate()
+        assert started.wait() == 1

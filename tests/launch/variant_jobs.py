@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Reader(nn.Module):
         return functional.cross_entropy(self.digit(y), label) if task == "digit" else functional.cross_entropy(self.odd(y), label % 2)
 
 
+@functools.cache
 def parts() -> tuple[dict[str, Tensor], ...]:
     """The rows of each part: 40 large digits of 16 x 16; 30 small ones; 20 large ones of 20 x 20 with a hint; 26 large ones."""
     found = load_digits()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from tests.launch.commands import TRAINLOAD
+from tests.launch.forked import command, done
 from tests.laws.runs import wait_for_step
 
 from trainload import cli
@@ -130,24 +129,22 @@ def test_a_run_that_has_gone_on_since_it_diverged_is_driven(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("words", "status"), [(("stop",), 0), (("manifest", "evict"), 1)])
-def test_a_run_says_by_what_it_was_stopped(words: tuple[str, ...], status: int, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_run_says_by_what_it_was_stopped(words: tuple[str, ...], status: int, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    options = ("--data", gpt_data, "--run-dir", run_dir, "--backend", "local", "--no-compile", "--steps", "100000")
-    command = [*TRAINLOAD, "manifest", "drive", run_dir, "--", "launch", gpt.path, *options]
-    with subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
-        try:
-            wait_for_step(run_dir, 2, lambda: job.poll() is None)
-            subprocess.run([*TRAINLOAD, *words, str(run_dir)], check=True, capture_output=True, timeout=120)
-            assert job.wait(240) == status
-        finally:
-            job.kill()
+    options = ("--data", tiny_data, "--run-dir", run_dir, "--backend", "local", "--no-compile", "--steps", "100000")
+    with command("manifest", "drive", run_dir, "--", "launch", tiny.path, *options, cwd=tmp_path) as job:
+        wait_for_step(run_dir, 2, job.process.is_alive)
+        stopped, _, said = done(*words, run_dir, cwd=tmp_path)
+        assert stopped == 0, said
+        assert job.wait() == status, job.err
     kinds = [event.kind for event in read_events(run_dir)]
     assert kinds.index("checkpoint") < kinds.index("stopped")
     assert not (run_dir / "evicted").exists()
 
 
-def test_help_does_not_name_what_manifests_run() -> None:
-    said = subprocess.run([*TRAINLOAD, "manifest", "--help"], capture_output=True, text=True, check=True).stdout
+def test_help_does_not_name_what_manifests_run(capsys: Capture) -> None:
+    assert cli.run(["manifest", "--help"]) == 0
+    said = capsys.readouterr().out
     assert "kuberay" in said
     assert "drive" not in said
     assert "evict" not in said

@@ -31,7 +31,7 @@ def classifier(width: int = 8) -> trainload.Job:
         batch={"x": torch.randn(4, 4), "cls": torch.tensor([0, 1, 2, 0])},
         loss=loss,
         predict=lambda model, batch: model(batch["x"]),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         steps=6,
         global_batch=8,
     )
@@ -42,6 +42,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A classifier of four numbers, frozen. No test changes it."""
     return trainload.open(
         made_once(tmp_path_factory, "small", lambda folder: trainload.freeze(classifier(), folder / "small.tl")) / "small.tl"
+    )
+
+
+@pytest.fixture(scope="session")
+def wider(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The same with a wider layer. No test changes it."""
+    return trainload.open(
+        made_once(tmp_path_factory, "wider", lambda folder: trainload.freeze(classifier(width=12), folder / "wider.tl")) / "wider.tl"
     )
 
 

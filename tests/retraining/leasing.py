@@ -1,6 +1,4 @@
-"""Run by a test, in a child of its own.
-
-    leasing.py STORE LINE SECONDS TICK      takes the lease, says "ID" or "other", then obeys lines: "demand", "promote N", "close", "asked"
+"""Run by a test, in a child of its own: takes the lease, says "ID" or "other", then obeys lines: "demand", "promote N", "close", "asked".
 
 Prints a line of JSON for each: what was done, or the name of the error.
 """
@@ -45,7 +43,3 @@ def main(url: str, line: str, seconds: str, tick: str) -> None:
             say(obey(store, line, held, command.split()))
         except TrainloadError as error:
             say(type(error).__name__)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.launch.forked import Talk, talking
 from tests.packaging.places import retrained
+from tests.retraining import leasing
 
 from trainload.capture.errors import ConflictError, StorageError
 from trainload.packaging.read import Package
@@ -24,6 +25,7 @@ from trainload.retraining.lease import Held, LeaseLostError, Leases, Other
 
 LINE = "main"
 SHORT = 3.0
+PAUSE = 1.0
 REAL_TIME = time.time
 
 
@@ -39,8 +41,7 @@ def pushed(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(pushed: Path, tmp_path: Path) -> Store:
     """A copy of it."""
-    subprocess.run(["cp", "-r", str(pushed), str(tmp_path / "store")], check=True)
-    return Store(tmp_path / "store")
+    return Store(shutil.copytree(pushed, tmp_path / "store"))
 
 
 def taken(store: Store, owner: str, seconds: float = 30.0) -> Held:
@@ -55,24 +56,17 @@ def clock_at(monkeypatch: pytest.MonkeyPatch, ahead: float) -> None:
 
 
 @contextmanager
-def child(store: Store, seconds: float = 30.0) -> Iterator[subprocess.Popen[str]]:
+def child(store: Store, seconds: float = 30.0) -> Iterator[Talk]:
     """A process that has taken the lease."""
-    command = [sys.executable, str(Path(__file__).with_name("leasing.py")), store.url, LINE, str(seconds), "20261123T060000Z"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert answer(process) == "00000001"
-            yield process
-        finally:
-            process.kill()
+    with talking(leasing.main, store.url, LINE, str(seconds), "20261123T060000Z") as process:
+        assert answer(process) == "00000001"
+        yield process
 
 
-def answer(process: subprocess.Popen[str], command: str | None = None) -> object:
-    assert process.stdin is not None
-    assert process.stdout is not None
+def answer(process: Talk, command: str | None = None) -> object:
     if command is not None:
-        process.stdin.write(command + "\n")
-        process.stdin.flush()
-    return json.loads(process.stdout.readline())
+        process.say(command)
+    return json.loads(process.hear())
 
 
 def test_one_process_has_the_lease(store: Store) -> None:
@@ -122,7 +116,6 @@ def test_an_owner_renews_its_lease(store: Store, monkeypatch: pytest.MonkeyPatch
 def test_an_owner_that_was_killed_on_this_machine_is_replaced_at_once(store: Store) -> None:
     with child(store) as process:
         process.kill()
-        process.wait()
         taken(store, "second").close()
 
 
@@ -150,9 +143,9 @@ def test_who_takes_the_place_of_a_silent_owner_says_so_in_the_history_of_current
 
 
 def test_an_owner_that_was_paused_for_too_long_knows_that_it_lost_its_lease(store: Store) -> None:
-    with child(store, SHORT) as process:
+    with child(store, PAUSE) as process:
         process.send_signal(signal.SIGSTOP)
-        time.sleep(SHORT)  # the pause itself
+        time.sleep(PAUSE)  # the pause itself
         process.send_signal(signal.SIGCONT)
         assert answer(process, "demand") == "LeaseLostError"
 

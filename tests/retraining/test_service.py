@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.launch.forked import Talk, talking
 
 from trainload.capture.errors import ClusterError, DataError, RequestError, RunInterrupted, StorageError, TrainingError
 from trainload.retraining.schedule import Every
@@ -198,78 +198,59 @@ def test_each_time_is_run_once_at_most_in_order_and_none_that_is_not_scheduled(
     assert all(HOURLY.last_until(when) == when for when in found)
 
 
-CHILD = """
-import sys
-from datetime import timedelta
-from trainload.retraining.schedule import Every
-from trainload.retraining.service import serve
-
-def tick(when):
+def obedient_tick(_: datetime) -> None:
+    """A tick that ends when it is told to."""
     print("begun", flush=True)
     sys.stdin.readline()
     print("done", flush=True)
 
-print(serve(Every(timedelta(seconds=1)), "once", tick, lambda: None, on_event=lambda text: None), flush=True)
-"""
+
+def serve_apart(period: timedelta, missed: Missed, *, loud: bool) -> None:
+    """A loop in a process of its own. loud: it prints what it says, too."""
+
+    def say(text: str) -> None:
+        if loud:
+            print(text, flush=True)
+
+    print(serve(Every(period), missed, obedient_tick, lambda: None, on_event=say), flush=True)
 
 
-def started(command: list[str]) -> subprocess.Popen[str]:
-    """Start a process that this one talks with."""
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
-
-
-def end_tick(child: subprocess.Popen[str]) -> None:
-    """End the tick that is under way."""
-    assert child.stdin is not None
-    child.stdin.write("\n")
-    child.stdin.flush()
+def served_apart(*, ignored: Sequence[int] = ()) -> AbstractContextManager[Talk]:
+    """Start a loop whose ticks are due each second."""
+    return talking(partial(serve_apart, loud=False), timedelta(seconds=1), "once", ignored=ignored)
 
 
 def test_sigterm_ends_the_loop_after_the_tick_that_is_under_way() -> None:
-    with started([sys.executable, "-c", CHILD]) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "begun\n"
+    with served_apart() as child:
+        assert child.hear() == "begun"
         child.send_signal(signal.SIGTERM)
-        end_tick(child)
-        assert child.stdout.read() == "done\n1\n"
-        assert child.wait() == 0
+        child.say("")
+        assert child.hear_all() == ["done", "1"]
+        assert child.process.exitcode == 0
 
 
 def test_another_one_ends_it_at_once() -> None:
-    with started([sys.executable, "-c", CHILD]) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "begun\n"
-        while child.poll() is None:  # two that arrive together are one
+    with served_apart() as child:
+        assert child.hear() == "begun"
+        while child.process.is_alive():  # two that arrive together are one
             child.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
-        assert child.returncode == -signal.SIGTERM
+            child.process.join(0.2)
+        assert child.process.exitcode == -signal.SIGTERM
 
 
 def test_a_loop_that_waits_ends_at_once() -> None:
-    text = CHILD.replace("seconds=1)", "days=9)").replace('"once"', '"skip"').replace("on_event=lambda text: None", "on_event=print")
-    with started([sys.executable, "-u", "-c", text]) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline().startswith("the next tick is due at")
+    with talking(partial(serve_apart, loud=True), timedelta(days=9), "skip") as child:
+        assert child.hear().startswith("the next tick is due at")
         child.send_signal(signal.SIGINT)
-        assert child.stdout.read() == "0\n"
+        assert child.hear_all() == ["0"]
 
 
 def test_what_a_shell_has_it_ignore_is_ignored() -> None:
-    command = ["env", "--ignore-signal=INT", sys.executable, "-c", CHILD]
-    with started(command) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "begun\n"
+    with served_apart(ignored=[signal.SIGINT]) as child:
+        assert child.hear() == "begun"
         child.send_signal(signal.SIGINT)
-        end_tick(child)
-        assert [child.stdout.readline() for _ in range(2)] == ["done\n", "begun\n"]
+        child.say("")
+        assert [child.hear() for _ in range(2)] == ["done", "begun"]
         child.send_signal(signal.SIGTERM)
-        end_tick(child)
-        assert child.stdout.read() == "done\n2\n"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainload
-
-    source = str(Path(trainload.__path__[0]).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
+        child.say("")
+        assert child.hear_all() == ["done", "2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -352,13 +353,13 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Writes]:
 def test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not(
     packaged: Package, tmp_path: Path, writes: Writes, kind: str, after: bool
 ) -> None:
+    scheduler(config_of(tmp_path / "store"), Pretended(packaged, tmp_path)).tick(at(0))
+
     def made(folder: Path) -> tuple[Pretended, Any]:
-        folder.mkdir()
+        shutil.copytree(tmp_path / "store", folder / "store")
         work = Pretended(packaged, folder)
         {"rejected": work.worse, "no data": work.empty, "bad data": work.bad, "diverged": work.diverging}.get(kind, set()).add(name(1))
-        config = config_of(folder / "store")
-        scheduler(config, work).tick(at(0))
-        return work, config
+        return work, config_of(folder / "store")
 
     work, config = made(tmp_path / "whole")
     writes.arm(None)
