@@ -197,17 +197,17 @@ def test_a_prediction_is_eagers() -> None:
 
 
 def recurrent(operator: Any, m: Model, x: Tensor) -> Tensor:
-    """Two layers with dropout between them, over eight steps of one value each; the layers' parameters are parts of `m`'s."""
+    """Two layers with dropout between them, over two steps of four values each; the layers' parameters are parts of `m`'s."""
     gates = 4 if operator is torch.lstm else 3
     hidden = torch.zeros(2, x.shape[0], 2)
     weights = [
-        m.first.weight.flatten()[: gates * 2].view(-1, 1),
+        m.first.weight.flatten()[: gates * 8].view(-1, 4),
         *(m.last.weight.flatten()[i : i + gates * 4].view(-1, 2) for i in range(3)),
     ]
     layers = [weights[0], weights[1], weights[2], weights[3]]
     state = (hidden, hidden) if operator is torch.lstm else hidden
-    out, *_ = operator(x.unsqueeze(-1), state, layers, False, 2, 0.5, m.training, False, True)
-    result: Tensor = out.sum(-1)
+    out, *_ = operator(x.view(-1, 2, 4), state, layers, False, 2, 0.5, m.training, False, True)
+    result: Tensor = out.flatten(1).repeat(1, 2)
     return result
 
 

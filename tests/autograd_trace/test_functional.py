@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,8 +60,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def by_aot(program: Any, graph: str, monkeypatch: pytest.MonkeyPatch) -> StepGraph:
-    with monkeypatch.context() as patch:
+Both = Callable[[str], tuple[StepGraph, StepGraph]]
+
+
+def by_aot(program: Any, graph: str) -> StepGraph:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aot, "is_functional", lambda _: False)
         return derive(program, graph, CPU)
 
@@ -79,24 +83,35 @@ def program(request: pytest.FixtureRequest) -> Any:
     return program_of(job(MODELS[request.param](), loss=loss_and_metric, predict=lambda model, batch: model(batch["x"])))
 
 
+@pytest.fixture(scope="module")
+def both(program: Any) -> Both:
+    """Graph -> its step graph, traced at once and by AOT autograd."""
+
+    @functools.cache
+    def of(graph: str) -> tuple[StepGraph, StepGraph]:
+        return derive(program, graph, CPU), by_aot(program, graph)
+
+    return of
+
+
 @pytest.mark.parametrize("graph", ["train", "eval", "predict"])
-def test_the_graph_has_the_operators_of_aot_autograds(graph: str, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_has_the_operators_of_aot_autograds(graph: str, program: Any, both: Both) -> None:
     assert is_functional(program.graphs[graph].exported.graph_module)
-    assert operators(derive(program, graph, CPU)) == operators(by_aot(program, graph, monkeypatch))
+    once, again = both(graph)
+    assert operators(once) == operators(again)
 
 
 @pytest.mark.parametrize("graph", ["train", "eval", "predict"])
-def test_the_graph_computes_what_aot_autograds_computes(graph: str, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_computes_what_aot_autograds_computes(graph: str, program: Any, both: Both) -> None:
     batch = {"x": torch.randn(5, 8)}
-    once = run(derive(program, graph, CPU), program, batch, name=graph)
-    again = run(by_aot(program, graph, monkeypatch), program, batch, name=graph)
+    once, again = (run(step, program, batch, name=graph) for step in both(graph))
     assert once.keys() == again.keys()
     assert all(torch.equal(value, again[name]) for name, value in once.items())
 
 
-def test_a_count_of_entries_is_a_product_of_sizes(program: Any) -> None:
+def test_a_count_of_entries_is_a_product_of_sizes(both: Both) -> None:
     """Otherwise a tensor of forward would be kept for backward only to be counted."""
-    nodes = derive(program, "train", CPU).module.graph.nodes
+    nodes = both("train")[0].module.graph.nodes
     assert not any(node.target is torch.ops.aten.sym_numel.default for node in nodes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import warnings
@@ -15,6 +16,7 @@ from tests.capture.jobs import Model, job
 from torch import Tensor, nn, optim
 from torch.export import ExportedProgram
 
+from trainload.autograd_trace import update_graph
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError, JobError
@@ -207,9 +209,14 @@ class Remembering(Normalised):
                 p.sub_(p.grad * group["lr"] / self.calls)
 
 
+@functools.cache
+def capture_of_the_model() -> Program:
+    return capture(job(Model()))
+
+
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return capture(job(Model()))
+    return capture_of_the_model()
 
 
 def captured(program: Program, make: Make, *, quiet: bool = False, **options: Any) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
@@ -219,6 +226,19 @@ def captured(program: Program, make: Make, *, quiet: bool = False, **options: An
         if quiet:
             warnings.simplefilter("ignore")
         return capture_optimizer(given, program)
+
+
+@functools.cache
+def of_each_element(name: str) -> UpdateGraph:
+    """The update of an optimizer of `ELEMENTWISE`, captured once for all tests of it."""
+    (update,) = captured(capture_of_the_model(), ELEMENTWISE[name])[1]
+    return update
+
+
+@functools.cache
+def adafactor() -> tuple[Recipe, tuple[UpdateGraph, ...]]:
+    """Adafactor's groups and updates, with a schedule."""
+    return captured(capture_of_the_model(), WHOLE["Adafactor"], schedule=lambda step: 1 / (step + 1), steps=4)
 
 
 def compare(update: UpdateGraph, make: Make, shape: tuple[int, ...], tolerance: float) -> None:
@@ -240,17 +260,17 @@ def compare(update: UpdateGraph, make: Make, shape: tuple[int, ...], tolerance: 
 
 @one_of_each_family
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_an_update_of_each_element_by_itself_runs_on_any_slice_as_its_optimizer_does(program: Program, name: str) -> None:
-    (update,) = captured(program, ELEMENTWISE[name])[1]
+def test_an_update_of_each_element_by_itself_runs_on_any_slice_as_its_optimizer_does(name: str) -> None:
+    update = of_each_element(name)
     assert update.elementwise
     compare(update, ELEMENTWISE[name], (5, 7), 2e-5)
 
 
 @one_of_each_family
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_a_learning_rate_of_zero_moves_nothing(program: Program, name: str) -> None:
+def test_a_learning_rate_of_zero_moves_nothing(name: str) -> None:
     """As the first step of a warmup, with elements that get no gradient (an embedding's rows that the batch lacks)."""
-    update = captured(program, ELEMENTWISE[name])[1][0]
+    update = of_each_element(name)
     start, gradient = torch.randn(12), torch.cat([torch.zeros(6), torch.ones(6)])
     moved, *_ = update.first.module()(start, gradient, torch.tensor(0.0), ())
     if name not in ("Rprop", "a count in Python"):  # the first one's steps are sizes of its own, the second has a least rate
@@ -273,14 +293,14 @@ def test_every_optimizer_of_torch_was_tried() -> None:
     assert classes - tried == {optim.Optimizer, optim.LBFGS, optim.SparseAdam}
 
 
-def test_a_group_of_several_shapes_becomes_a_group_for_each(program: Program) -> None:
-    recipe, updates = captured(program, WHOLE["Adafactor"])
+def test_a_group_of_several_shapes_becomes_a_group_for_each() -> None:
+    recipe, updates = adafactor()
     assert [(u.group, u.shape) for u in updates] == [("group0-8", (8,)), ("group0-8x8", (8, 8))]
     assert [g.parameters for g in recipe.groups] == [("first.bias", "last.bias"), ("first.weight", "last.weight")]
 
 
-def test_state_of_a_shape_of_its_own_is_described(program: Program) -> None:
-    _, (vectors, matrices) = captured(program, WHOLE["Adafactor"])
+def test_state_of_a_shape_of_its_own_is_described() -> None:
+    _, (vectors, matrices) = adafactor()
     assert [(s.name, s.like_parameter, s.shape) for s in vectors.state] == [("step", False, ()), ("variance", True, ())]
     assert [(s.name, s.like_parameter, s.shape) for s in matrices.state] == [
         ("col_var", False, (1, 8)),
@@ -289,7 +309,8 @@ def test_state_of_a_shape_of_its_own_is_described(program: Program) -> None:
     ]
 
 
-def test_a_large_parameter_is_compared_on_a_smaller_one() -> None:
+def test_a_large_parameter_is_compared_on_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_graph, "_CHECKED_ELEMENTS", 2**12)  # a CPU takes long for Muon's products in bfloat16
     parameter = nn.Parameter(torch.empty(4096, 1024, device="meta"))
     captured = GraphCapture("train", cast(ExportedProgram, None), (), (OutputSpec("loss", OutputRole.LOSS),))
     program = Program({"train": captured}, (ParameterSpec("weight", "float32", (4096, 1024), True, None),), (), {}, {})
@@ -405,7 +426,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], lr.LRScheduler]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, name: str) -> None:
     def make(model: nn.Module) -> optim.Optimizer:
-        return optim.AdamW(parameter_groups(model, {"*.bias": {"lr": 0.3}}, rest={"lr": 0.1}))
+        return optim.SGD(parameter_groups(model, {"*.bias": {"lr": 0.3}}, rest={"lr": 0.1}))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's schedulers warn of one another
@@ -419,8 +440,8 @@ def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, na
             assert recipe.rates(step) == [g["lr"] for g in real.param_groups]
 
 
-def test_groups_share_a_schedule(program: Program) -> None:
-    recipe, _ = captured(program, WHOLE["Adafactor"], schedule=lambda step: 1 / (step + 1), steps=4)
+def test_groups_share_a_schedule() -> None:
+    recipe, _ = adafactor()
     assert recipe.schedules == ((1.0, 1 / 2, 1 / 3, 1 / 4),)
     assert [(g.learning_rates, g.schedule) for g in recipe.groups] == [((0.1,), 0)] * 2
 

@@ -11,12 +11,15 @@ from tests.autograd_trace.test_optimizer import captured
 from tests.capture.jobs import Model, job
 from torch import Tensor, optim
 
-from trainload.autograd_trace.ways import MOST_WAYS, TooManyWays, Ways
+from trainload.autograd_trace import ways
+from trainload.autograd_trace.ways import TooManyWays, Ways
 from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
 
 STEPS = 12
+FEW = 4
+"""The most ways that are taken where a test sets so: each of them is traced, and `MOST_WAYS` of them take long."""
 Change = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
 
@@ -82,8 +85,8 @@ def projected(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
 
 
 def many(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """More ways than are taken."""
-    for power in range(MOST_WAYS):
+    """More ways than a few."""
+    for power in range(FEW):
         if state["step"] > power:
             p.sub_(moved)
 
@@ -114,13 +117,14 @@ def test_the_way_is_the_one_that_the_values_choose(program: Program, change: Cha
     torch.testing.assert_close(p.view(8, 8), real, rtol=1e-5, atol=1e-6)
 
 
-def test_too_many_ways_are_refused(program: Program) -> None:
-    with pytest.raises(CaptureError, match=f"more than {MOST_WAYS} ways"):
+def test_too_many_ways_are_refused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "MOST_WAYS", FEW)
+    with pytest.raises(CaptureError, match=f"more than {FEW} ways"):
         captured(program, lambda p: Branching(p, many))
 
 
 def test_every_way_is_run_once() -> None:
-    ways = Ways()
+    taken = Ways()
     x = torch.tensor([-1.0, 0.0, 2.0])
 
     def run(decide: Callable[[Tensor], bool]) -> tuple[Tensor, ...]:
@@ -128,8 +132,8 @@ def test_every_way_is_run_once() -> None:
             return (torch.tensor(1.0),)
         return (torch.tensor(2.0),) if decide(x[2] > 0) else (torch.tensor(3.0),)
 
-    assert [float(v) for v in ways.results(run)] == [2.0]
-    assert ways.count == 3
+    assert [float(v) for v in taken.results(run)] == [2.0]
+    assert taken.count == 3
 
 
 def test_ways_that_differ_in_shape_are_refused() -> None:

@@ -2,6 +2,8 @@
 
     pushing.py push STORE LINE PACKAGE...     says "ready", waits for a line of input, pushes one package after another; where the
                                               environment has DIE_AFTER, it is killed when it reports progress for the so-manieth time
+    pushing.py together STORE LINE WRITERS PACKAGE...
+                                              so many forks that begin at once push the packages, each a part of them
     pushing.py killed STORES PACKAGE          for every kind of operation that a push does to a store in a folder, children that are killed
                                               by SIGKILL just before it, in stores of their own; then what is seen, and a push that goes on
 
@@ -15,10 +17,11 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
@@ -50,6 +53,29 @@ def pushes(store: str, line: str, packages: list[str]) -> None:
     sys.stdin.readline()
     for package in packages:
         say(asdict(push(package, store, line=line, on_progress=on_progress)))
+
+
+def together(store: str, line: str, writers: int, packages: list[str]) -> int:
+    """Forks, which have all imported by then, so that they do write at once. Returns: the worst of their exit codes."""
+    waiting, begin = os.pipe()
+
+    def work(number: int) -> NoReturn:
+        code = 1
+        try:
+            os.close(begin)
+            os.read(waiting, 1)  # ends where the last writing end is closed
+            for package in packages[number::writers]:
+                say(asdict(push(package, store, line=line)))
+            code = 0
+        except BaseException:  # noqa: BLE001  # a fork must not go on with what its parent does
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    children = [os.fork() or work(number) for number in range(writers)]
+    os.close(begin)
+    return max((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), key=abs)
 
 
 def hear(folder: Path, see: Callable[[str], None]) -> None:
@@ -127,5 +153,7 @@ def killed(folder: Path, package: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "killed":
         killed(Path(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1] == "together":
+        sys.exit(together(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:]))
     else:
         pushes(sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -401,11 +401,13 @@ def test_a_key_tells_whether_it_is_encrypted(signers: Signers) -> None:
     assert [is_encrypted(path) for path in (signers.alice.encrypted, signers.alice.key, signers.alice.public)] == [True, False, False]
 
 
-def test_an_encrypted_key_without_a_terminal_is_a_clear_error(copied: Path, signers: Signers) -> None:
-    command = [sys.executable, "-m", "trainload", "sign", str(copied), "--key", str(signers.alice.encrypted)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=dict(os.environ))
-    assert done.returncode == 2
-    assert "TRAINLOAD_KEY_PASSWORD" in done.stderr
+def test_an_encrypted_key_without_a_terminal_is_a_clear_error(
+    copied: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert cli.run(["sign", str(copied), "--key", str(signers.alice.encrypted)]) == 2
+    assert "TRAINLOAD_KEY_PASSWORD" in capsys.readouterr().err
 
 
 def test_inspect_shows_signatures(signed: Path, signers: Signers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.packaging.places import Place, child, retrained, s3_place
@@ -30,12 +29,6 @@ def started(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.strip() == '"ready"', process.stderr.read() if process.stderr else ""
-
-
-def finished(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    out, errors = process.communicate("go\n", timeout=120)
-    assert process.returncode == 0, errors
-    return [json.loads(line) for line in out.splitlines()]
 
 
 def writer(place: Place, *packages: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -58,14 +51,11 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 def test_processes_that_write_at_once_lose_nothing(many: list[Package], shared: Place) -> None:
     if shared.kind == "s3":
         many = many[: 2 * WRITERS]  # a server of one thread takes its time
-    processes = [writer(shared, *(package.path for package in many[i::WRITERS])) for i in range(WRITERS)]
-    for process in processes:
-        started(process)
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    reports = [report for process in processes for report in finished(process)]
+    paths = [package.path for package in many]
+    process = child("pushing.py", "together", shared.url, "main", str(WRITERS), *paths, environment=shared.environment)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    reports = [json.loads(line) for line in out.splitlines()]
     store = shared.store()
     states = store.releases("main")
     assert {state.release.package for state in states} == {package.digest for package in many}

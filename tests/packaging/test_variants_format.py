@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +192,18 @@ def test_inspect_says_what_each_graph_takes_in_their_order(package: Package, cap
     assert "train: x float32[batch, x_1, 6]; without mask; task='a'; x_1 2 or more" in said
 
 
-def test_freeze_names_the_variants(package: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "variants_job.py").write_text(JOB)
-    assert cli.run(["freeze", f"{tmp_path / 'variants_job.py'}:job", "-o", str(tmp_path / "job.tl")]) == 0
-    assert "variants the first, masked" in " ".join(capsys.readouterr().out.split())
+@pytest.fixture(scope="module")
+def by_command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which the command froze `JOB`, from variants_job.py to job.tl, and what it said."""
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "variants_job.py").write_text(JOB)
+    with redirect_stdout(StringIO()) as said:
+        assert cli.run(["freeze", f"{folder / 'variants_job.py'}:job", "-o", str(folder / "job.tl")]) == 0
+    return folder, said.getvalue()
+
+
+def test_freeze_names_the_variants(by_command: tuple[Path, str]) -> None:
+    assert "variants the first, masked" in " ".join(by_command[1].split())
 
 
 def test_a_pass_keeps_what_each_graph_takes(package: Package, tmp_path: Path) -> None:
@@ -208,7 +218,7 @@ def test_a_variant_that_would_never_run_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "job.tl").exists()
 
 
-def test_the_same_job_of_variants_gives_the_same_bytes(package: Package, tmp_path: Path) -> None:
-    (tmp_path / "variants_job.py").write_text(JOB)
-    made = [trainload.freeze(load_job(f"{tmp_path / 'variants_job.py'}:job"), tmp_path / f"{number}.tl") for number in range(2)]
-    assert made[0].digest == made[1].digest
+def test_the_same_job_of_variants_gives_the_same_bytes(by_command: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = by_command
+    again = trainload.freeze(load_job(f"{folder / 'variants_job.py'}:job"), tmp_path / "again.tl")
+    assert again.digest == open_package(folder / "job.tl").digest

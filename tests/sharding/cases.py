@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -222,12 +223,17 @@ CASES: list[tuple[Strategy, int, int, int]] = [
     ("hybrid", 2, 1, 600),
 ]
 """(strategy, accumulate, prefetch, bucket_bytes)"""
-WORLDS = (2, 4)
+ASKED = "asked.json"
 
 
 def world_of(strategy: Strategy) -> int:
     """How many ranks a case has: hybrid two copies, on two ranks each."""
     return 4 if strategy == "hybrid" else 2
+
+
+def write_asked(folder: Path, cases: Sequence[object]) -> None:
+    """Writes down for `rank_main` which cases it is asked for."""
+    (folder / ASKED).write_text(json.dumps(cases))
 
 
 def prepare(_folder: Path) -> None:
@@ -236,10 +242,11 @@ def prepare(_folder: Path) -> None:
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
-    """What each process of the group does: every case, its results to a file."""
+    """What each process of the group does: every case that it is asked for, its results to a file."""
     program, _, recipe, updates = captured()
     state = dict(program.state)
-    cases = [case for case in CASES if world_of(case[0]) == world]
+    asked = json.loads((folder / ASKED).read_text())
+    cases = [case for case in CASES if list(case) in asked and world_of(case[0]) == world]
     bind_groups(make_plan(cases[0][0], world).groups())  # all have the same
     for case in cases:
         strategy, accumulate, prefetch, bucket_bytes = case

@@ -1,4 +1,4 @@
-"""Processes on gloo, once for all tests that compare ranks."""
+"""Processes on gloo, once for all tests that compare ranks; and a small package, for what plans say of any job."""
 
 from __future__ import annotations
 
@@ -6,13 +6,36 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import on_ranks
-from tests.sharding.cases import WORLDS, prepare, rank_main
+from tests.selection import selected
+from tests.sharding.cases import CASES, prepare, rank_main, world_of, write_asked
+from tests.sharding.small import small_job
+from tests.shared import made_once
+
+import trainload
+from trainload.packaging.read import Package
+from trainload.sharding.source import Source
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what each rank found in each case."""
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with what each rank found in each case that was selected."""
     folder = tmp_path_factory.mktemp("ranks")
-    for world in WORLDS:
+    cases = [case for case in CASES if case in selected(request.session, "case")]
+    write_asked(folder, cases)
+    for world in sorted({world_of(case[0]) for case in cases}):
         on_ranks(world, rank_main, folder, prepare=prepare)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The small job, frozen. No test changes it."""
+    return trainload.open(
+        made_once(tmp_path_factory, "small", lambda folder: trainload.freeze(small_job(), folder / "small.tl")) / "small.tl"
+    )
+
+
+@pytest.fixture(scope="session")
+def small_source(small_package: Package) -> Source:
+    """It as plans are made of it, so that they derive and divide its graphs once."""
+    return Source(small_package)

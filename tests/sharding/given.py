@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -51,6 +52,13 @@ def captured_step(job: Job) -> tuple[Program, StepGraph]:
         warnings.simplefilter("ignore")  # of the models
         program = capture(job)
     return program, derive(program, "train", torch.device("cpu"))
+
+
+@functools.cache
+def captured(case: str) -> tuple[Job, Program, StepGraph]:
+    """A job with its program and its step graph, which the test files of one process share. Nobody changes them."""
+    job = job_of(case)
+    return job, *captured_step(job)
 
 
 def distances(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from trainload.sharding.batch_norm import BACKWARD, FORWARD, synchronised
 from trainload.sharding.plan import DATA
 
 WORLD, ROWS = 2, 8
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Net(nn.Module):
@@ -46,15 +48,21 @@ def job_of(dtype: torch.dtype) -> Job:
     return job(Net(dtype), batch={"x": 3 * torch.randn(ROWS, 3, 6, 6) + 1})
 
 
+@functools.cache
 def step_of(dtype: torch.dtype) -> tuple[Job, Program, StepGraph]:
     of = job_of(dtype)
     program = capture(of)
     return of, program, derive(program, "train", torch.device("cpu"))
 
 
+def prepare(_folder: Path) -> None:
+    for dtype in DTYPES:
+        step_of(dtype)
+
+
 def rank_main(rank: int, world: int, folder: Path) -> None:
     bind_groups({DATA: (tuple(range(world)),)})
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         of, program, step = step_of(dtype)
         local = synchronised(step, world, DATA)
         found: dict[str, Tensor] = {}
@@ -70,7 +78,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(WORLD, rank_main, folder)
+    on_ranks(WORLD, rank_main, folder, prepare)
     return folder
 
 

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.autograd_trace.memory import peak_bytes
-from tests.sharding.given import job_of, value
+from tests.sharding.given import captured, value
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.aot import derive, fake_mode, trace_flat
+from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.job import Job
-from trainload.capture.program import Program
-from trainload.capture.trace import capture
 from trainload.launch.determinism import deterministic
 from trainload.sharding.liveness import held
 from trainload.sharding.recompute import recomputed
 from trainload.sharding.strategies import RECOMPUTES, Recompute
 
 CASES = ("gpt", "llama", "mixtral", "t5", "LSTM")
-
-
-@functools.cache
-def captured(case: str) -> tuple[Job, Program, StepGraph]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the models
-        job = job_of(case)
-        program = capture(job)
-    return job, program, derive(program, "train", torch.device("cpu"))
 
 
 def call_of(case: str, step: StepGraph) -> Callable[[], Any]:
@@ -46,6 +32,7 @@ def call_of(case: str, step: StepGraph) -> Callable[[], Any]:
     return call
 
 
+@pytest.mark.matrix(when=lambda case: case == "gpt")
 @pytest.mark.parametrize("how", RECOMPUTES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_what_the_allocator_measures(case: str, how: Recompute) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,10 +144,10 @@ def test_a_bucket_on_a_stage_that_there_is_not_is_refused(plan: Plan) -> None:
         Plan.model_validate(found)
 
 
-def test_the_command_makes_the_plan(gpt: Package, gpt_source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_makes_the_plan(small_package: Package, small_source: Source, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--devices-per-node 4 --strategy zero0 --pipeline 2 --schedule zbv --json"
-    assert cli.run(["plan", str(gpt.path), *options.split()]) == 0
+    assert cli.run(["plan", str(small_package.path), *options.split()]) == 0
     made = Plan.model_validate(json.loads(capsys.readouterr().out))
-    assert made == trainload.plan(gpt_source, trainload.Cluster(devices_per_node=4), "zero0", pipeline_ranks=2, schedule="zbv")
-    assert cli.run(["plan", str(gpt.path), "--devices-per-node", "2", "--pipeline", "2"]) == 0
+    assert made == trainload.plan(small_source, trainload.Cluster(devices_per_node=4), "zero0", pipeline_ranks=2, schedule="zbv")
+    assert cli.run(["plan", str(small_package.path), "--devices-per-node", "2", "--pipeline", "2"]) == 0
     assert "2 ranks, 2 stages, 1f1b" in capsys.readouterr().out

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 
 import pytest
 import torch
 from tests.capture.jobs import job
-from tests.sharding.given import job_of, value
+from tests.sharding import given
+from tests.sharding.given import value
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -18,7 +18,6 @@ from trainload.autograd_trace.graphs import TANGENT, StepGraph
 from trainload.autograd_trace.remat import RECOMPUTES
 from trainload.capture.job import Job
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
 from trainload.launch.determinism import deterministic
 from trainload.sharding.liveness import held
 from trainload.sharding.recompute import recomputed
@@ -43,11 +42,10 @@ class Layers(nn.Module):
 
 @functools.cache
 def captured(case: str) -> tuple[Job, Program, StepGraph]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the models
-        of = layers_job() if case == "layers" else job_of(case)
-        program = capture(of)
-    return of, program, derive(program, "train", torch.device("cpu"))
+    if case != "layers":
+        return given.captured(case)
+    of = layers_job()
+    return of, *given.captured_step(of)
 
 
 def layers_job() -> Job:

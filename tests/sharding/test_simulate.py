@@ -26,15 +26,15 @@ Rows = list[list[str]]
 
 
 @pytest.fixture
-def source(gpt_source: Source) -> Source:
-    return gpt_source
+def source(small_source: Source) -> Source:
+    return small_source
 
 
 @pytest.fixture(scope="module")
-def piped(gpt_source: Source) -> Simulation:
+def piped(small_source: Source) -> Simulation:
     """Two stages, each of two tensor ranks and two data ranks."""
     cluster = trainload.Cluster(devices_per_node=8)
-    return simulate(gpt_source, trainload.plan(gpt_source, cluster, "zero1", tensor_ranks=2, pipeline_ranks=2, accumulate=4))
+    return simulate(small_source, trainload.plan(small_source, cluster, "zero1", tensor_ranks=2, pipeline_ranks=2, accumulate=4))
 
 
 def test_a_place_in_the_pipeline_has_graphs_of_its_own(piped: Simulation) -> None:
@@ -147,20 +147,22 @@ ORDER_FAULTS: list[Callable[[Rows, random.Random], None]] = [drop_action, repeat
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fault", ORDER_FAULTS, ids=lambda f: f.__name__)
 def test_an_order_that_would_not_end_is_refused(
-    gpt: Package, piped: Simulation, fault: Callable[[Rows, random.Random], None], seed: int
+    small_package: Package, piped: Simulation, fault: Callable[[Rows, random.Random], None], seed: int
 ) -> None:
     plan = piped.plan.model_dump(mode="json")
     fault(plan["pipeline"]["order"], random.Random(seed))
     with pytest.raises((PlanError, ValidationError), match=r"pipeline|stage|order"):
-        check_plan(Plan.model_validate(plan), gpt)
+        check_plan(Plan.model_validate(plan), small_package)
 
 
 # The command
 
 
-def test_the_command_says_what_it_went_through(gpt: Package, piped: Simulation, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_went_through(
+    small_package: Package, piped: Simulation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "plan.json"
     file.write_text(piped.plan.model_dump_json())
-    assert cli.run(["simulate", str(gpt.path), "--plan", str(file), "--json"]) == 0
+    assert cli.run(["simulate", str(small_package.path), "--plan", str(file), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["ranks"], told["collectives"]) == (8, piped.counts())

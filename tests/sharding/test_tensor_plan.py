@@ -157,34 +157,37 @@ def _half(shape: tuple[int, ...]) -> dict[str, Any]:
     return {"shape": own, "length": math.prod(own)}
 
 
-def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rules = ["--tensor-rule", "tokens.*=whole", "--tensor-rule", "mix_in.weight=0/3"]
-    assert cli.run(["plan", str(gpt.path), "--devices-per-node", "2", "--tensor", "2", *rules, "-o", str(tmp_path / "plan.json")]) == 0
+def test_the_command_makes_the_plan_that_its_options_say(
+    small_package: Package, small_source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = ["--tensor-rule", "ups.0.*=whole", "--tensor-rule", "ups.1.weight=0/2"]
+    options = ["--devices-per-node", "2", "--tensor", "2", *rules, "-o", str(tmp_path / "plan.json")]
+    assert cli.run(["plan", str(small_package.path), *options]) == 0
     capsys.readouterr()
     expected = trainload.plan(
-        gpt,
+        small_source,
         trainload.Cluster(devices_per_node=2),
         tensor_ranks=2,
-        tensor_rules={"tokens.*": None, "mix_in.weight": Shard(dim=0, blocks=3)},
+        tensor_rules={"ups.0.*": None, "ups.1.weight": Shard(dim=0, blocks=2)},
     )
     assert Plan.model_validate(json.loads((tmp_path / "plan.json").read_text())) == expected
 
 
-def test_the_command_says_where_an_axis_leaves_a_node(gpt: Package, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", str(gpt.path), "--nodes", "2", "--devices-per-node", "1", "--tensor", "2/sequence"]) == 0
+def test_the_command_says_where_an_axis_leaves_a_node(small_package: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", str(small_package.path), "--nodes", "2", "--devices-per-node", "1", "--tensor", "2/sequence"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "positions elsewhere; some are on several nodes, whose links are slow" in told
 
 
 @pytest.mark.parametrize("text", ["0", "2/positions", "two", "2/"])
-def test_a_tensor_axis_of_another_kind_is_refused(gpt: Package, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", str(gpt.path), "--devices-per-node", "2", "--tensor", text]) == 2
+def test_a_tensor_axis_of_another_kind_is_refused(small_package: Package, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", str(small_package.path), "--devices-per-node", "2", "--tensor", text]) == 2
     assert "/sequence, /context, /expert" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rule", ["mix_in.weight", "=0", "a=b", "a=0/0", "a=-1", "a=0/"])
-def test_a_rule_that_is_none_is_refused(gpt: Package, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", str(gpt.path), "--devices-per-node", "2", "--tensor", "2", "--tensor-rule", rule]) != 0
+def test_a_rule_that_is_none_is_refused(small_package: Package, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", str(small_package.path), "--devices-per-node", "2", "--tensor", "2", "--tensor-rule", rule]) != 0
     assert f"--tensor-rule: this is no rule of the tensor axis (expected PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole, got {rule})" in (
         capsys.readouterr().err.replace("\n", " ")
     )

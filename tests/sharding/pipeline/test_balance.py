@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from tests.capture.jobs import job
-from tests.laws.gpt import gpt_job
+from tests.sharding.given import captured
 from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import derive
@@ -49,7 +49,7 @@ def test_equal_blocks_are_dealt_out_evenly(count: int) -> None:
 
 
 def test_a_tied_parameter_is_on_the_stages_that_use_it() -> None:
-    homes = choose_stages([derive(capture(gpt_job()), "train", torch.device("cpu"))], 3)
+    homes = choose_stages([captured("gpt")[2]], 3)
     assert homes["tokens.weight"] == (0, 2)
     assert homes["positions"] == (0,)
     assert homes["mean"] == (2,), "a buffer is where its new value is"

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from tests.sharding.given import job_of, value
+from tests.sharding import given
+from tests.sharding.given import value
 from torch import Tensor
 
-from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
 from trainload.launch.determinism import deterministic
 from trainload.sharding.pipeline.balance import choose_stages
 from trainload.sharding.pipeline.stages import Part, Stages, cut
@@ -40,7 +38,7 @@ CASES = {
 }
 """A job, and into how many stages it is cut."""
 BOTH = [(case, count) for case, counts in CASES.items() for count in counts]
-LARGE = ("llama", "mixtral", "t5", "LSTM")
+LARGE = ("llama", "mixtral", "t5", "LSTM", "scan")
 in_two_or_as_the_gpt = pytest.mark.matrix(when=lambda case, count: case == "gpt" or (count == 2 and case not in LARGE))
 
 
@@ -61,11 +59,7 @@ class Captured:
 
 @functools.cache
 def captured(case: str) -> Captured:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the models
-        job = job_of(case)
-        program = capture(job)
-    return Captured(job, program, derive(program, "train", torch.device("cpu")))
+    return Captured(*given.captured(case))
 
 
 @functools.cache

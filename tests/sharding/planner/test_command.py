@@ -20,11 +20,11 @@ FEW = ["--devices-per-node", "2", "--tensor", "1", "--pipeline", "1", "--recompu
 
 
 @pytest.fixture(scope="module")
-def candidates(gpt: Package, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Plan]:
+def candidates(small_package: Package, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Plan]:
     """What the command tells scripts, and the plan that it writes."""
     folder = tmp_path_factory.mktemp("planned")
     with redirect_stdout(StringIO()) as out:
-        assert cli.run(["plan", str(gpt.path), "--device", "l4", *FEW, "-o", str(folder / "plan.json"), "--json"]) == 0
+        assert cli.run(["plan", str(small_package.path), "--device", "l4", *FEW, "-o", str(folder / "plan.json"), "--json"]) == 0
     return json.loads(out.getvalue())["candidates"], Plan.model_validate_json((folder / "plan.json").read_bytes())
 
 
@@ -58,42 +58,44 @@ def test_each_candidate_says_what_it_holds_and_takes(candidates: tuple[list[dict
         assert each["tensor"] * each["pipeline"] * each["data"] == 2
 
 
-def test_the_table_has_a_line_for_each_and_says_why_the_first_wins(gpt: Package, capsys: Capture) -> None:
-    shown = said(capsys, "plan", gpt.path, "--device", "l4", *FEW)
+def test_the_table_has_a_line_for_each_and_says_why_the_first_wins(small_package: Package, capsys: Capture) -> None:
+    shown = said(capsys, "plan", small_package.path, "--device", "l4", *FEW)
     assert "1: the fastest that fits" in shown
     assert "2: " in shown
     assert "memory of 1: parameters" in shown
     assert "time of 1: compute" in shown
 
 
-def test_a_candidate_is_explained_node_by_node(gpt: Package, capsys: Capture) -> None:
-    told: dict[str, Any] = json.loads(said(capsys, "plan", gpt.path, "--device", "l4", *FEW, "--explain", "1", "--json"))
+def test_a_candidate_is_explained_node_by_node(small_package: Package, capsys: Capture) -> None:
+    told: dict[str, Any] = json.loads(said(capsys, "plan", small_package.path, "--device", "l4", *FEW, "--explain", "1", "--json"))
     assert set(told) == {"train.only", "train.update"}
     for graph in told.values():
         assert graph["seconds"] >= max(node["start"] + node["seconds"] for node in graph["nodes"]) - 1e-12
 
 
-def test_the_explanation_names_what_binds_a_node(gpt: Package, capsys: Capture) -> None:
-    shown = said(capsys, "plan", gpt.path, "--device", "l4", *FEW, "--explain", "1")
+def test_the_explanation_names_what_binds_a_node(small_package: Package, capsys: Capture) -> None:
+    shown = said(capsys, "plan", small_package.path, "--device", "l4", *FEW, "--explain", "1")
     assert "bound by" in shown
     assert "launch" in shown
 
 
-def test_there_is_no_candidate_of_such_a_number(gpt: Package, capsys: Capture) -> None:
-    assert "--explain 99: there are" in said(capsys, "plan", gpt.path, "--device", "l4", *FEW, "--explain", "99", status=2)
+def test_there_is_no_candidate_of_such_a_number(small_package: Package, capsys: Capture) -> None:
+    assert "--explain 99: there are" in said(capsys, "plan", small_package.path, "--device", "l4", *FEW, "--explain", "99", status=2)
 
 
-def test_an_explanation_wants_a_devices_figures(gpt: Package, capsys: Capture) -> None:
-    assert "needs a device's figures" in said(capsys, "plan", gpt.path, "--explain", "1", status=2)
+def test_an_explanation_wants_a_devices_figures(small_package: Package, capsys: Capture) -> None:
+    assert "needs a device's figures" in said(capsys, "plan", small_package.path, "--explain", "1", status=2)
 
 
-def test_what_does_not_fit_says_by_how_much_and_where_it_would(gpt: Package, small: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_what_does_not_fit_says_by_how_much_and_where_it_would(
+    small_package: Package, small: Path, tmp_path: Path, capsys: Capture
+) -> None:
     options = ["--device", small, *FEW, "-o", tmp_path / "plan.json"]
-    told = said(capsys, "plan", gpt.path, *options, status=2)
+    told = said(capsys, "plan", small_package.path, *options, status=2)
     assert "the package does not fit" in told
     assert "It fits on 2 x 2" in told
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_an_unknown_device_is_refused_by_those_that_there_are(gpt: Package, capsys: Capture) -> None:
-    assert "one of a100, b200" in said(capsys, "plan", gpt.path, "--device", "tpu", *FEW, status=2)
+def test_an_unknown_device_is_refused_by_those_that_there_are(small_package: Package, capsys: Capture) -> None:
+    assert "one of a100, b200" in said(capsys, "plan", small_package.path, "--device", "tpu", *FEW, status=2)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
+from tests.ranks import fork_server
 
 from trainload import cli
 from trainload.launch.measure import OPERATORS, SIZES, fit
@@ -15,9 +17,12 @@ from trainload.sharding.planner.device import Link, Measured, Span, read, second
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that the command writes of this machine."""
+    """The file that the command writes of this machine, its collectives timed by processes that have torch imported."""
     path = tmp_path_factory.mktemp("profile") / "here.json"
-    assert cli.run(["profile", "-o", str(path), "--workers", "2"]) == 0
+    server = fork_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: server)
+        assert cli.run(["profile", "-o", str(path), "--workers", "2"]) == 0
     return path
 
 
@@ -53,9 +58,9 @@ def test_the_file_says_what_was_measured(measured: Path) -> None:
     assert set(found.flops) == {"float32", "bfloat16", "float16"}
 
 
-def test_the_planner_takes_the_file(measured: Path, gpt: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_takes_the_file(measured: Path, small_package: Package, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--devices-per-node", "2", "--device", str(measured), "--pipeline", "1", "--tensor", "1", "--json"]
-    assert cli.run(["plan", str(gpt.path), *options]) == 0
+    assert cli.run(["plan", str(small_package.path), *options]) == 0
     assert json.loads(capsys.readouterr().out)["device"]["name"] == "here"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.capture.jobs import job
-from tests.laws.gpt import gpt_job
 from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import derive
@@ -13,6 +12,7 @@ from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
 from trainload.sharding.plan import Shard
+from trainload.sharding.source import Source
 from trainload.sharding.tensor.choose import candidates, choose
 
 ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)
@@ -74,8 +74,8 @@ def step_of(model: nn.Module, *shape: int) -> StepGraph:
 
 
 @pytest.fixture(scope="module")
-def gpt_step() -> StepGraph:
-    return derive(capture(gpt_job()), "train", torch.device("cpu"))
+def gpt_step(gpt_source: Source) -> StepGraph:
+    return gpt_source.steps["train"]
 
 
 def test_heads_hidden_features_and_vocabulary_are_found(gpt_step: StepGraph) -> None:

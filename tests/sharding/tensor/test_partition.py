@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.laws.gpt import gpt_job
 from tests.ranks import on_ranks
 from tests.selection import selected
 from tests.sharding.given import captured_step, distances, job_of
 
-from trainload.autograd_trace.aot import bind_groups, derive
+from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
 from trainload.sharding.plan import TENSOR, Shard
+from trainload.sharding.source import Source
 from trainload.sharding.tensor.choose import choose
 from trainload.sharding.tensor.partition import Partitioned, partition
 
@@ -40,7 +38,7 @@ CASES = {
 }
 """A job, and how many of its parameters two ranks divide."""
 ASKED = "asked.json"
-small_jobs = pytest.mark.matrix(when=lambda case: case not in ("gpt2", "olmoe", "bart", "clip"))
+small_jobs = pytest.mark.matrix(when=lambda case: case not in ("llama", "gpt2", "olmoe", "bart", "clip"))
 
 
 @functools.cache
@@ -85,8 +83,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.fixture(scope="module")
-def step() -> StepGraph:
-    return derive(capture(gpt_job()), "train", torch.device("cpu"))
+def step(gpt_source: Source) -> StepGraph:
+    return gpt_source.steps["train"]
 
 
 @small_jobs
@@ -103,6 +101,7 @@ def test_parameters_are_divided(ranks: Path, case: str) -> None:
     assert json.loads((ranks / f"{case}-0.json").read_text())["divided"] == CASES[case]
 
 
+@small_jobs
 @pytest.mark.parametrize(("case", "count"), [("gpt", 6), ("llama", 6)])
 def test_a_block_is_exchanged_twice_forward_and_twice_backward(ranks: Path, case: str, count: int) -> None:
     """And once for the embedding, and once for the gradient of what the vocabulary's rows are multiplied with."""
