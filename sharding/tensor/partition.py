@@ -256,7 +256,7 @@ class _Partitioner:
     def _keep(self, node: Node, results: Results) -> None:
         values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
         for (made, place), whole, dims in zip(results, values, self.links.outputs[node], strict=True):
-            if dims is not None:
+            if dims is not None and whole is not None:  # None: a gradient that nobody wants
                 divided = self._dim(dims, place)
                 wanted = [n // self._ranks if at == divided else n for at, n in enumerate(whole.shape)]
                 assert list(made.meta["val"].shape) == wanted, (

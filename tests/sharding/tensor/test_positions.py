@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.grid.models import MODELS
 from tests.ranks import on_ranks
+from tests.selection import selected
 from tests.sharding.given import captured_step, distances, job_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,9 +30,8 @@ from trainload.sharding.tensor.axis import divide
 from trainload.sharding.tensor.partition import linked, partition
 from trainload.sharding.tensor.positions import positions_of
 
-pytestmark = pytest.mark.slow
-
 WORLD = 2
+ASKED = "asked.json"
 
 
 class Masked(nn.Module):
@@ -60,9 +60,31 @@ def masked() -> Job:
     )
 
 
+class NormFirst(nn.Module):
+    """What begins with a norm of the data, whose gradient nobody wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.norm(x))
+
+
+def norm_first() -> Job:
+    torch.manual_seed(0)
+    return Job(
+        model=NormFirst(),
+        batch={"x": torch.randn(3, 8, 16), "y": torch.randn(3, 8, 16)},
+        loss=lambda m, b: functional.mse_loss(m(b["x"]), b["y"]),
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+    )
+
+
 def job(name: str) -> Job:
-    if name == "masked":
-        return masked()
+    made = {"masked": masked, "norm first": norm_first}
+    if name in made:
+        return made[name]()
     return MODELS[name].job() if name in MODELS else job_of(name)
 
 
@@ -76,12 +98,14 @@ CASES: list[tuple[str, Divide]] = [
     ("masked", "context"),
     ("mixture of experts", "expert"),
     ("mixture of experts", "context"),
+    ("norm first", "context"),
 ]
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
     bind_groups({TENSOR: (tuple(range(world)),)})
-    for number, (name, what) in enumerate(CASES):
+    for number in json.loads((folder / ASKED).read_text()):
+        name, what = CASES[number]
         given = job(name)
         program, step = captured_step(given)
         axis = divide([step], world, (), None, what)
@@ -91,17 +115,19 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
+    (folder / ASKED).write_text(json.dumps(sorted(selected(request.session, "number") & set(range(len(CASES))))))
     on_ranks(WORLD, rank_main, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def gpt_step() -> StepGraph:
-    return captured_step(job_of("gpt"))[1]
+def gpt_step(gpt_source: Source) -> StepGraph:
+    return gpt_source.steps["train"]
 
 
+@pytest.mark.matrix("norm first, context-*")
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[", ".join(case) for case in CASES])
 def test_ranks_compute_what_one_would(ranks: Path, number: int, rank: int) -> None:
@@ -114,6 +140,7 @@ def exchanged(step: StepGraph, shards: Mapping[str, Shard], least: int) -> Count
     return Counter(e.collective for e in partition(step, WORLD, shards, positions=True).exchanges if e.elements >= least)
 
 
+@pytest.mark.slow
 def test_a_context_gathers_keys_and_values_and_scatters_their_gradients(gpt_step: StepGraph) -> None:
     activation = 4 * 16 * 32
     found = exchanged(gpt_step, {}, activation // 2)
@@ -121,12 +148,14 @@ def test_a_context_gathers_keys_and_values_and_scatters_their_gradients(gpt_step
     assert found["all_gather"] == 4  # keys and values, forward and again backward
 
 
+@pytest.mark.slow
 def test_sequence_parallel_scatters_sums_where_the_tensor_axis_reduces_them(gpt_step: StepGraph) -> None:
     shards = divide([gpt_step], WORLD, (), None, "sequence").shards
     activation = 4 * 16 * 32
     assert exchanged(gpt_step, shards, activation // 2) == {"reduce_scatter": 6, "all_gather": 9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["sequence", "context"])
 def test_less_is_held_where_positions_are_shared(gpt_step: StepGraph, what: Divide) -> None:
     shards = divide([gpt_step], WORLD, (), None, what).shards
@@ -134,12 +163,14 @@ def test_less_is_held_where_positions_are_shared(gpt_step: StepGraph, what: Divi
     assert shared < without
 
 
+@pytest.mark.slow
 def test_positions_are_those_of_the_data(gpt_step: StepGraph) -> None:
     found = positions_of(gpt_step, linked(gpt_step), WORLD)
     assert found is not None
     assert (found.factor.size, found.share, found.whole) == (16, 1.0, None)
 
 
+@pytest.mark.slow
 def test_experts_are_divided_and_nothing_else() -> None:
     step = captured_step(job("mixture of experts"))[1]
     assert set(divide([step], WORLD, (), None, "expert").shards) == {
@@ -162,12 +193,14 @@ def test_positions_that_do_not_divide_are_refused(gpt_step: StepGraph) -> None:
         divide([gpt_step], 5, (), None, "context")
 
 
+@pytest.mark.slow
 def test_a_recurrence_is_refused_as_a_context_by_what_needs_all_positions() -> None:
     told = refusal("LSTM", WORLD, "context")
     assert "most of the work cannot be done for some positions alone" in told
     assert "aten.mm.default" in told
 
 
+@pytest.mark.matrix("a convolutional classifier")
 @pytest.mark.parametrize("name", ["cond", "a convolutional classifier"])
 def test_features_of_the_data_are_no_positions(name: str) -> None:
     assert "no positions that so many ranks could share" in refusal(name, WORLD, "context")
@@ -209,6 +242,7 @@ def test_with_positions_norms_are_no_longer_among_it(gpt_step: StepGraph) -> Non
     assert "aten.native_layer_norm.default" not in found
 
 
+@pytest.mark.slow
 def test_control_flow_is_whole_with_the_work_inside_it() -> None:
     step = captured_step(job("cond"))[1]
     found = next(each for each in partition(step, WORLD, {}).replicated if "cond" in each.operator)
