@@ -51,9 +51,12 @@ def unmatched_patterns(items: Sequence[pytest.Item]) -> list[str]:
     return [f"{function}: {pattern}" for (function, pattern), matched in cases.items() if not matched]
 
 
-def selected(session: pytest.Session, parameter: str) -> set[Any]:
-    """Return the values of a parameter that the session's tests have, so that a fixture that serves all of them does no more."""
-    items = [item for item in session.items if hasattr(item, "callspec")]
+def selected(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """Return the values of a parameter that the tests of a fixture's scope have, so that a fixture that serves all of them does no more.
+
+    Tests of other files may call other things by the same name: a fixture of a module hears of its module's alone.
+    """
+    items = [item for item in request.session.items if hasattr(item, "callspec") and request.node in item.listchain()]
     return {item.callspec.params[parameter] for item in items if parameter in item.callspec.params}
 
 

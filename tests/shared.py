@@ -19,9 +19,9 @@ def run_folder(factory: pytest.TempPathFactory) -> Path:
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return the folder `name` of this run, which `make` has filled in one of its processes. Nobody may change it.
 
-    make: receives the folder, empty. Where it fails, the next process that asks tries again.
+    make: receives the folder, empty. Where it fails, the next process that asks tries again. Other modules may give the name to others.
     """
-    place = run_folder(factory) / f"shared-{name}"
+    place = run_folder(factory) / f"shared-{make.__module__}-{name}"
     with FileLock(f"{place}.lock"):
         if not place.exists():
             draft = factory.mktemp(name)

@@ -133,7 +133,7 @@ def elsewhere(
         "experts": lambda: moved(frozen(mixtral(), scratch / "mixtral.tl"), scratch / "mixtral-trained.tl"),
         "within another": lambda: moved(frozen_pair(scratch / "pair.tl"), scratch / "pair-trained.tl"),
     }
-    needed = {"gpt", "within another", *selected(request.session, "name")}
+    needed = {"gpt", "within another", *selected(request, "name")}
     packages = {name: make() for name, make in made.items() if name in needed}
     folders = {name: folder if name == "gpt" else scratch / name.replace(" ", "-") for name in packages}
     for name, package in packages.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.selection import mark_items, unmatched_patterns
+from tests.selection import mark_items, selected, unmatched_patterns
 
 
 def is_slow(request: pytest.FixtureRequest) -> bool:
@@ -52,3 +52,13 @@ def test_a_matrix_of_one_case_is_an_error(request: pytest.FixtureRequest) -> Non
 def test_ids_that_no_case_has_are_found(letter: str, request: pytest.FixtureRequest) -> None:
     request.node.add_marker(pytest.mark.matrix(letter, "z"))
     assert [line.partition(": ")[2] for line in unmatched_patterns([request.node])] == ["z"]
+
+
+@pytest.fixture(scope="module")
+def asked(request: pytest.FixtureRequest) -> set[str]:
+    return selected(request, "letter") | selected(request, "strategy")
+
+
+def test_a_fixture_of_a_module_hears_of_the_cases_of_its_module_alone(asked: set[str]) -> None:
+    """`strategy` is a parameter of other files."""
+    assert asked == {"a", "b"}

@@ -160,7 +160,7 @@ def pair(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory,
     folder = tmp_path_factory.mktemp("pair")
     changed = trainload.Overrides(adapters=ADAPTERS).apply(package)
     axes: dict[str, Any] = {"tensor": {"tensor_ranks": 2}, "pipeline": {"pipeline_ranks": 2}}
-    asked = [name for name in ("zero1", "zero2", "zero3", *axes) if name in selected(request.session, "name")]
+    asked = [name for name in ("zero1", "zero2", "zero3", *axes) if name in selected(request, "name")]
     plans = {name: trainload.plan(changed, TWO, **axes.get(name, {"strategy": name})) for name in asked}
     overrides = {"overrides": {"adapters": ADAPTERS.model_dump(mode="json")}}
     train(

@@ -63,10 +63,10 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"])
-def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
-    ended = interrupt(["launch", gpt.path, "--data", gpt_data, *options], tmp_path, stepped(run_dir, 5), {}, terminate=True)
+    ended = interrupt(["launch", tiny.path, "--data", tiny_data, *options], tmp_path, stepped(run_dir, 5), {}, terminate=True)
     assert ended.status == 1, ended.err
     assert how_to_go_on(ended) == f"trainload resume {run_dir}"
     assert ended.left == []
@@ -77,10 +77,10 @@ def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, gpt: Packa
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"])
-def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
-    ended = close_terminal(["launch", gpt.path, "--data", gpt_data, *options], tmp_path, stepped(run_dir, 5))
+    ended = close_terminal(["launch", tiny.path, "--data", tiny_data, *options], tmp_path, stepped(run_dir, 5))
     assert ended.left == []
     (at,) = published(run_dir)
     assert at >= 5
@@ -91,8 +91,9 @@ def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, gpt
 
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(options: list[str | Path], tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
+    options: list[str | Path] = ["launch", tiny.path, "--data", tiny_data, "--workers", "2", "--strategy", "zero3"]
     ended = interrupt([*options, "--run-dir", "run"], tmp_path, compiling(cache), {"TRAINLOAD_CACHE_DIR": str(cache)})
     assert ended.status == 1, ended.err
     assert how_to_go_on(ended) == "trainload resume run"
@@ -101,13 +102,14 @@ def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(opti
 
 
 @pytest.mark.timeout(400)
-def test_a_run_under_torchrun_can_be_interrupted_and_continued_on_ray(options: list[str | Path], tmp_path: Path) -> None:
+def test_a_run_under_torchrun_can_be_interrupted_and_continued_on_ray(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = [*options, "--run-dir", run_dir, "--no-compile", "--backend", "torchrun"]
+    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", "torchrun"]
+    arguments = ["launch", tiny.path, "--data", tiny_data, "--strategy", "zero3", *options]
     ended = interrupt(arguments, tmp_path, stepped(run_dir, 5), {}, program=TORCHRUN)
     assert ended.status != 0
     assert f"Continue with: trainload resume {run_dir}" in ended.err
     assert ended.left == []
     (at,) = published(run_dir)
-    assert 5 <= at < STEPS
+    assert at >= 5
     assert not (run_dir / "stop").exists()

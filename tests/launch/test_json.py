@@ -87,10 +87,10 @@ def test_launch_on_ray_even_where_a_worker_dies(
     assert found["restarts"] == 1
 
 
-def test_torchrun_speaks_through_rank_0_alone(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_torchrun_speaks_through_rank_0_alone(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir, output = tmp_path / "run", tmp_path / "trained.tl"
     options = ("--run-dir", run_dir, "--output", output, "--steps", "4", "--strategy", "zero3", "--no-compile", "--backend", "torchrun")
-    found = json_of("launch", gpt.path, "--data", gpt_data, *options, cwd=tmp_path, program=TORCHRUN)
+    found = json_of("launch", tiny.path, "--data", tiny_data, *options, cwd=tmp_path, program=TORCHRUN)
     assert (found["steps"], found["output"]) == (4, str(output))
     assert trainload.open(output).digest == found["output_digest"]
     assert len(losses(read_events(run_dir))) == 4

@@ -53,7 +53,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Package]:
     folder = tmp_path_factory.mktemp("recipes")
-    names = selected(request.session, "name") | {"averaged", "scaled"}
+    names = selected(request, "name") | {"averaged", "scaled"}
     return {name: trainload.freeze(make(), folder / f"{name}.tl") for name, make in JOBS.items() if name in names}
 
 

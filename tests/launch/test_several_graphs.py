@@ -87,7 +87,7 @@ def pairs(
     """A folder of runs of two workers that have done half their steps: every job under every strategy, accumulating once."""
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
-    asked = selected(request.session, "pair") | set(CONTINUED)
+    asked = selected(request, "pair") | set(CONTINUED)
     for name in JOBS:
         for strategy, accumulate in (("zero0", 2), ("zero1", 1), ("zero3", 2)):
             if (pair := f"{name}-{strategy}") in asked:

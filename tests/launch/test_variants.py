@@ -121,7 +121,7 @@ def pairs(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFact
     """A folder of runs of two workers, uncompiled: every strategy, with and without accumulation."""
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
-    asked = selected(request.session, "strategy")
+    asked = selected(request, "strategy")
     for strategy, accumulate in (("zero0", 1), ("zero1", 3), ("zero3", 2)):
         if strategy not in asked:
             continue
@@ -167,6 +167,7 @@ def trained_either(either: Golden, run_dir: Path, count: int, *, compiled: bool)
     trainload.launch(package, plan, either.data, run_dir=run_dir, steps=count, backend="local", compile=compiled)
 
 
+@pytest.mark.slow
 def test_it_trains_compiled(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
     """On one worker, with few operators: compiling takes long. Every variant's graphs are compiled alike."""
     trained_either(either, tmp_path / "run", 4, compiled=True)

@@ -74,7 +74,7 @@ def two_workers(
 ) -> dict[str, Path]:
     """Case -> its run, all that were asked for trained by the same two processes."""
     folder = tmp_path_factory.mktemp("two")
-    asked = selected(request.session, "case")
+    asked = selected(request, "case")
     runs: dict[str, Run] = {}
     for number, (name, (strategy, steps, accumulate, bucket_bytes)) in enumerate(CASES.items()):
         if name not in asked:

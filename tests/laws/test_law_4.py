@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,19 +22,21 @@ from trainload.sharding.strategies import Strategy
 
 STEPS = 24
 EVERY = 4
+BUCKET = 6_000
+"""Bytes, so that there are several."""
 OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY}
 
 
-def drawn() -> int:
-    """A step, of a seed that is printed, by which one checkpoint is whole: the second one waits for the first."""
+def drawn(every: int, end: int) -> int:
+    """A step before `end`, of a seed that is printed, by which one checkpoint is whole: the second one waits for the first."""
     seed = random.SystemRandom().randrange(10**6)
-    step = random.Random(seed).randrange(2 * EVERY + 1, STEPS - 4)
+    step = random.Random(seed).randrange(2 * every + 1, end)
     print(f"seed {seed}: step {step}")
     return step
 
 
-def plan_for(package: Package, world: int, strategy: Strategy) -> Plan:
-    return trainload.plan(package, trainload.Cluster(devices_per_node=world), strategy, bucket_bytes=6_000)
+def plan_for(package: Package, world: int, strategy: Strategy, bucket_bytes: int = BUCKET) -> Plan:
+    return trainload.plan(package, trainload.Cluster(devices_per_node=world), strategy, bucket_bytes=bucket_bytes)
 
 
 def started_at(run_dir: Path) -> list[int]:
@@ -55,7 +58,7 @@ def test_a_killed_run_resumes(
     (whole,) = train(world, [Run(tmp_path / "whole", gpt, plan, gpt_data, OPTIONS)], tmp_path)
     killed = Run(tmp_path / "killed", gpt, plan, gpt_data, OPTIONS)
     with ranks(world, [killed], tmp_path) as processes:
-        wait_for_step(killed.run_dir, drawn(), lambda: all(process.is_alive() for process in processes))
+        wait_for_step(killed.run_dir, drawn(EVERY, STEPS - 4), lambda: all(process.is_alive() for process in processes))
         for process in processes:
             process.kill()
     moved = move(killed.run_dir, tmp_path / "moved")
@@ -74,29 +77,47 @@ def trained_weights(run_dir: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted((run_dir / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors"))]
 
 
-@pytest.fixture(scope="module")
-def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ray")
+@dataclass(frozen=True, slots=True)
+class OnRay:
+    """A job that is trained on Ray in the form that people use: compiled, two workers, ZeRO-3. every: steps between its checkpoints."""
+
+    package: Package
+    data: Path
+    folder: Path
+    steps: int
+    every: int
+    bucket_bytes: int
+
+    def plan(self, world: int, strategy: Strategy) -> Plan:
+        return plan_for(self.package, world, strategy, self.bucket_bytes)
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("gpt", marks=pytest.mark.slow)])
+def on_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> OnRay:
+    folder = tmp_path_factory.mktemp("ray")
+    package, data = request.getfixturevalue(request.param), request.getfixturevalue(f"{request.param}_data")
+    if request.param == "gpt":
+        return OnRay(package, data, folder, STEPS, EVERY, BUCKET)
+    return OnRay(package, data, folder, 300, 10, 500)  # it takes a millisecond a step, and a kill has to arrive before its last one
 
 
 @pytest.fixture(scope="module")
-def whole_on_ray(gpt: Package, gpt_data: Path, ray_cluster: None, ray_folder: Path) -> RunResult:
-    """An uninterrupted run in the form that people use: compiled, two workers, ZeRO-3."""
-    plan = plan_for(gpt, 2, "zero3")
-    return trainload.launch(gpt, plan, gpt_data, run_dir=ray_folder / "whole", steps=STEPS, output=ray_folder / "whole.tl")
+def whole_on_ray(on_ray: OnRay) -> RunResult:
+    """An uninterrupted run."""
+    folder, options = on_ray.folder, {"steps": on_ray.steps, "output": on_ray.folder / "whole.tl"}
+    return trainload.launch(on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, run_dir=folder / "whole", **options)
 
 
 @pytest.mark.timeout(600)  # of which compiling takes most
-def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
-    gpt: Package, gpt_data: Path, whole_on_ray: RunResult, tmp_path: Path
-) -> None:
-    (single,) = train(1, [Run(tmp_path / "single", gpt, plan_for(gpt, 1, "single"), gpt_data, OPTIONS)], tmp_path)
+def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(on_ray: OnRay, whole_on_ray: RunResult, tmp_path: Path) -> None:
+    alone = Run(tmp_path / "single", on_ray.package, on_ray.plan(1, "single"), on_ray.data, {"steps": on_ray.steps})
+    (single,) = train(1, [alone], tmp_path)
     assert difference(single, curve(whole_on_ray.run_dir)) <= TOLERANCE
 
 
 @pytest.mark.timeout(600)
-def test_a_ray_worker_that_is_killed_changes_no_bit(gpt: Package, gpt_data: Path, whole_on_ray: RunResult, ray_folder: Path) -> None:
-    chosen = drawn()
+def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, whole_on_ray: RunResult) -> None:
+    chosen = drawn(on_ray.every, on_ray.steps // 2)
     victims: list[int] = []
 
     def kill(event: Event) -> None:
@@ -104,11 +125,11 @@ def test_a_ray_worker_that_is_killed_changes_no_bit(gpt: Package, gpt_data: Path
             victims.append(random.choice(ray_workers()))
             os.kill(victims[0], signal.SIGKILL)
 
-    plan, output = plan_for(gpt, 2, "zero3"), ray_folder / "killed.tl"
-    run_dir = ray_folder / "killed"
-    result = trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, checkpoint_every=EVERY, output=output, on_event=kill)
+    folder, options = on_ray.folder, {"steps": on_ray.steps, "checkpoint_every": on_ray.every, "output": on_ray.folder / "killed.tl"}
+    plan = on_ray.plan(2, "zero3")
+    result = trainload.launch(on_ray.package, plan, on_ray.data, run_dir=folder / "killed", on_event=kill, **options)
     assert victims
     assert result.restarts == 1
-    assert started_at(result.run_dir)[1] >= EVERY
+    assert started_at(result.run_dir)[1] >= on_ray.every
     assert curve(result.run_dir) == curve(whole_on_ray.run_dir)
     assert result.output_digest == whole_on_ray.output_digest

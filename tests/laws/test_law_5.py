@@ -78,7 +78,7 @@ def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     """Folders with the same packages, made by two processes from two copies of the source: by two users, with other names, homes, hash
     seeds, locales, time zones and umasks.
     """
-    asked = sorted(selected(request.session, "name") & set(PACKAGES)) or PACKAGES
+    asked = sorted(selected(request, "name")) or PACKAGES
     folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
     children = []
     for number, folder in enumerate(folders):

@@ -230,25 +230,25 @@ def test_many_failures_and_ranks_are_a_small_page(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resumed(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped and resumed."""
     run_dir = tmp_path_factory.mktemp("runs") / "resumed"
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
 
     def ask(told: trainload.Event) -> None:
         if told.kind == "step" and told.data["step"] == 3:
             (run_dir / "stop").touch()
 
-    options: dict[str, Any] = {"eval_data": gpt_held_out, "eval_every": 20, "overrides": trainload.Overrides(lr=1e-3)}
+    options: dict[str, Any] = {"eval_data": tiny_data, "eval_every": 20, "overrides": trainload.Overrides(lr=1e-3)}
     with pytest.raises(trainload.RunInterrupted):
-        trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=60, compile=False, backend="local", on_event=ask, **options)
+        trainload.launch(tiny, plan, tiny_data, run_dir=run_dir, steps=60, compile=False, backend="local", on_event=ask, **options)
     trainload.resume(run_dir, backend="local")
     return run_dir
 
 
-def test_a_real_run_has_all_that_ran(resumed: Path, gpt: Package) -> None:
+def test_a_real_run_has_all_that_ran(resumed: Path, tiny: Package) -> None:
     found = page(resumed).texts
-    for text in (gpt.digest, gpt.manifest.program_digest, "lr 0.001", "single", "60", "ended"):
+    for text in (tiny.digest, tiny.manifest.program_digest, "lr 0.001", "single", "60", "ended"):
         assert text in found
     assert any(f"trainload {trainload.__version__}" in text and "torch " in text for text in found)
     record = read_run(resumed)

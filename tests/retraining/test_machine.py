@@ -170,11 +170,12 @@ class Line(RuleBasedStateMachine):
             assert [step.state.release.name for step in ancestry(self.store, LINE, state.release.name)][-1] == "1"
 
 
-def test_a_line_stays_whole(packaged: Package) -> None:
+@pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_line_stays_whole(packaged: Package, examples: int) -> None:
     Line.package = packaged
     run_state_machine_as_test(
         Line,
         settings=settings(
-            max_examples=12, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+            max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
         ),
     )

@@ -20,7 +20,7 @@ from trainload.sharding.source import Source
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder with what each rank found in each case that was selected."""
     folder = tmp_path_factory.mktemp("ranks")
-    cases = [case for case in CASES if case in selected(request.session, "case")]
+    cases = [case for case in CASES if case in selected(request, "case")]
     write_asked(folder, cases)
     for world in sorted({world_of(case[0]) for case in cases}):
         on_ranks(world, rank_main, folder, prepare=prepare)

@@ -77,7 +77,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / ASKED).write_text(json.dumps([case for case in CASES if case in selected(request.session, "case")]))
+    (folder / ASKED).write_text(json.dumps([case for case in CASES if case in selected(request, "case")]))
     on_ranks(WORLD, rank_main, folder, prepare)
     return folder
 
