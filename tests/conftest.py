@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import signal
@@ -38,7 +39,11 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure() -> None:
-    """A suite that runs in the background of a shell ignores Ctrl-C, and so would all that it starts: its tests press it."""
+    """A suite that runs in the background of a shell ignores Ctrl-C, and so would all that it starts: its tests press it.
+
+    Garbage is collected less often: graphs are many objects that live for one test, and looking through them takes a tenth of the time.
+    """
+    gc.set_threshold(50_000, 20, 50)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and in_main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -6,12 +6,13 @@ compared too.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
-from tests.selection import selected
 
 import trainload
 from trainload.launch.journal import read_events
@@ -69,25 +70,23 @@ PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
 
 
 @pytest.fixture(scope="module")
-def two_workers(
-    gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, Path]:
-    """Case -> its run, all that were asked for trained by the same two processes."""
-    folder = tmp_path_factory.mktemp("two")
-    asked = selected(request, "case")
-    runs: dict[str, Run] = {}
-    for number, (name, (strategy, steps, accumulate, bucket_bytes)) in enumerate(CASES.items()):
-        if name not in asked:
-            continue
+def two_workers(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Case -> its run by two processes, which begins when it is first asked for."""
+
+    @functools.cache
+    def run_of(case: str) -> Path:
+        strategy, steps, accumulate, bucket_bytes = CASES[case]
         cluster = trainload.Cluster(devices_per_node=2)
-        what = name if name in DIVIDES else "tensor"
-        axes: dict[str, Any] = {"pipeline_ranks": 2, "schedule": name} if name in SCHEDULES else {"tensor_ranks": 2, "divide": what}
+        what = case if case in DIVIDES else "tensor"
+        axes: dict[str, Any] = {"pipeline_ranks": 2, "schedule": case} if case in SCHEDULES else {"tensor_ranks": 2, "divide": what}
         axes = {} if strategy is not None else axes
         plan = trainload.plan(gpt_source, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes)
         assert (len(plan.buckets) > 4) == (bucket_bytes != WHOLE)
-        runs[name] = Run(folder / f"run{number}", gpt, plan, gpt_data, {"steps": steps})
-    train(2, list(runs.values()), folder)
-    return {name: run.run_dir for name, run in runs.items()}
+        folder = tmp_path_factory.mktemp("two")
+        train(2, [Run(folder / "run", gpt, plan, gpt_data, {"steps": steps})], folder)
+        return folder / "run"
+
+    return run_of
 
 
 of_each_axis = pytest.mark.matrix("zero3", "sequence", "context", "zbv")
@@ -95,18 +94,18 @@ of_each_axis = pytest.mark.matrix("zero3", "sequence", "context", "zbv")
 
 @of_each_axis
 @pytest.mark.parametrize("case", CASES)
-def test_two_workers_have_the_losses_of_one(single: Path, two_workers: dict[str, Path], case: str) -> None:
+def test_two_workers_have_the_losses_of_one(single: Path, two_workers: Callable[[str], Path], case: str) -> None:
     steps = CASES[case][1]
-    found = difference(curve(single)[:steps], curve(two_workers[case]))
+    found = difference(curve(single)[:steps], curve(two_workers(case)))
     print(f"{case}: {steps} losses differ by at most {found:.2g}")
     assert found <= TOLERANCE
 
 
 @of_each_axis
 @pytest.mark.parametrize("case", CASES)
-def test_two_workers_have_the_gradients_of_one(single: Path, two_workers: dict[str, Path], case: str) -> None:
+def test_two_workers_have_the_gradients_of_one(single: Path, two_workers: Callable[[str], Path], case: str) -> None:
     steps = CASES[case][1]
-    assert difference(curve(single, of="gradient_norm")[:steps], curve(two_workers[case], of="gradient_norm")) <= TOLERANCE
+    assert difference(curve(single, of="gradient_norm")[:steps], curve(two_workers(case), of="gradient_norm")) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.laws.processes import ray_workers
@@ -104,8 +105,8 @@ def on_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def whole_on_ray(on_ray: OnRay) -> RunResult:
     """An uninterrupted run."""
-    folder, options = on_ray.folder, {"steps": on_ray.steps, "output": on_ray.folder / "whole.tl"}
-    return trainload.launch(on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, run_dir=folder / "whole", **options)
+    run_dir, output = on_ray.folder / "whole", on_ray.folder / "whole.tl"
+    return trainload.launch(on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, run_dir=run_dir, steps=on_ray.steps, output=output)
 
 
 @pytest.mark.timeout(600)  # of which compiling takes most
@@ -125,7 +126,8 @@ def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, whole_on_ray:
             victims.append(random.choice(ray_workers()))
             os.kill(victims[0], signal.SIGKILL)
 
-    folder, options = on_ray.folder, {"steps": on_ray.steps, "checkpoint_every": on_ray.every, "output": on_ray.folder / "killed.tl"}
+    folder = on_ray.folder
+    options: dict[str, Any] = {"steps": on_ray.steps, "checkpoint_every": on_ray.every, "output": folder / "killed.tl"}
     plan = on_ray.plan(2, "zero3")
     result = trainload.launch(on_ray.package, plan, on_ray.data, run_dir=folder / "killed", on_event=kill, **options)
     assert victims

@@ -68,7 +68,8 @@ class NormFirst(nn.Module):
         self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.norm(x))
+        result: Tensor = x + self.out(self.norm(x))
+        return result
 
 
 def norm_first() -> Job:
