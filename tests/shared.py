@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,11 @@ def run_folder(factory: pytest.TempPathFactory) -> Path:
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return the folder `name` of this run, which `make` has filled in one of its processes. Nobody may change it.
 
-    make: receives the folder, empty. Where it fails, the next process that asks tries again. Other modules may give the name to others.
+    make: receives the folder, empty. Where it fails, the next process that asks tries again. Functions of other files may make other things
+        of one name.
     """
-    place = run_folder(factory) / f"shared-{make.__module__}-{name}"
+    source = Path(inspect.getfile(make))  # conftest.py of every folder is the module `conftest`
+    place = run_folder(factory) / f"shared-{source.parent.name}-{source.stem}-{name}"
     with FileLock(f"{place}.lock"):
         if not place.exists():
             draft = factory.mktemp(name)
