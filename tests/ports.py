@@ -6,8 +6,10 @@ import itertools
 import os
 import socket
 
-FIRST, LAST = 10_000, 32_000
-"""Below the ports that Linux gives to whoever connects without asking for one (ip_local_port_range begins at 32768)."""
+FIRST, LAST = 20_000, 32_000
+"""Above those that Ray's workers take (10002 to 19999), and below those that Linux gives to whoever connects without asking for one
+(ip_local_port_range begins at 32768).
+"""
 _counter = itertools.count()
 
 
