@@ -26,5 +26,5 @@ def test_what_was_made_is_not_made_again(tmp_path_factory: pytest.TempPathFactor
 
 
 def test_other_files_may_make_other_things_of_one_name(tmp_path_factory: pytest.TempPathFactory) -> None:
-    places = {made_once(tmp_path_factory, "small", maker(f"/{folder}/conftest.py")) for folder in ("sharding", "retraining")}
+    places = {made_once(tmp_path_factory, "small", maker(f"/{folder}/conftest.py")) for folder in ("one", "other")}
     assert len({(place / "conftest").read_text() for place in places}) == 2
