@@ -21,7 +21,7 @@ from tests.laws.isolated import build_wheel
 from tests.packaging.jobs import Job, make_job
 from tests.packaging.signers import Signers, make_signers
 from tests.selection import mark_items, unmatched_patterns
-from tests.shared import made_once, run_folder
+from tests.shared import frozen_once, made_once, run_folder
 from tests.timings import add_limit_option, report_timings
 
 import trainload
@@ -127,7 +127,7 @@ def gpt_held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A model of three layers, frozen, for what has nothing to do with the model. No test changes it."""
-    return trainload.open(made_once(tmp_path_factory, "tiny", lambda folder: trainload.freeze(tiny_job(), folder / "tiny.tl")) / "tiny.tl")
+    return frozen_once(tmp_path_factory, "tiny", tiny_job)
 
 
 @pytest.fixture(scope="session")

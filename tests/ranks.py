@@ -55,6 +55,19 @@ def start(act: Callable[..., None], *arguments: Any, cwd: Path, log: Path, varia
     return process
 
 
+def ran(act: Callable[..., None], *arguments: Any, cwd: Path, seconds: float = SECONDS) -> tuple[int | None, str]:
+    """Call `act(*arguments)`, a function of a module, in a process of its own, which is killed where it takes longer.
+
+    Returns:
+        its exit status, and what it printed.
+    """
+    log = cwd / "told"
+    process = start(act, *arguments, cwd=cwd, log=log, variables=os.environ)
+    process.join(seconds)
+    end([process])
+    return process.exitcode, log.read_text()
+
+
 def end(processes: Sequence[ForkServerProcess]) -> None:
     """Kill what is left of some processes."""
     for process in processes:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+import trainload
+from trainload.packaging.read import Package
+
 
 def run_folder(factory: pytest.TempPathFactory) -> Path:
     """Return the folder that all processes of this run of pytest share."""
@@ -23,7 +26,20 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     make: receives the folder, empty. Where it fails, the next process that asks tries again. Functions of other files may make other things
         of one name.
     """
-    source = Path(inspect.getfile(make))  # conftest.py of every folder is the module `conftest`
+    return _filled(factory, name, make, make)
+
+
+def frozen_once(factory: pytest.TempPathFactory, name: str, job: Callable[[], trainload.Job]) -> Package:
+    """Return the package `name`.tl of a job, frozen once in this run, as `made_once` makes things. Nobody may change it.
+
+    job: a function, which is called where the package is not there yet.
+    """
+    return trainload.open(_filled(factory, name, job, lambda folder: trainload.freeze(job(), folder / f"{name}.tl")) / f"{name}.tl")
+
+
+def _filled(factory: pytest.TempPathFactory, name: str, given: Callable[..., object], make: Callable[[Path], object]) -> Path:
+    """Fill the folder of this name and of the file of the function that was given: conftest.py of every folder is the module `conftest`."""
+    source = Path(inspect.getfile(given))
     place = run_folder(factory) / f"shared-{source.parent.name}-{source.stem}-{name}"
     with FileLock(f"{place}.lock"):
         if not place.exists():

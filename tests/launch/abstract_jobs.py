@@ -7,7 +7,7 @@ from tests.capture.sized import large, small
 from trainload.capture.job import Job
 
 DEPTH = 3
-"""Of the large job: more than the reduced one has."""
+"""Layers of the large job: more than the reduced job has."""
 
 
 def big() -> Job:

@@ -35,10 +35,10 @@ def refused(arguments: list[str | Path], folder: Path, capsys: pytest.CaptureFix
     return the_line(printed.out, printed.err, before, folder)
 
 
-def refused_process(arguments: list[str | Path], folder: Path, environment: Mapping[str, str] | None = None, prelude: str = "") -> str:
-    """The same in a process of its own, in `folder`. `prelude`: Python that it runs first."""
+def refused_process(arguments: list[str | Path], folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    """The same in a new interpreter, in `folder`."""
     before = contents(folder)
-    command = [sys.executable, "-c", f"{prelude}\nfrom trainload.cli import main; main()", *map(str, arguments)]
+    command = [*TRAINLOAD, *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     return the_line(done.stdout, done.stderr, before, folder)

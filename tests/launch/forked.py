@@ -25,7 +25,7 @@ class Command:
     """A command line that has been started in a process.
 
     Attributes:
-        process: it. status: how it has ended. out, err: what it has printed so far.
+        process: the process. out, err: what it has written so far to standard output and to standard error.
     """
 
     def __init__(self, words: Sequence[str | Path], cwd: Path, first: Callable[[], object] | None, variables: dict[str, str]) -> None:
@@ -102,12 +102,12 @@ def refused_apart(words: Sequence[str | Path], folder: Path, first: Callable[[],
 
 
 def write_no_bytecode() -> None:
-    """What a command imports leaves no file in its folder."""
+    """Import without writing compiled files beside the source."""
     sys.dont_write_bytecode = True
 
 
 def let_no_file_grow() -> None:
-    """A process writes no file of more than 500 bytes, and leaves nothing of what it imports."""
+    """Limit files to 500 bytes, and write no compiled ones."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
     write_no_bytecode()
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-from tests.shared import made_once
+from tests.shared import frozen_once
 from torch import Tensor, nn, optim
 from torch.nn import functional
 
@@ -45,7 +45,7 @@ def write_digits(path: Path, names: set[str]) -> Path:
 
 def frozen(factory: pytest.TempPathFactory, name: str) -> Package:
     """The job of this name in JOBS, frozen once in a run of the suite. No test changes it."""
-    return trainload.open(made_once(factory, f"graphs-{name}", lambda folder: trainload.freeze(JOBS[name](), folder / "job.tl")) / "job.tl")
+    return frozen_once(factory, name, JOBS[name])
 
 
 def mlp(*sizes: int) -> nn.Sequential:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.autograd_trace.optimizers import Factors
-from tests.shared import made_once
+from tests.shared import frozen_once
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim import swa_utils
@@ -68,7 +68,7 @@ class OwnBackward(Model):
 
 
 class Half(Model):
-    """What it gives has passed through float16, and so have the gradients."""
+    """Output and gradients are rounded to float16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(torch.float16).float()
@@ -156,9 +156,7 @@ def make_job(optimizer: Callable[[nn.Module], Any], kind: type[Model] = Model, *
 
 def frozen(factory: pytest.TempPathFactory) -> Package:
     """The job under `adam`, frozen once in a run of the suite. No test changes it."""
-    return trainload.open(
-        made_once(factory, "optimizer-job", lambda folder: trainload.freeze(make_job(adam), folder / "job.tl")) / "job.tl"
-    )
+    return frozen_once(factory, "adam", lambda: make_job(adam))
 
 
 def _schedule(step: int) -> float:

@@ -43,7 +43,7 @@ def half(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def begun(half: Path, tmp_path: Path) -> Path:
-    """The same run, which a test may go on with."""
+    """A copy of the run, which a test may continue."""
     return Path(shutil.copytree(half, tmp_path / "run"))
 
 

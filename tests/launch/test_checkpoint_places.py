@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -16,7 +15,7 @@ from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, TURNED, make
 from tests.launch.checkpoint_places import Kept, wire_to
 from tests.launch.test_checkpoint_reading import assert_same, large
 from tests.packaging.places import BUCKET
-from tests.ranks import end, start
+from tests.ranks import ran
 
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.launch.checkpoints import remote
@@ -379,12 +378,9 @@ def test_the_latest_is_the_highest_step(kept: Kept) -> None:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from(bucket: Kept, tmp_path: Path, stride: int) -> None:
-    told = tmp_path / "told"
-    killer = start(killed_uploader.main, bucket.url, stride, stride, cwd=tmp_path, log=told, variables=os.environ)
-    killer.join(500)
-    end([killer])
-    assert killer.exitcode == 0, told.read_text()
-    lines = [line.split() for line in told.read_text().splitlines()]
+    status, told = ran(killed_uploader.main, bucket.url, stride, stride, cwd=tmp_path, seconds=500)
+    assert status == 0, told
+    lines = [line.split() for line in told.splitlines()]
     assert len(lines) > 20 // stride
     assert lines[-1][1:] == ["False", "20,30", "2", "0"]
     for _, _, visible, whole, garbage in lines:

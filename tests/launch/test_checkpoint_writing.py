@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.launch import killed_saver
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state, save_all, writers
-from tests.ranks import end, start
+from tests.ranks import end, ran, start
 
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.launch.checkpoints import folder as checkpoint_folder
@@ -174,12 +174,9 @@ def test_a_rank_that_comes_after_rank_0_gave_up_is_told_at_once_and_the_next_sav
 
 
 def test_a_disk_that_is_really_full_is_told_and_the_next_save_works(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    child = start(fill_the_disk, tmp_path, cwd=tmp_path, log=told, variables=os.environ)
-    child.join(100)
-    end([child])
-    assert child.exitcode == 0, told.read_text()
-    assert "the disk is full: the checkpoint was not written" in told.read_text()
+    status, told = ran(fill_the_disk, tmp_path, cwd=tmp_path, seconds=100)
+    assert status == 0, told
+    assert "the disk is full: the checkpoint was not written" in told
     assert visible(tmp_path) == ["step-00000001", "step-00000003"]
 
 
@@ -241,13 +238,10 @@ def environment() -> dict[str, str]:
 
 
 def demand_whole_after_kills(tmp_path: Path, stride: int) -> None:
-    """Kill a process at its first file operation, and at each so-manieth after that."""
-    told, runs = tmp_path / "told", tmp_path / "runs"
-    killer = start(killed_saver.main, runs, 1, stride, cwd=tmp_path, log=told, variables=os.environ)
-    killer.join(200)
-    end([killer])
-    assert killer.exitcode == 0, told.read_text()
-    lines = [line.split() for line in told.read_text().splitlines()]
+    """Kill a process at one file operation in `stride`, beginning with the first, and demand that only whole checkpoints are left."""
+    status, told = ran(killed_saver.main, tmp_path / "runs", 1, stride, cwd=tmp_path)
+    assert status == 0, told
+    lines = [line.split() for line in told.splitlines()]
     assert len(lines) > 20
     assert lines[-1][1:] == ["False", "20,30", "2", "0"]
     for _, _, steps, whole, drafts in lines:

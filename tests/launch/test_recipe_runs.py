@@ -66,8 +66,7 @@ def plain() -> dict[str, Eager]:
 def pair(packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder of runs on two workers, of half the steps."""
     folder = tmp_path_factory.mktemp("pair")
-    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [(name, strategy) for name, strategy in PAIRS if any((name, strategy) == (c.get("name"), c.get("strategy")) for c in cases)]
+    wanted = sorted(selected(request, "case"))
     options = {"steps": HALF, "eval_data": str(rows)}
     train(2, [Run(folder / f"{n}-{s}", packages[n], trainload.plan(packages[n], TWO, s), rows, options) for n, s in wanted], folder)
     return folder
@@ -136,10 +135,11 @@ def test_the_scale_of_the_loss_moves_as_gradscalers_does(alone: Callable[[str], 
 
 
 @pytest.mark.matrix("averaged-zero3", "scaled-zero1")
-@pytest.mark.parametrize(("name", "strategy"), PAIRS)
+@pytest.mark.parametrize("case", PAIRS, ids="-".join)
 def test_two_workers_and_then_one_do_as_a_plain_loop(
-    pair: Path, plain: dict[str, Eager], packages: dict[str, Package], rows: Path, name: str, strategy: str
+    pair: Path, plain: dict[str, Eager], packages: dict[str, Package], rows: Path, case: tuple[str, Strategy]
 ) -> None:
+    name, strategy = case
     run = pair / f"{name}-{strategy}"
     tolerance = TOLERANCE if name == "averaged" else 2e-3
     assert difference(plain[name].losses[:HALF], curve(run)) <= tolerance

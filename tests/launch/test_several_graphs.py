@@ -21,8 +21,6 @@ import trainload
 from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.journal import read_events
 from trainload.launch.result import RunResult
-from trainload.launch.spec import RUN_FILE, read_spec, replace_file
-from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 
 TWO = trainload.Cluster(devices_per_node=2)
@@ -119,9 +117,7 @@ def test_a_run_of_two_workers_continues_on_one(pair: str, pairs: Path, plain: di
     name, _, _ = pair.partition("-")
     run_dir = tmp_path / "run"
     shutil.copytree(pairs / pair, run_dir)
-    spec = read_spec(run_dir).model_copy(update={"run_dir": str(run_dir), "steps": STEPS})
-    replace_file(run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
-    trainload.resume(run_dir, workers=1, backend="local")
+    trainload.resume(run_dir, steps=STEPS, workers=1, backend="local")
     assert_equal(run_dir, JOBS[name](), plain[name])
 
 

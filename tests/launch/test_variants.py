@@ -155,7 +155,7 @@ def either() -> Golden:
 
 @pytest.fixture(scope="module")
 def either_losses(either: Golden, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of a run of it of one worker, uncompiled."""
+    """The losses of an uncompiled run of that job on one worker."""
     run_dir = tmp_path_factory.mktemp("either") / "run"
     trained_either(either, run_dir, STEPS, compiled=False)
     return curve(run_dir)

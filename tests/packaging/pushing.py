@@ -67,7 +67,7 @@ def together(store: str, line: str, writers: int, packages: list[str]) -> int:
             for package in packages[number::writers]:
                 say(asdict(push(package, store, line=line)))
             code = 0
-        except BaseException:  # noqa: BLE001  # a fork must not go on with what its parent does
+        except BaseException:  # noqa: BLE001  # a forked child must not continue with what its parent does
             traceback.print_exc()
         finally:
             sys.stderr.flush()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.shared import made_once
+from tests.shared import frozen_once
 from torch import nn
 from torch.nn import functional
 
@@ -40,17 +40,13 @@ def classifier(width: int = 8) -> trainload.Job:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A classifier of four numbers, frozen. No test changes it."""
-    return trainload.open(
-        made_once(tmp_path_factory, "small", lambda folder: trainload.freeze(classifier(), folder / "small.tl")) / "small.tl"
-    )
+    return frozen_once(tmp_path_factory, "small", classifier)
 
 
 @pytest.fixture(scope="session")
 def wider(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The same with a wider layer. No test changes it."""
-    return trainload.open(
-        made_once(tmp_path_factory, "wider", lambda folder: trainload.freeze(classifier(width=12), folder / "wider.tl")) / "wider.tl"
-    )
+    return frozen_once(tmp_path_factory, "wider", lambda: classifier(width=12))
 
 
 def write_day(path: Path, rows: int = 40, seed: int = 0, shift: float = 0.0, **columns: object) -> Path:

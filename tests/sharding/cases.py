@@ -242,7 +242,7 @@ def prepare(_folder: Path) -> None:
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
-    """What each process of the group does: every case that it is asked for, its results to a file."""
+    """Compute every selected case on one rank of the group, and write its results to a file."""
     program, _, recipe, updates = captured()
     state = dict(program.state)
     asked = json.loads((folder / ASKED).read_text())

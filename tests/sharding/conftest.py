@@ -9,9 +9,8 @@ from tests.ranks import on_ranks
 from tests.selection import selected
 from tests.sharding.cases import CASES, prepare, rank_main, world_of, write_asked
 from tests.sharding.small import small_job
-from tests.shared import made_once
+from tests.shared import frozen_once
 
-import trainload
 from trainload.packaging.read import Package
 from trainload.sharding.source import Source
 
@@ -30,9 +29,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 @pytest.fixture(scope="session")
 def small_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The small job, frozen. No test changes it."""
-    return trainload.open(
-        made_once(tmp_path_factory, "small", lambda folder: trainload.freeze(small_job(), folder / "small.tl")) / "small.tl"
-    )
+    return frozen_once(tmp_path_factory, "small", small_job)
 
 
 @pytest.fixture(scope="session")

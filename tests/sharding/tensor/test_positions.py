@@ -61,7 +61,7 @@ def masked() -> Job:
 
 
 class NormFirst(nn.Module):
-    """What begins with a norm of the data, whose gradient nobody wants."""
+    """A model that begins with a norm of the data. Nothing needs the gradient of the data."""
 
     def __init__(self) -> None:
         super().__init__()
