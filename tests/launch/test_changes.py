@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.optimizer_jobs import STEPS, adam, eager, make_job, write_data
+from tests.launch.optimizer_jobs import STEPS, adam, eager, frozen, make_job, write_data
 from tests.laws.runs import TOLERANCE, curve, difference
 
 import trainload
@@ -29,7 +29,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return trainload.freeze(make_job(adam), tmp_path_factory.mktemp("plain") / "job.tl")
+    return frozen(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

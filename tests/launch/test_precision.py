@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import graph_jobs
+from tests.launch import graph_jobs, optimizer_jobs
 from tests.launch.optimizer_jobs import Model, adam, loss, make_job, write_data
 from tests.laws.gpt import gpt_job
 from tests.laws.gpt import loss as gpt_loss
@@ -78,7 +78,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def high(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return trainload.freeze(make_job(adam), tmp_path_factory.mktemp("high") / "job.tl")
+    return optimizer_jobs.frozen(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
