@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, packages_distributions
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -87,7 +87,7 @@ def provider_of(module: ModuleType) -> Provider | None:
     if named is None:
         return None
     file, name = Path(named), import_name(module)
-    for known in packages_distributions().get(name.partition(".")[0], ()):
+    for known in distributions_with(name):
         installed = distribution(known)
         files = {str(path): Path(str(installed.locate_file(path))) for path in installed.files or () if counts(str(path))}
         same = any(each.name == file.name and each.resolve() == file.resolve() for each in files.values())
@@ -98,6 +98,18 @@ def provider_of(module: ModuleType) -> Provider | None:
     if in_place is not None:
         return Provider(in_place.metadata["Name"], in_place.version, loose, in_place.read_text("METADATA"))
     return Provider(None, None, loose)
+
+
+def distributions_with(module: str) -> Sequence[str]:
+    """The names of the installed distributions that a module's outermost package comes from."""
+    places = tuple((place, Path(place).stat().st_mtime_ns) for place in sys.path if Path(place).is_dir())
+    return _by_package(places).get(module.partition(".")[0], ())
+
+
+@cache
+def _by_package(places: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
+    """`packages_distributions()`, which reads a file of each distribution, for as long as nothing is installed in these places."""
+    return packages_distributions()
 
 
 def installed_version(name: str) -> str | None:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from trainload.operators import counts_of
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.graph_json import with_graph
 from trainload.packaging.manifest import PassEntry
+from trainload.packaging.providers import distributions_with
 from trainload.packaging.read import Package, demand_weights
 from trainload.packaging.source_map import restore_traces
 from trainload.packaging.write import with_graphs
@@ -275,7 +276,7 @@ def _value(node: Node, where: str) -> Any:
 
 def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> PassEntry:
     module = str(getattr(function, "__module__", ""))
-    distribution = next(iter(packages_distributions().get(module.split(".")[0], ())), None)
+    distribution = next(iter(distributions_with(module)), None)
     file = getattr(sys.modules.get(module), "__file__", None)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     for key, value in given.items():
