@@ -12,7 +12,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 from tests.hostile.prepared import make_base
 from tests.launch.tiny import tiny_job
 from tests.launch.tiny import write_rows as write_tiny_rows
@@ -24,14 +23,10 @@ from tests.selection import mark_items, unmatched_patterns
 from tests.shared import frozen_once, made_once, run_folder
 from tests.timings import add_limit_option, report_timings
 
-import trainload
-from trainload.autograd_trace.aot import derive
 from trainload.launch.processes import in_main_thread
-from trainload.packaging.derived import write_derived
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
 from trainload.sharding.source import Source
-from trainload.sharding.step_graphs import derived_key
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 """An example takes as long as the machine is busy, and the same ones are tried each time; `make fuzz` looks for new ones."""
@@ -93,17 +88,10 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
         ray.shutdown()
 
 
-def freeze_gpt(folder: Path) -> None:
-    """Freeze the laws' GPT, and keep what every launch would derive of it anew: what evaluates."""
-    package, device = trainload.freeze(gpt_job(), folder / "gpt.tl"), torch.device("cpu")
-    for name in set(package.manifest.step_graphs()) - set(package.manifest.training_graphs()):
-        write_derived(package, derived_key(name, device), derive(package.program(), name, device))
-
-
 @pytest.fixture(scope="session")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The laws' GPT, frozen, with the step graphs of training and evaluation kept in it. No test changes it."""
-    return trainload.open(made_once(tmp_path_factory, "gpt", freeze_gpt) / "gpt.tl")
+    return frozen_once(tmp_path_factory, "gpt", gpt_job)
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 
 import trainload
+from trainload.autograd_trace.aot import derive
+from trainload.packaging.derived import write_derived
 from trainload.packaging.read import Package
+from trainload.sharding.step_graphs import derived_key
 
 
 def run_folder(factory: pytest.TempPathFactory) -> Path:
@@ -32,9 +36,17 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 def frozen_once(factory: pytest.TempPathFactory, name: str, job: Callable[[], trainload.Job]) -> Package:
     """Return the package `name`.tl of a job, frozen once in this run, as `made_once` makes things. Nobody may change it.
 
+    What every plan and every launch would derive of it anew, its evaluation's step graphs, is kept in it.
+
     job: a function, which is called where the package is not there yet.
     """
-    return trainload.open(_filled(factory, name, job, lambda folder: trainload.freeze(job(), folder / f"{name}.tl")) / f"{name}.tl")
+
+    def make(folder: Path) -> None:
+        package, device = trainload.freeze(job(), folder / f"{name}.tl"), torch.device("cpu")
+        for graph in set(package.manifest.step_graphs()) - set(package.manifest.training_graphs()):
+            write_derived(package, derived_key(graph, device), derive(package.program(), graph, device))
+
+    return trainload.open(_filled(factory, name, job, make) / f"{name}.tl")
 
 
 def _filled(factory: pytest.TempPathFactory, name: str, given: Callable[..., object], make: Callable[[Path], object]) -> Path:

@@ -75,9 +75,7 @@ def operators(step: StepGraph) -> Counter[str]:
     return Counter(name.replace("aten.detach.", "aten.alias.") for name in names)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=() if name in ("attention", "tied") else pytest.mark.slow) for name in MODELS]
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "attention" else pytest.mark.slow) for name in MODELS])
 def program(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return program_of(job(MODELS[request.param](), loss=loss_and_metric, predict=lambda model, batch: model(batch["x"])))
@@ -120,6 +118,12 @@ def counting(module: Any, x: Tensor) -> Tensor:
     return x * 2
 
 
+@functools.cache
+def of_middle(middle: Any) -> Any:
+    return program_of(job(Model(middle, seen=torch.zeros(()))))
+
+
+@pytest.mark.matrix("<lambda>0", "counting")
 @pytest.mark.parametrize(
     "middle",
     [
@@ -129,7 +133,7 @@ def counting(module: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_a_graph_that_writes_or_branches_is_left_to_aot_autograd(middle: Any) -> None:
-    program = program_of(job(Model(middle, seen=torch.zeros(()))))
+    program = of_middle(middle)
     assert not is_functional(program.graphs["train"].exported.graph_module)
 
 
@@ -151,6 +155,6 @@ def test_an_operator_whose_decomposition_writes_is_made_functional(writing_opera
 
 def test_a_graph_is_plain_where_nothing_can_go_wrong_in_deriving_it(program: Any) -> None:
     drawing = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5, training=True))))
-    writing = program_of(job(Model(counting, seen=torch.zeros(()))))
+    writing = of_middle(counting)
     assert {name: is_plain(graph) for name, graph in program.graphs.items()} == {"train": False, "eval": True, "predict": True}
     assert not is_plain(drawing.graphs["eval"]) and not is_plain(writing.graphs["eval"])

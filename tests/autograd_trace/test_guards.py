@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -88,10 +89,16 @@ CASES: dict[str, tuple[Function, dict[str, Tensor], dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def guarded_case(name: str) -> Program:
+    function, batch, dynamic = CASES[name]
+    return guarded(function, batch, dynamic=dynamic)
+
+
+@pytest.mark.matrix("any", "most", "even", "one", "alike", "double", "less")
 @pytest.mark.parametrize("name", CASES)
 def test_a_guard_takes_the_sizes_that_torch_takes(name: str) -> None:
-    function, batch, dynamic = CASES[name]
-    program = guarded(function, batch, dynamic=dynamic)
+    batch, program = CASES[name][1], guarded_case(name)
     exported = program.graphs["train"].exported
     dispatcher = Dispatcher("train", {"": [guard_of(program)]})
     torchs = exported.module(check_guards=True)
@@ -118,8 +125,7 @@ def takes(dispatcher: Dispatcher, batch: dict[str, Tensor]) -> bool:
 
 
 def test_a_size_that_follows_from_another_is_an_expression_of_it() -> None:
-    function, batch, dynamic = CASES["double"]
-    x, y = guard_of(guarded(function, batch, dynamic=dynamic)).inputs
+    x, y = guard_of(guarded_case("double")).inputs
     assert (x.sizes, y.sizes) == (("batch", "x_1"), ("batch", "2*x_1"))
 
 
@@ -168,8 +174,7 @@ def test_what_the_predict_graph_does_not_read_is_not_absent_from_it() -> None:
 
 def test_what_the_sizes_say_already_is_no_condition() -> None:
     for name in ("any", "most", "one", "alike", "double"):
-        function, batch, dynamic = CASES[name]
-        assert guard_of(guarded(function, batch, dynamic=dynamic)).conditions == ()
+        assert guard_of(guarded_case(name)).conditions == ()
 
 
 def test_a_condition_outside_the_grammar_narrows_the_guard_to_the_example(monkeypatch: pytest.MonkeyPatch) -> None:

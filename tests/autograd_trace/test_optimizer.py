@@ -55,11 +55,7 @@ ELEMENTWISE: dict[str, Make] = {
     "a count in the options": lambda p: InOptions(p),
     "state made in the constructor": lambda p: Prepared(p, decay=0.5),
 }
-one_of_each_family = pytest.mark.matrix(
-    when=lambda name: (
-        name in ("Adagrad", "Adam", "Adam-tensors", "AMSGrad", "NAdam", "RMSprop-centered", "SGD", "Nesterov", "Lion", "a count in Python")
-    )
-)
+one_of_each_family = pytest.mark.matrix(when=lambda name: name in ("Adagrad", "Adam", "Adam-tensors", "SGD", "Lion", "a count in Python"))
 WHOLE: dict[str, Make] = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
     "Adafactor-options": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1, maximize=True, d=1.5, beta2_decay=-0.5),
@@ -278,7 +274,7 @@ def test_a_learning_rate_of_zero_moves_nothing(name: str) -> None:
     assert bool(moved.isfinite().all())
 
 
-@pytest.mark.matrix("Adafactor", "Muon", "a step of length one", "by its shape")
+@pytest.mark.matrix("Muon", "a step of length one", "by its shape")
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_update_that_needs_the_whole_parameter_is_captured_for_its_shape(program: Program, name: str) -> None:
     recipe, (update,) = captured(program, lambda p: WHOLE[name]([q for q in p if q.ndim == 2]), quiet=True)
@@ -337,15 +333,15 @@ def test_a_parameter_of_two_optimizers_is_refused(program: Program) -> None:
         capture_optimizer(job(Model(), optimizer=lambda m: [optim.SGD(m.parameters()), optim.Adam(m.first.parameters())]), program)
 
 
-def test_state_is_described(program: Program) -> None:
-    (update,) = captured(program, ELEMENTWISE["AdamW"])[1]
-    assert [(s.name, s.dtype, s.like_parameter) for s in update.state] == [
+def test_state_is_described() -> None:
+    assert [(s.name, s.dtype, s.like_parameter) for s in of_each_element("Adam").state] == [
         ("exp_avg", "float32", True),
         ("exp_avg_sq", "float32", True),
         ("step", "float32", False),
     ]
 
 
+@pytest.mark.matrix(kind=lambda message: message)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -422,7 +418,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], lr.LRScheduler]] = {
 }
 
 
-@pytest.mark.matrix("a function for each", "OneCycleLR", "one after another")
+@pytest.mark.matrix("one after another")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, name: str) -> None:
     def make(model: nn.Module) -> optim.Optimizer:
@@ -450,10 +446,10 @@ def test_a_table_of_many_steps_is_kept_once_for_many_groups(program: Program) ->
     def make(model: nn.Module) -> optim.Optimizer:
         return optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())])
 
-    recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=lambda s: 0.5 + 0.5 * math.cos(s / 1e5), steps=100_000), program)
+    recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=lambda s: 0.5 + 0.5 * math.cos(s / 1e4), steps=10_000), program)
     assert len(recipe.groups) == 4
-    assert len(recipe.model_dump_json()) < 2_500_000
-    assert recipe.rates(99_999)[3] == 0.4 * recipe.schedules[0][-1]
+    assert len(recipe.model_dump_json()) < 250_000
+    assert recipe.rates(9_999)[3] == 0.4 * recipe.schedules[0][-1]
 
 
 @pytest.mark.parametrize(

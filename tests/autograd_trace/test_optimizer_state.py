@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ from tests.autograd_trace.optimizers import (
     Turned,
     Wrapping,
 )
-from tests.autograd_trace.test_optimizer import Make, captured, compare
-from tests.capture.jobs import Model, job
+from tests.autograd_trace.test_optimizer import Make, capture_of_the_model, captured, compare
+from tests.capture.jobs import job
 from torch import Tensor, nn, optim
 
+from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.autograd_trace.state_leaves import leaves, rebuilt
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError
@@ -39,13 +41,13 @@ from trainload.capture.trace import capture
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return capture(job(Model()))
+    return capture_of_the_model()
 
 
 ELEMENTWISE: dict[str, Make] = {
     "moments in a dict": Moments,
     "numbers that never change": Rates,
-    "an optimizer in another": lambda p: Wrapping(optim.Adam(p, lr=0.1), shared=False),
+    "an optimizer in another": lambda p: Wrapping(optim.SGD(p, lr=0.1, momentum=0.9), shared=False),
     "that share their state": lambda p: Wrapping(optim.SGD(p, lr=0.1, momentum=0.9), shared=True),
 }
 WHOLE: dict[str, Make] = {
@@ -62,6 +64,14 @@ def matrices(params: Any) -> list[Any]:
     return [p for p in params if p.ndim == 2]
 
 
+@functools.cache
+def of_matrices(make: Make) -> UpdateGraph:
+    """The update of the model's matrices."""
+    (update,) = captured(capture_of_the_model(), lambda p: make(matrices(p)), quiet=True)[1]
+    return update
+
+
+@pytest.mark.matrix("moments in a dict", "numbers that never change", "an optimizer in another")
 @pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_state_of_any_form_runs_on_slices(program: Program, make: Make) -> None:
     (update,) = captured(program, make)[1]
@@ -70,22 +80,21 @@ def test_state_of_any_form_runs_on_slices(program: Program, make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-def test_state_of_any_form_runs_on_whole_parameters(program: Program, make: Make) -> None:
-    (update,) = captured(program, lambda p: make(matrices(p)), quiet=True)[1]
+def test_state_of_any_form_runs_on_whole_parameters(make: Make) -> None:
+    update = of_matrices(make)
     assert update.shape == (8, 8)
     compare(update, make, (8, 8), 5e-3 if make is Rounded else 1e-4)
 
 
-def test_entries_are_named_by_their_places(program: Program) -> None:
-    (update,) = captured(program, lambda p: Factors(matrices(p)), quiet=True)[1]
-    assert [(spec.name, spec.shape) for spec in update.state] == [
+def test_entries_are_named_by_their_places() -> None:
+    assert [(spec.name, spec.shape) for spec in of_matrices(Factors).state] == [
         ("bases-now-0", ()),
         ("bases-now-1", ()),
         ("factors-0", ()),
         ("factors-1", ()),
         ("step", ()),
     ]
-    assert [spec.name for spec in captured(program, OfAll)[1][0].state] == ["optimizer-k"]
+    assert [spec.name for spec in of_matrices(OfAll).state] == ["optimizer-k"]
 
 
 def test_a_nest_is_made_new_with_other_leaves() -> None:
@@ -115,6 +124,7 @@ def test_what_an_update_cannot_keep_is_refused(program: Program, make: Make, mes
         captured(program, make)
 
 
+@pytest.mark.slow
 def test_a_count_that_differs_between_parameters_is_refused(program: Program) -> None:
     class Counting(Each):
         def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -125,6 +135,7 @@ def test_a_count_that_differs_between_parameters_is_refused(program: Program) ->
         captured(program, Counting)
 
 
+@pytest.mark.slow
 def test_state_differs_with_the_shape_of_the_parameter(program: Program) -> None:
     updates = captured(program, Factors)[1]
     assert [(u.group, len(u.state)) for u in updates] == [("group0-8", 3), ("group0-8x8", 5)]
@@ -134,8 +145,7 @@ def test_what_a_group_of_large_parameters_does_is_tried_on_them() -> None:
     """An update that small parameters would have on slices, and large ones have not."""
     updates = []
     for size in (8, 24):
-        model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-        given = job(model, batch={"x": torch.randn(4, size)}, loss=_loss, optimizer=lambda m: Large(m.parameters()))
+        given = job(nn.Linear(size, size), batch={"x": torch.randn(4, size)}, loss=_loss, optimizer=lambda m: Large(m.parameters()))
         updates.append(capture_optimizer(given, capture(given))[1])
     assert [[update.shape for update in each] for each in updates] == [[None], [(24,), (24, 24)]]
 

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autograd_trace.test_optimizer import captured
-from tests.capture.jobs import Model, job
+from tests.autograd_trace.test_optimizer import capture_of_the_model, captured
 from torch import Tensor, optim
 
 from trainload.autograd_trace import ways
 from trainload.autograd_trace.ways import TooManyWays, Ways
 from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
 
 STEPS = 12
-FEW = 4
+FEW = 2
 """The most ways that are taken where a test sets so: each of them is traced, and `MOST_WAYS` of them take long."""
 Change = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
@@ -93,12 +91,13 @@ def many(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return capture(job(Model()))
+    return capture_of_the_model()
 
 
 CHANGES = [(warmed, False), (looking_ahead, False), (nested, True), (trusted, True), (sized, True), (projected, True)]
 
 
+@pytest.mark.matrix("looking_ahead", "nested", "sized", "projected")
 @pytest.mark.parametrize(("change", "whole"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
 def test_the_way_is_the_one_that_the_values_choose(program: Program, change: Change, whole: bool) -> None:
     update = captured(program, lambda p: Branching(p, change))[1][-1]

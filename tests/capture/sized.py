@@ -68,6 +68,6 @@ def small(depth: int = 2, **options: Any) -> Job:
     return job_of(Stack(8, depth, **options))
 
 
-def large(width: int = 64, depth: int = 5, **options: Any) -> Job:
+def large(width: int = 64, depth: int = 3, **options: Any) -> Job:
     with torch.device("meta"):
         return job_of(Stack(width, depth, **options))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from tests.capture.sized import Block, Stack, job_of, large, small
+from tests.ranks import ran
 from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import fake_mode
@@ -27,6 +28,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:1 parameters get no gradient")
 def proven() -> Program:
     """The reduced job, captured and compared with eager."""
     return capture(small())
+
+
+@pytest.fixture(scope="module")
+def abstract(proven: Program) -> tuple[Program, AbstractProof]:
+    """The large job, captured as it is without values."""
+    return capture_abstract(large(), proven)
+
+
+@pytest.fixture(scope="module")
+def in_turn() -> Program:
+    """A reduced job of layers of two kinds in turn."""
+    return capture(small(depth=4, special=2))
 
 
 def refusal(job: Job, reduced: Program) -> str:
@@ -63,51 +76,55 @@ def test_a_model_with_values_keeps_them() -> None:
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
 
 
-def test_a_hollow_model_takes_no_memory() -> None:
-    code = (
-        "import resource, torch\n"
-        "from trainload.capture.hollow import hollow\n"
-        "with torch.device('meta'): model = torch.nn.Sequential(*[torch.nn.Linear(16384, 16384) for _ in range(64)])\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "with hollow(model): pass\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 64 * 1024  # KiB, of 64 GiB of parameters
+def tell_what_hollow_takes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(16384, 16384) for _ in range(64)])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with hollow(model):
+        pass
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_a_hollow_model_takes_no_memory(tmp_path: Path) -> None:
+    status, told = ran(tell_what_hollow_takes, cwd=tmp_path)
+    assert status == 0, told
+    assert int(told) < 64 * 1024  # KiB, of 64 GiB of parameters
 
 
 # What is captured
 
 
-def test_an_abstract_program_has_the_shapes_and_no_state(proven: Program) -> None:
-    program, _ = capture_abstract(large(), proven)
+def test_an_abstract_program_has_the_shapes_and_no_state(abstract: tuple[Program, AbstractProof]) -> None:
+    program, _ = abstract
     assert dict(program.state) == {}
-    assert {p.name: p.shape for p in program.parameters}["blocks.4.up.weight"] == (128, 64)
+    assert {p.name: p.shape for p in program.parameters}["blocks.2.up.weight"] == (128, 64)
     assert program.aliases == {"head.weight": "embedding.weight"}
 
 
-def test_an_abstract_program_is_for_the_cpu_as_any_other(proven: Program) -> None:
-    program, _ = capture_abstract(large(), proven)
+def test_an_abstract_program_is_for_the_cpu_as_any_other(abstract: tuple[Program, AbstractProof]) -> None:
+    program, _ = abstract
     values = [n.meta["val"] for n in program.graphs["train"].exported.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     assert {value.device.type for value in values} == {"cpu"}
 
 
-def test_a_parameter_is_trained_where_its_like_is(proven: Program) -> None:
-    program, _ = capture_abstract(large(), proven)
+def test_a_parameter_is_trained_where_its_like_is(abstract: tuple[Program, AbstractProof]) -> None:
+    program, _ = abstract
     assert [p.name for p in program.parameters if not p.trainable] == ["spare"]
 
 
+@pytest.mark.slow  # another width has their structure
 def test_a_job_of_the_same_sizes_has_the_very_graphs(proven: Program) -> None:
     program, _ = capture_abstract(large(width=8, depth=2), proven)
     for name, graph in program.graphs.items():
         assert str(graph.exported.graph) == str(proven.graphs[name].exported.graph)
 
 
+@pytest.mark.slow  # rare: a model without values is made on the meta device
 def test_a_model_of_fake_tensors_is_captured(proven: Program) -> None:
     with fake_mode():
-        model = Stack(64, 5)
+        model = Stack(64, 3)
     program, _ = capture_abstract(job_of(model), proven)
-    assert {p.name: p.shape for p in program.parameters}["blocks.4.up.weight"] == (128, 64)
+    assert {p.name: p.shape for p in program.parameters}["blocks.2.up.weight"] == (128, 64)
 
 
 def test_a_batch_without_values_is_captured(proven: Program) -> None:
@@ -116,13 +133,13 @@ def test_a_batch_without_values_is_captured(proven: Program) -> None:
     assert abstract.graphs["train"].inputs == proven.graphs["train"].inputs
 
 
-def test_the_proof_counts_the_reduced_job(proven: Program) -> None:
-    _, proof = capture_abstract(large(), proven)
+def test_the_proof_counts_the_reduced_job(proven: Program, abstract: tuple[Program, AbstractProof]) -> None:
+    _, proof = abstract
     count = sum(p.numel() for p in small().model.parameters())
     assert proof == AbstractProof(count, structure_of(proven))
 
 
-def test_a_model_that_cannot_be_traced_is_not_run() -> None:
+def test_a_model_that_cannot_be_traced_is_not_run(proven: Program) -> None:
     class Branching(Stack):
         def forward(self, tokens: Tensor) -> Tensor:
             assert torch.compiler.is_exporting(), "this model was run"
@@ -132,14 +149,14 @@ def test_a_model_that_cannot_be_traced_is_not_run() -> None:
     with torch.device("meta"):
         model = Branching(64, 3)
     with pytest.raises(CaptureError) as raised:
-        capture_abstract(job_of(model), capture(small()))
+        capture_abstract(job_of(model), proven)
     assert raised.value.findings[0].cause == "data-dependent-branch"
 
 
 # Structures
 
 
-@pytest.mark.matrix("3")
+@pytest.mark.slow  # the proof of the large job has the structure of the reduced one
 @pytest.mark.parametrize("depth", [2, 3, 7, 16])
 def test_any_number_of_equal_layers_has_one_structure(depth: int, proven: Program) -> None:
     assert structure_of(capture_abstract(large(depth=depth), proven)[0]) == structure_of(proven)
@@ -147,9 +164,8 @@ def test_any_number_of_equal_layers_has_one_structure(depth: int, proven: Progra
 
 @pytest.mark.matrix("6")
 @pytest.mark.parametrize("depth", [4, 6, 10])
-def test_layers_of_two_kinds_in_turn_have_one_structure(depth: int) -> None:
-    reduced = capture(small(depth=4, special=2))
-    capture_abstract(large(depth=depth, special=2), reduced)
+def test_layers_of_two_kinds_in_turn_have_one_structure(depth: int, in_turn: Program) -> None:
+    capture_abstract(large(depth=depth, special=2), in_turn)
 
 
 def under_autocast(depth: int, act: Callable[[Tensor], Tensor] = torch.relu) -> Job:
@@ -174,20 +190,23 @@ def region() -> Program:
 
 
 def test_any_number_of_layers_under_autocast_has_one_structure(region: Program) -> None:
-    assert difference(capture(under_autocast(5)), region) is None
+    assert difference(capture(under_autocast(3)), region) is None
 
 
+@pytest.mark.slow  # outside regions it is refused below
 def test_another_activation_under_autocast_is_a_difference(region: Program) -> None:
-    found = difference(capture(under_autocast(5, torch.tanh)), region)
+    found = difference(capture(under_autocast(2, torch.tanh)), region)
     assert found is not None
     assert "tanh" in found.abstract
 
 
-def test_layers_in_another_order_of_kinds_are_refused() -> None:
-    text = refusal(large(depth=6, special=3), capture(small(depth=4, special=2)))
+@pytest.mark.slow  # other layers are refused below
+def test_layers_in_another_order_of_kinds_are_refused(in_turn: Program) -> None:
+    text = refusal(large(depth=6, special=3), in_turn)
     assert "the eval graph, module blocks.*" in text
 
 
+@pytest.mark.slow  # test_abstract_package.py freezes such a pair
 def test_one_layer_is_not_enough_for_several() -> None:
     assert "eval graph" in refusal(large(depth=3), capture(small(depth=1)))
 
@@ -209,6 +228,7 @@ def test_another_parameter_is_refused_by_its_name(proven: Program) -> None:
     assert "parameter more" in refusal(job, proven)
 
 
+@pytest.mark.slow  # a parameter's record is compared whole, and by its name above
 def test_another_dtype_is_refused(proven: Program) -> None:
     job = large()
     job.model.bfloat16()
@@ -250,11 +270,11 @@ def stack_of(kind: type[Block], width: int, depth: int) -> Job:
 
 
 @pytest.mark.parametrize(("kind", "reduced"), [(Restarting, Block), (AlongWidth, AlongTime)])
-def test_the_same_operators_on_other_values_or_dims_are_refused(kind: type[Block], reduced: type[Block]) -> None:
+def test_the_same_operators_on_other_values_or_dims_are_refused(kind: type[Block], reduced: type[Block], proven: Program) -> None:
     torch.manual_seed(0)
-    proven = capture(stack_of(reduced, 8, 2))
+    proven = proven if reduced is Block else capture(stack_of(reduced, 8, 1))
     with torch.device("meta"):
-        job = stack_of(kind, 64, 3)
+        job = stack_of(kind, 64, 3 if reduced is Block else 1)
     assert "module blocks.*" in refusal(job, proven)
 
 

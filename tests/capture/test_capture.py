@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,21 @@ from torch.export import Dim
 
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Loss
-from trainload.capture.program import OutputRole
+from trainload.capture.program import OutputRole, Program
 from trainload.capture.trace import capture
+
+
+@pytest.fixture(scope="module")
+def captured() -> Program:
+    """A model of tied weights, both kinds of buffer, a constant and dropout."""
+
+    def middle(m: Any, x: Tensor) -> Tensor:
+        return nn.functional.dropout((x + m.a + m.b) * torch.tensor([2.0]), 0.5, m.training)
+
+    model = Model(middle, a=torch.ones(8))
+    model.register_buffer("b", torch.zeros(8), persistent=False)
+    model.last.weight = model.first.weight
+    return capture(job(model))
 
 
 def test_outputs_have_roles_and_names() -> None:
@@ -30,16 +44,18 @@ def test_outputs_have_roles_and_names() -> None:
     ]
 
 
-def test_the_batch_dim_is_dynamic_and_named() -> None:
-    (spec,) = capture(job(Model())).graphs["train"].inputs
+def test_the_batch_dim_is_dynamic_and_named(captured: Program) -> None:
+    (spec,) = captured.graphs["train"].inputs
     assert (spec.name, spec.dtype, spec.shape) == ("x", "float32", ("batch", 8))
 
 
+@pytest.mark.slow  # test_shapes.py declares it in every way
 def test_a_static_batch_dim_is_a_number() -> None:
     (spec,) = capture(job(Model(), dynamic={"x": {0: Dim.STATIC}})).graphs["train"].inputs
     assert spec.shape == (4, 8)
 
 
+@pytest.mark.slow  # test_shapes.py has dims of several inputs
 def test_a_batch_dim_declared_for_one_input_holds_for_all() -> None:
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4)}
     program = capture(
@@ -48,6 +64,7 @@ def test_a_batch_dim_declared_for_one_input_holds_for_all() -> None:
     assert [i.shape for i in program.graphs["train"].inputs] == [("batch", 8), ("batch",)]
 
 
+@pytest.mark.slow  # test_inputs.py has leaves in sorted order, and a graph's inputs in theirs
 def test_inputs_are_sorted_by_name() -> None:
     batch = {"z": torch.randn(4), "x": torch.randn(4, 8), "a": torch.randn(4)}
     program = capture(job(Model(), batch=batch, loss=lambda m, b: mean_square(m, b) * b["a"].mean() + b["z"].mean()))
@@ -67,12 +84,9 @@ def test_a_model_that_returns_its_loss_needs_no_loss() -> None:
     assert set(capture(job(Scored(), batch=batch, loss=None)).graphs) == {"train", "eval"}
 
 
-def test_tied_weights_are_one_parameter_with_an_alias() -> None:
-    model = Model()
-    model.last.weight = model.first.weight
-    program = capture(job(model))
-    assert program.aliases == {"last.weight": "first.weight"}
-    assert "last.weight" not in program.state
+def test_tied_weights_are_one_parameter_with_an_alias(captured: Program) -> None:
+    assert captured.aliases == {"last.weight": "first.weight"}
+    assert "last.weight" not in captured.state
 
 
 def test_parameters_without_gradient_are_warned_of_and_not_trained() -> None:
@@ -90,17 +104,13 @@ def test_frozen_parameters_are_kept_and_not_trained() -> None:
     assert "first.weight" in program.state
 
 
-def test_buffers_of_both_kinds_travel() -> None:
-    model = Model(lambda m, x: x + m.a + m.b, a=torch.ones(8))
-    model.register_buffer("b", torch.zeros(8), persistent=False)
-    program = capture(job(model))
-    assert {b.name: b.persistent for b in program.buffers} == {"a": True, "b": False}
-    assert {"a", "b"} <= set(program.state)
+def test_buffers_of_both_kinds_travel(captured: Program) -> None:
+    assert {b.name: b.persistent for b in captured.buffers} == {"a": True, "b": False}
+    assert {"a", "b"} <= set(captured.state)
 
 
-def test_a_tensor_made_in_forward_is_a_constant() -> None:
-    program = capture(job(Model(lambda _, x: x * torch.tensor([2.0]))))
-    assert [t.tolist() for n, t in program.constants.items() if n.startswith("train/")] == [[2.0]]
+def test_a_tensor_made_in_forward_is_a_constant(captured: Program) -> None:
+    assert [t.tolist() for n, t in captured.constants.items() if n.startswith("train/")] == [[2.0]]
 
 
 def test_capturing_leaves_the_model_as_it_was() -> None:
@@ -124,9 +134,8 @@ def test_capturing_leaves_the_random_generator_as_it_was() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_an_eval_graph_has_no_dropout() -> None:
-    program = capture(job(Model(lambda m, x: nn.functional.dropout(x, 0.5, m.training))))
-    flags = {name: [n.args[2] for n in g.exported.graph.nodes if "dropout" in str(n.target)] for name, g in program.graphs.items()}
+def test_an_eval_graph_has_no_dropout(captured: Program) -> None:
+    flags = {name: [n.args[2] for n in g.exported.graph.nodes if "dropout" in str(n.target)] for name, g in captured.graphs.items()}
     assert flags["train"] == [True]
     assert flags["eval"] in ([], [False])
 
@@ -147,6 +156,7 @@ def test_a_predict_graph_has_only_the_inputs_that_it_reads() -> None:
     assert [(o.role, o.name) for o in predict.outputs] == [(OutputRole.PREDICTION, "out")]
 
 
+@pytest.mark.slow  # of all modules of torch in tests/coverage
 def test_an_lstm_is_captured_without_a_warning() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

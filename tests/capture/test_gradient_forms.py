@@ -158,7 +158,7 @@ FORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.matrix(when=lambda name: list(FORMS).index(name) % 2 == 0)
+@pytest.mark.matrix("written", "all outputs used", "differentiated in forward", "hooked twice")
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_is_captured_and_derived(name: str) -> None:
     program = capture(job(FORMS[name]()))
@@ -166,6 +166,7 @@ def test_a_form_is_captured_and_derived(name: str) -> None:
     derive(program, "eval", torch.device("cpu"))
 
 
+@pytest.mark.slow  # rare together; each alone is captured in test_regions.py
 def test_a_checkpoint_in_a_branch_of_cond_is_the_call_alone() -> None:
     def branch(m: Any, x: Tensor) -> Any:
         return torch.cond(

@@ -16,6 +16,7 @@ TEXT = (ROOT / "docs" / "graphs.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
+@pytest.mark.matrix("0")
 @pytest.mark.parametrize("code", BLOCKS, ids=[str(n) for n in range(len(BLOCKS))])
 def test_an_example_is_captured(code: str) -> None:
     torch.manual_seed(0)

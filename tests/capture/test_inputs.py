@@ -17,6 +17,7 @@ from torch.export import Dim
 
 from trainload.capture.errors import JobError
 from trainload.capture.inputs import constants_of, leaves_of, rebuild
+from trainload.capture.program import Program
 from trainload.capture.trace import capture
 
 
@@ -113,7 +114,7 @@ _TREES = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.dictionaries(_NAMES, _TREES, max_size=4))
 def test_a_batch_is_what_its_leaves_and_constants_make_it(tree: dict[str, Any]) -> None:
     batch = {**tree, "always": ROWS}
@@ -155,15 +156,20 @@ def weighted(model: nn.Module, batch: dict[str, Any]) -> Any:
     return (out - one + two[:, None] + batch["listed"][1][1].only + batch["deep"]["b"]["c"] + batch["frozen"].value).square().mean()
 
 
-def test_a_loss_is_given_the_batch_as_the_job_has_it() -> None:
-    program = capture(job(Model(), batch=NESTED, loss=weighted))
-    train = program.graphs["train"]
+@pytest.fixture(scope="module")
+def nested() -> Program:
+    """A job of such a batch, captured."""
+    return capture(job(Model(), batch=NESTED, loss=weighted))
+
+
+def test_a_loss_is_given_the_batch_as_the_job_has_it(nested: Program) -> None:
+    train = nested.graphs["train"]
     assert [i.name for i in train.inputs] == list(leaves_of(NESTED))
     assert {i.shape for i in train.inputs} == {("batch", 8), ("batch",)}
 
 
-def test_a_constant_is_a_number_of_the_graph() -> None:
-    exported = capture(job(Model(), batch=NESTED, loss=weighted)).graphs["train"].exported
+def test_a_constant_is_a_number_of_the_graph(nested: Program) -> None:
+    exported = nested.graphs["train"].exported
     assert 0.5 in [argument for node in exported.graph.nodes for argument in node.args]
 
 
@@ -213,7 +219,8 @@ def test_dotted_and_underlined_names_are_kept_apart() -> None:
 
 def test_more_than_ten_parts_of_a_list_keep_their_places() -> None:
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        return sum((mean_square(model, {"x": part}) * number for number, part in enumerate(batch["parts"])), torch.zeros(()))
+        weighed = sum((part.mean() * number for number, part in enumerate(batch["parts"][1:], 1)), torch.zeros(()))
+        return mean_square(model, {"x": batch["parts"][0]}) + weighed
 
     program = capture(job(Model(), batch={"parts": [torch.randn(4, 8) * n for n in range(12)]}, loss=loss))
     assert len(program.graphs["train"].inputs) == 12

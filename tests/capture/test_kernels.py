@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ for _operator in (elsewhere, everywhere):
 backward_elsewhere.register_autograd(lambda ctx, gradient: elsewhere(gradient))
 
 
+@functools.cache
 def refusal(function: Callable[[Tensor], Tensor]) -> CaptureError:
     with pytest.raises(CaptureError) as raised:
         capture(job(Model(lambda _, x: function(x))))
@@ -131,6 +133,7 @@ def test_an_operator_whose_backward_is_another_operator_is_captured_and_derived(
     assert "kernels_test.cube_backward.default" in called
 
 
+@pytest.mark.slow  # rare; where the loss needs it, it is refused below
 def test_an_operator_without_a_derivative_is_captured_where_nobody_asks_for_it() -> None:
     prove(job(Model(lambda _, x: x / (1 + size_of(x).detach()))), Check.USUAL)
 

@@ -29,7 +29,7 @@ def in_a_loop(_: Any, x: Tensor) -> Any:
     return loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.5 + len(y)), (torch.tensor(0), x.detach()))[1] + x
 
 
-@pytest.mark.matrix("reshape", "arithmetic", "vmap", "while_loop")
+@pytest.mark.matrix("reshape", "arithmetic")
 @pytest.mark.parametrize(
     "middle",
     [
@@ -79,6 +79,7 @@ def test_len_in_the_loss_is_a_size() -> None:
     prove(job(Model(), loss=loss), Check.THOROUGH)
 
 
+@pytest.mark.slow  # a branch of the first test has a list too
 def test_len_of_a_list_is_its_length() -> None:
     prove(job(Model(lambda _, x: torch.stack([x, x]).sum(0) / len([x, x]))), Check.USUAL)
 

@@ -130,6 +130,7 @@ def test_a_model_that_fails_on_another_size_is_refused_with_its_line() -> None:
         capture(job(Model(picky)))
 
 
+@pytest.mark.slow  # a cause of test_errors.py
 def test_a_branch_on_data_names_file_line_and_cure() -> None:
     def branch(_: Any, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
@@ -139,6 +140,7 @@ def test_a_branch_on_data_names_file_line_and_cure() -> None:
         capture(job(Model(branch)))
 
 
+@pytest.mark.slow  # a cause of test_errors.py
 def test_a_size_that_must_be_fixed_is_named_as_such() -> None:
     def fixed(_: Any, x: Tensor) -> Tensor:
         return x.view(4, 8)

@@ -42,7 +42,9 @@ CONSTRUCTS = {
     "no_grad_around_autocast": "wrap_with_autocast",
 }
 """Model -> an operator of its graph."""
-one_of_each_construct = pytest.mark.matrix(when=lambda name: name in CONSTRUCTS)
+some_constructs = pytest.mark.matrix("function_under_a_bound_name", "checkpoint_with_dropout")
+"""Of the others, test_export.py freezes a gradient in forward; test_gradient_forms.py and the functions below derive hooks and functions of
+torch; the job that is captured by hand has cond, autocast and no_grad."""
 
 
 @functools.cache
@@ -54,7 +56,7 @@ def captured(name: str) -> tuple[Job, Program]:
 
 
 @expected_warnings
-@one_of_each_construct
+@some_constructs
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_says(name: str, tmp_path: Any) -> None:
     description, program = captured(name)
@@ -72,13 +74,14 @@ def targets(program: Program) -> set[str]:
 
 
 @expected_warnings
+@pytest.mark.matrix("function_*", "*checkpoint*", "gradient_penalty-*", "no_grad_around_cond-*")
 @pytest.mark.parametrize(("name", "operator"), CONSTRUCTS.items())
 def test_a_construct_is_an_operator_of_the_graph(name: str, operator: str) -> None:
     assert operator in targets(captured(name)[1])
 
 
 @expected_warnings
-@one_of_each_construct
+@some_constructs
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mark_is_left_in_a_graph(name: str) -> None:
     assert not [target for target in targets(captured(name)[1]) if "trainload_mark" in target]
@@ -215,13 +218,14 @@ def solved(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:. parameters get no gradient")  # some use a part of `part`
-@pytest.mark.matrix(kind=lambda middle: middle.__name__.partition("_")[0] == "mapped")
+@pytest.mark.matrix("mapped_along_columns")
 @pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved, jacobian, curvature])
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))
     check_step(program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
 
 
+@pytest.mark.slow  # an interpreter of its own; goldens and ranks read packages too
 def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -> None:
     description = job(MODELS["function_under_a_bound_name"]())
     program = capture(description)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from trainload.capture.errors import CaptureError
+from trainload.capture.program import Program
 from trainload.capture.replays import Check, replay_batches
 from trainload.capture.trace import capture
 
@@ -25,9 +27,15 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
 
-def sizes(check: Check) -> list[tuple[int, ...]]:
+@functools.cache
+def captured() -> tuple[Batch, Program]:
+    """A job of a dynamic length: its example, and its program."""
     batch = tokens()
-    program = capture(job(Model(), batch=batch, loss=loss, dynamic=SEQ))
+    return batch, capture(job(Model(), batch=batch, loss=loss, dynamic=SEQ))
+
+
+def sizes(check: Check) -> list[tuple[int, ...]]:
+    batch, program = captured()
     found = replay_batches(program.graphs["train"], batch, check)
     assert all(each["x"].shape[:2] == each["y"].shape for each in found)
     assert all(set(each["y"].flatten().tolist()) <= set(batch["y"].flatten().tolist()) for each in found)

@@ -52,13 +52,14 @@ def of_one(_: Any, x: Tensor) -> Tensor:
     return result.expand(-1, 8)
 
 
-@pytest.mark.matrix("backwards", "of_one")
+@pytest.mark.matrix("backwards")
 @pytest.mark.parametrize("middle", [recurrence, backwards, products, by_path, of_one])
 def test_a_scan_has_eagers_loss_and_gradients_on_every_number_of_rows(middle: Middle) -> None:
     program = prove(job(Model(middle)), Check.THOROUGH if middle is recurrence else Check.USUAL).program
     assert str(program.graphs["train"].guard) == "x float32[batch, 8]"
 
 
+@pytest.mark.slow  # test_shapes.py has dims that a model does not take
 def test_a_scan_of_a_length_that_changes_is_refused() -> None:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         added: Tensor = scan(lambda a, b: a + b, model(batch["x"]), 1, combine_mode="generic")

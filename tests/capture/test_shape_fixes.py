@@ -107,7 +107,7 @@ def test_rows_are_never_made_to_depend_on_another_size(line: str) -> None:
         apply_fixes(suggested_fixes(refused(line)), {"x": {0: ROWS, 1: A}}, "train")
 
 
-@pytest.mark.matrix(when=lambda output: output in (branching, added))
+@pytest.mark.slow  # another graph, below, and test_freeze_shapes.py have what is captured then
 @pytest.mark.parametrize(
     ("output", "names", "declared", "shape", "applied"),
     [

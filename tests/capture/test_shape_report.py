@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +34,17 @@ def dim(report: ShapeReport, name: str, number: int) -> DimReport:
     return next(d for d in report.dims if (d.input, d.dim) == (name, number))
 
 
-@pytest.mark.matrix(kind=lambda output, declared: (output, declared is None))
-@pytest.mark.parametrize("declared", [Dim("seq"), Dim.AUTO, Dim.DYNAMIC, None], ids=["named", "auto", "dynamic", "fixed"])
+DECLARED: dict[str, Any] = {"named": Dim("seq"), "auto": Dim.AUTO, "dynamic": Dim.DYNAMIC, "fixed": None}
+
+
+@functools.cache
+def explained(output: Callable[..., Any], name: str, number: int, declared: str) -> ShapeReport:
+    """The report of a job whose one dim is declared so."""
+    return explain_shapes(asked(output, name, dynamic={name: {number: DECLARED[declared]}}))
+
+
+@pytest.mark.matrix("reshaped-*-named", "positioned-*-named", "branching-*-fixed")
+@pytest.mark.parametrize("declared", DECLARED)
 @pytest.mark.parametrize(
     ("output", "name", "number", "condition", "relax"),
     [
@@ -46,16 +56,17 @@ def dim(report: ShapeReport, name: str, number: int) -> DimReport:
     ],
 )
 def test_the_line_that_restricts_a_dim_is_named(
-    output: Callable[..., Any], name: str, number: int, condition: str, relax: str, declared: Any
+    output: Callable[..., Any], name: str, number: int, condition: str, relax: str, declared: str
 ) -> None:
-    report = dim(explain_shapes(asked(output, name, dynamic={name: {number: declared}})), name, number)
+    report = dim(explained(output, name, number, declared), name, number)
     place, line = line_of(output)
-    wanted = condition.replace("SIZE", "seq" if isinstance(declared, Dim) else f"{name}[{number}]")
+    wanted = condition.replace("SIZE", "seq" if declared == "named" else f"{name}[{number}]")
     assert (report.causes[0].place, report.causes[0].line, report.causes[0].condition) == (place, line, wanted)
-    if declared is not None:
+    if declared != "fixed":
         assert report.relax.startswith(relax.replace("PLACE", place).replace("CONDITION", wanted))
 
 
+@pytest.mark.matrix("reshaped-*", "positioned-*", "strided-*")
 @pytest.mark.parametrize(
     ("output", "name", "symbol", "limits"),
     [
@@ -70,7 +81,7 @@ def test_the_line_that_restricts_a_dim_is_named(
 def test_a_dim_left_to_torch_has_the_range_that_the_model_takes(
     output: Callable[..., Any], name: str, symbol: str | None, limits: tuple[int, int | None]
 ) -> None:
-    found = explain_shapes(asked(output, name, dynamic={name: {1: Dim.AUTO}}))
+    found = explained(output, name, 1, "auto")
     report = dim(found, name, 1)
     assert (report.symbol, report.least, report.most, found.refused) == (symbol, *limits, ())
 
@@ -86,8 +97,8 @@ def test_a_dim_left_to_torch_has_the_range_that_the_model_takes(
     ],
 )
 def test_a_dim_that_torch_refuses_has_what_the_model_takes_and_what_torch_suggests(output: Callable[..., Any], fix: str) -> None:
-    report = explain_shapes(asked(output, dynamic={"x": {1: Dim("seq")}}))
-    by_torch = dim(explain_shapes(asked(output, dynamic={"x": {1: Dim.AUTO}})), "x", 1)
+    report = explained(output, "x", 1, "named")
+    by_torch = dim(explained(output, "x", 1, "auto"), "x", 1)
     assert (dim(report, "x", 1).least, dim(report, "x", 1).most) == (by_torch.least, by_torch.most)
     assert report.refused
     assert report.fixes == (fix,)
@@ -112,6 +123,7 @@ def test_dims_that_must_be_equal_name_each_other() -> None:
     assert report.fixes == ("b = a",)
 
 
+@pytest.mark.slow  # rows, below, are declared equal too
 def test_dims_that_are_declared_equal_have_no_cause() -> None:
     seq = Dim("seq")
     report = explain_shapes(asked(added, "x", "y", dynamic={"x": {1: seq}, "y": {1: seq}}))
@@ -146,12 +158,12 @@ def test_a_derived_dim_is_shown_as_declared() -> None:
 
 
 def test_a_fixed_dim_that_could_be_dynamic_says_what_to_write() -> None:
-    report = explain_shapes(asked(branching))
-    found = dim(report, "x", 1)
+    found = dim(explain_shapes(asked(branching)), "x", 1)
     assert (found.symbol, found.least, found.most, found.declared) == (None, 6, 6, "")
     assert found.relax == "Write dynamic={'x': {1: Dim('x_1', max=16)}}."
 
 
+@pytest.mark.matrix("added-*")
 @pytest.mark.parametrize(
     ("output", "names"), [(branching, ["x"]), (added, ["x", "y"]), (strided, ["x"]), (strided_target, ["x", "target"])]
 )

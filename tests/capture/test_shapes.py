@@ -29,7 +29,7 @@ def shape_of(said: Any) -> tuple[object, ...]:
     return spec.shape
 
 
-@pytest.mark.matrix("named", "auto range", "multiple", "from the end", "tuple")
+@pytest.mark.matrix("tuple")  # the tests below have ranges, derived dims and torch's choice
 @pytest.mark.parametrize(
     "said",
     [
@@ -50,7 +50,7 @@ def test_a_dim_that_is_declared_dynamic_is_a_symbol(said: Any) -> None:
     assert shape_of(said) == ("batch", "x_1", 8)
 
 
-@pytest.mark.matrix("nothing", "static", "two")
+@pytest.mark.matrix("static")
 @pytest.mark.parametrize(
     "said",
     [{}, {1: Dim.STATIC}, {1: 6}, {1: None}, None, {1: Dim.STATIC, 2: 8}],
@@ -60,6 +60,7 @@ def test_a_dim_that_is_not_declared_dynamic_is_a_number(said: Any) -> None:
     assert shape_of(said) == ("batch", 6, 8)
 
 
+@pytest.mark.matrix("said0")
 @pytest.mark.parametrize("said", [{0: 4}, {0: None}, {0: Dim.STATIC}, (None, None, None)])
 def test_a_batch_dim_that_is_fixed_is_a_number(said: Any) -> None:
     assert shape_of(said) == (4, 6, 8)
@@ -127,6 +128,7 @@ def test_what_does_not_fit_is_refused_with_its_place(dynamic: dict[str, Any], wh
     assert caught.value.where == where
 
 
+@pytest.mark.matrix("0")  # the next test has length 1
 @pytest.mark.parametrize("length", [0, 1])
 def test_an_example_of_a_length_that_torch_takes_for_a_constant_is_warned_of(length: int) -> None:
     with pytest.warns(UserWarning, match=rf"x has length {length} in dim 1, which is declared as Dim\.AUTO.* length 2 or more"):
@@ -136,6 +138,7 @@ def test_an_example_of_a_length_that_torch_takes_for_a_constant_is_warned_of(len
     assert program.graphs["train"].inputs[0].shape == ("batch", length, 8)
 
 
+@pytest.mark.slow  # the test above has the warning
 def test_a_named_dim_of_length_1_is_warned_of_before_torch_refuses_it() -> None:
     with pytest.warns(UserWarning, match=r"declared as Dim\('seq'\)"), pytest.raises(CaptureError, match="one size only"):
         capture(job(Model(), batch={"x": torch.randn(4, 1, 8)}, dynamic={"x": {1: Dim("seq")}}))

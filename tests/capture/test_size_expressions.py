@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainload.capture.size_expressions import MAX_LENGTH, GrammarError, parse
@@ -86,6 +86,7 @@ def test_a_line_is_seen(text: str, line: tuple[int, int] | None) -> None:
     assert parse(text).affine() == line
 
 
+@settings(max_examples=40)
 @given(st.text(alphabet="ab01 +-*/%<>=!(),.maxinotrd", max_size=40))
 def test_a_text_is_refused_or_has_a_value(text: str) -> None:
     try:

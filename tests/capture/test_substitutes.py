@@ -66,6 +66,7 @@ def at_rows(program: Program, model: nn.Module, rows: int, loss: Loss) -> tuple[
     return captured, loss(model, batch)
 
 
+@pytest.mark.matrix("two_views", "covariance", "likelihood")  # distances are of many rows below
 @pytest.mark.parametrize("loss", [two_views, three_views, two_inputs, distances, covariance, likelihood])
 def test_any_number_of_rows_gives_what_eager_gives(loss: Loss) -> None:
     model = Model()
@@ -81,30 +82,49 @@ def test_distances_of_many_rows_are_the_ones_of_a_matrix_product() -> None:
     torch.testing.assert_close(*at_rows(program, model, 11, distances), rtol=2e-5, atol=1e-6)
 
 
+def masks() -> tuple[Tensor, Tensor]:
+    """One that is causal, and one that is not."""
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    return causal, causal | torch.ones(5, 5, dtype=torch.bool).tril(-3)
+
+
+def encoder() -> nn.Module:
+    """Its mask torch would look at, to see whether it is causal."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 1).train()
+
+
 class Decoder(nn.Module):
-    """A decoder whose mask torch would look at, to see whether it is causal."""
+    """So it would at a decoder's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 8, 0.0, batch_first=True), 1)
-        self.first = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 1)
+        self.first = encoder()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        later = torch.ones(5, 5, dtype=torch.bool).triu(1) if mask is None else mask
+        later = masks()[0] if mask is None else mask
         out: Tensor = self.layers(x, self.first(x, later), later)
         return out
 
 
-def test_a_transformers_mask_is_taken_as_it_is() -> None:
-    def loss(model: Any, batch: Batch) -> Any:
-        banded = torch.ones(5, 5, dtype=torch.bool).tril().logical_not() | torch.ones(5, 5, dtype=torch.bool).tril(-3)
-        return model(batch["x"]).square().mean() + model(batch["x"], banded).mean()
-
-    model = Decoder().train()
+def assert_taken(model: nn.Module, loss: Loss) -> None:
+    """Demand that the graph of a model has eager's loss on other rows."""
     program = capture(job(model, loss=loss, batch={"x": torch.randn(4, 5, 8)}))
     x = torch.randn(7, 5, 8)
     captured, *_ = program.graphs["train"].exported.module(check_guards=False)({"x": x})
     torch.testing.assert_close(captured, loss(model, {"x": x}), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.slow  # the next test has an encoder
+def test_a_transformers_mask_is_taken_as_it_is() -> None:
+    def loss(model: Any, batch: Batch) -> Any:
+        return model(batch["x"]).square().mean() + model(batch["x"], masks()[1]).mean()
+
+    assert_taken(Decoder().train(), loss)
+
+
+def test_an_encoders_mask_is_taken_as_it_is() -> None:
+    assert_taken(encoder(), lambda model, batch: model(batch["x"], masks()[1]).square().mean())
 
 
 def moved(dtype: torch.dtype) -> Loss:
@@ -131,6 +151,7 @@ def test_halves_of_a_number_of_rows_that_may_be_odd_are_refused() -> None:
         capture(job(Model(), loss=loss))
 
 
+@pytest.mark.slow  # a branch on a value, as test_errors.py has them
 def test_a_distribution_that_is_told_to_look_at_its_values_is_refused() -> None:
     def loss(model: nn.Module, batch: Batch) -> Any:
         return -_normal(model(batch["x"]), 1.0, validate_args=True).log_prob(batch["x"]).mean()

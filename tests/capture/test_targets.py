@@ -13,6 +13,7 @@ from trainload import Graph, Job, Loss, Turn
 from trainload.autograd_trace.trainers import make_loop
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError, JobError
+from trainload.capture.program import Program
 from trainload.capture.targets import targets_of
 from trainload.capture.trace import capture
 
@@ -52,15 +53,19 @@ def test_a_loss_is_captured_for_training_and_for_evaluation() -> None:
     assert [t.name for t in targets_of(job)] == ["first", "first-eval", "teach", "predict"]
 
 
-def test_a_graph_that_is_fed_takes_what_feeds_it_as_an_input() -> None:
-    program = capture(several(PAIR))
-    assert [i.name for i in program.graphs["second"].inputs] == ["score", "x"]
-    assert [(o.name, o.role.value) for o in program.graphs["first"].outputs] == [("loss", "loss"), ("score", "output")]
+@pytest.fixture(scope="module")
+def pair() -> Program:
+    """Two graphs, one of which feeds the other."""
+    return capture(several(PAIR))
 
 
-def test_no_gradient_flows_through_what_feeds_another_graph() -> None:
-    program = capture(several(PAIR))
-    outputs = program.graphs["first"].exported.module(check_guards=False)({"x": torch.randn(4, 8)})
+def test_a_graph_that_is_fed_takes_what_feeds_it_as_an_input(pair: Program) -> None:
+    assert [i.name for i in pair.graphs["second"].inputs] == ["score", "x"]
+    assert [(o.name, o.role.value) for o in pair.graphs["first"].outputs] == [("loss", "loss"), ("score", "output")]
+
+
+def test_no_gradient_flows_through_what_feeds_another_graph(pair: Program) -> None:
+    outputs = pair.graphs["first"].exported.module(check_guards=False)({"x": torch.randn(4, 8)})
     assert [value.requires_grad for value in outputs] == [True, False]
 
 

@@ -24,31 +24,40 @@ BLOCKS = {kind: (said, code) for kind, said, code in re.findall(r"```python\n# (
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the page has defined after its first example, and the package of its job."""
+    """What the page has defined after its first example."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("page") / "example.py"
     path.write_text(BLOCKS["works"][1])
     found: dict[str, Any] = {"torch": torch, "nn": nn, "Dim": Dim, "trainload": trainload}
     exec(compile(path.read_text(), str(path), "exec"), found)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found["package"] = trainload.freeze(found["job"], path.parent / "page.tl")
     return found
 
 
-def test_the_job_has_the_variants_that_it_says(names: dict[str, Any]) -> None:
-    assert ", ".join(names["package"].manifest.variants) == BLOCKS["works"][0].removeprefix("variants ")
+@pytest.fixture(scope="module")
+def packaged(names: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """That, and the package of its job."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {**names, "package": trainload.freeze(names["job"], tmp_path_factory.mktemp("page") / "page.tl")}
 
 
-def test_the_dispatched_batches_go_where_it_says(names: dict[str, Any]) -> None:
-    exec(BLOCKS["dispatches"][1], names)
+@pytest.mark.slow  # of goldens and other packages with variants test_variants.py trains them
+def test_the_job_has_the_variants_that_it_says(packaged: dict[str, Any]) -> None:
+    assert ", ".join(packaged["package"].manifest.variants) == BLOCKS["works"][0].removeprefix("variants ")
 
 
-def test_the_refusal_is_the_one_that_it_says(names: dict[str, Any]) -> None:
+@pytest.mark.slow  # test_dispatch.py has the dispatch
+def test_the_dispatched_batches_go_where_it_says(packaged: dict[str, Any]) -> None:
+    exec(BLOCKS["dispatches"][1], packaged)
+
+
+@pytest.mark.slow  # test_dispatch.py has its refusals
+def test_the_refusal_is_the_one_that_it_says(packaged: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=BLOCKS["refuses"][0]):
-        exec(BLOCKS["refuses"][1], names)
+        exec(BLOCKS["refuses"][1], packaged)
 
 
+@pytest.mark.slow  # test_record.py records such a model
 def test_the_recording_finds_what_it_says(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     found = {**names, "model": names["Model"]()}
     exec(BLOCKS["records"][1], found)

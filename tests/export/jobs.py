@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,21 +58,23 @@ import numpy, torch
 from safetensors.torch import save_file
 
 assert importlib.util.find_spec("trainload") is None
-kind, path, rows, written, calls = sys.argv[1:]
-batch = {name: torch.from_numpy(values) for name, values in numpy.load(rows).items()}
-if kind == "pt2":
-    files = {"trainload.json": ""}
-    call = torch.export.load(path, extra_files=files).module()
-    note = files["trainload.json"]
-else:
-    call = torch._inductor.aoti_load_package(path)
-    note = call.get_metadata()["trainload.json"]
-names = [output["name"] for output in json.loads(note)["outputs"]]
-for number in range(int(calls)):
-    results = dict(zip(names, call(batch) if kind == "pt2" else call(**batch), strict=True))
-    assert not any(value.requires_grad for value in results.values())
-    save_file({name: value.contiguous() for name, value in results.items()}, f"{written}.{number}")
-print(note)
+kind, calls, *folders = sys.argv[1:]
+for folder in folders:
+    path = f"{folder}/export.pt2"
+    batch = {name: torch.from_numpy(values) for name, values in numpy.load(f"{folder}/rows.npz").items()}
+    if kind == "pt2":
+        files = {"trainload.json": ""}
+        call = torch.export.load(path, extra_files=files).module()
+        note = files["trainload.json"]
+    else:
+        call = torch._inductor.aoti_load_package(path)
+        note = call.get_metadata()["trainload.json"]
+    names = [output["name"] for output in json.loads(note)["outputs"]]
+    for number in range(int(calls)):
+        results = dict(zip(names, call(batch) if kind == "pt2" else call(**batch), strict=True))
+        assert not any(value.requires_grad for value in results.values())
+        save_file({name: value.contiguous() for name, value in results.items()}, f"{folder}/results.{number}")
+    print(json.dumps(json.loads(note)))
 """
 
 
@@ -84,12 +86,21 @@ class Found:
     note: dict[str, Any]
 
 
-def opened_elsewhere(outside: Environment, kind: str, path: Path, batch: Mapping[str, Tensor], folder: Path, calls: int = 1) -> Found:
-    """Opens a .pt2 or an AOTInductor package in such a process, and calls it with one batch."""
-    rows: dict[str, Any] = {name: value.numpy() for name, value in batch.items()}
-    np.savez(folder / "rows.npz", **rows)
-    note = outside.run(_CHILD, folder, kind, path, folder / "rows.npz", folder / "results", str(calls))
-    return Found(tuple(load_file(folder / f"results.{number}") for number in range(calls)), json.loads(note))
+Opened = Sequence[tuple[Path, Mapping[str, Tensor]]]
+"""Exports, each with the batch that it is called with."""
+
+
+def opened_elsewhere(outside: Environment, kind: str, exports: Opened, folder: Path, calls: int = 1) -> list[Found]:
+    """Opens .pt2 files or AOTInductor packages in one such process, and calls each with its batch."""
+    folders = [folder / f"export-{number}" for number in range(len(exports))]
+    for place, (path, batch) in zip(folders, exports, strict=True):
+        place.mkdir()
+        (place / "export.pt2").symlink_to(path)
+        rows: dict[str, Any] = {name: value.numpy() for name, value in batch.items()}
+        np.savez(place / "rows.npz", **rows)
+    notes = outside.run(_CHILD, folder, kind, str(calls), *folders).splitlines()
+    results = [tuple(load_file(place / f"results.{number}") for number in range(calls)) for place in folders]
+    return [Found(found, json.loads(note)) for found, note in zip(results, notes, strict=True)]
 
 
 def own_results(package: Package, graph: str, batch: Mapping[str, Tensor], calls: int = 1) -> tuple[dict[str, Tensor], ...]:

@@ -12,6 +12,7 @@ import torch
 from tests.capture.jobs import Model, job
 from tests.capture.regions import MODELS
 from tests.export.jobs import Found, Small, model_of, opened_elsewhere, own_results, predict
+from tests.golden.goldens import Golden, goldens
 from tests.laws.isolated import Environment
 from torch import Tensor, nn
 from torch.export import Dim
@@ -25,6 +26,8 @@ from trainload.packaging.read import Package
 X = {"x": torch.randn(7, 8, generator=torch.Generator().manual_seed(3))}
 ROWS = {**X, "scale": torch.linspace(0.5, 2, 7)[:, None]}
 """Another number of rows than the example's, and another order than the graph's."""
+_GENERATOR = torch.Generator().manual_seed(1)
+ROWS_OF_EVERYTHING = {"x": torch.randint(0, 16, (5, 5), generator=_GENERATOR), "y": torch.randint(0, 16, (5,), generator=_GENERATOR)}
 
 
 CALLS = 3
@@ -36,8 +39,21 @@ def pt2(trained: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def from_pt2(pt2: Path, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return opened_elsewhere(outside, "pt2", pt2, ROWS, tmp_path_factory.mktemp("elsewhere"), CALLS)
+def everything(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> exporting.Exported:
+    """A graph with tied weights, a frozen one, both kinds of buffer, a constant, cond, autocast to bfloat16 and a no_grad region."""
+    return trainload.export(packaged, tmp_path_factory.mktemp("everything") / "job.pt2", to="pt2", graph="eval")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(pt2: Path, everything: exporting.Exported, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What one process that cannot import trainload got of both."""
+    exports = [(pt2, ROWS), (everything.path, ROWS_OF_EVERYTHING)]
+    return opened_elsewhere(outside, "pt2", exports, tmp_path_factory.mktemp("elsewhere"), CALLS)
+
+
+@pytest.fixture(scope="module")
+def from_pt2(elsewhere: list[Found]) -> Found:
+    return elsewhere[0]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +63,8 @@ def aoti(trained: Package, tmp_path_factory: pytest.TempPathFactory) -> exportin
 
 @pytest.fixture(scope="module")
 def from_aoti(aoti: exporting.Exported, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return opened_elsewhere(outside, "aoti", aoti.path, ROWS, tmp_path_factory.mktemp("elsewhere"), CALLS)
+    (found,) = opened_elsewhere(outside, "aoti", [(aoti.path, ROWS)], tmp_path_factory.mktemp("elsewhere"), CALLS)
+    return found
 
 
 def assert_close(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]], tolerance: float = 0.0) -> None:
@@ -107,13 +124,9 @@ def test_an_aotinductor_package_predicts_what_the_trained_eager_model_does(from_
         assert_close(from_aoti.results[:1], [predict(model_of(trained, Small()), ROWS)], 1e-5)
 
 
-def test_everything_that_a_graph_holds_comes_out(packaged: Package, outside: Environment, tmp_path: Path) -> None:
-    """Tied weights, a frozen one, both kinds of buffer, a constant, cond, autocast to bfloat16 and a no_grad region."""
-    generator = torch.Generator().manual_seed(1)
-    batch = {"x": torch.randint(0, 16, (5, 5), generator=generator), "y": torch.randint(0, 16, (5,), generator=generator)}
-    made = trainload.export(packaged, tmp_path / "job.pt2", to="pt2", graph="eval")
-    assert made.difference == 0.0
-    assert_close(opened_elsewhere(outside, "pt2", made.path, batch, tmp_path).results, own_results(packaged, "eval", batch))
+def test_everything_that_a_graph_holds_comes_out(packaged: Package, everything: exporting.Exported, elsewhere: list[Found]) -> None:
+    assert everything.difference == 0.0
+    assert_close(elsewhere[1].results, own_results(packaged, "eval", ROWS_OF_EVERYTHING, CALLS))
 
 
 def gradient_inside(model: Any, x: Tensor) -> Tensor:
@@ -190,6 +203,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return trainload.freeze(made, tmp_path_factory.mktemp("varied") / "varied.tl")
 
 
+@pytest.mark.slow  # the next test exports one that is there
 def test_a_variant_is_exported_by_its_name(varied: Package, tmp_path: Path) -> None:
     made = trainload.export(varied, tmp_path / "long.pt2", to="pt2", variant="long")
     assert (made.graph, made.inputs) == ("predict-long", {"x": "float32[batch, 16]"})
@@ -198,6 +212,17 @@ def test_a_variant_is_exported_by_its_name(varied: Package, tmp_path: Path) -> N
     assert_close([dict(zip(made.outputs, module(batch), strict=True))], own_results(varied, "predict-long", batch))
 
 
+def golden(name: str) -> Golden:
+    """A package that is there already."""
+    return next(each for each in goldens() if each.name == name)
+
+
+def test_a_goldens_variant_is_exported_by_its_name(tmp_path: Path) -> None:
+    made = trainload.export(trainload.open(golden("variants").package), tmp_path / "hinted.pt2", to="pt2", graph="eval", variant="hinted")
+    assert (made.graph, sorted(made.inputs), made.difference) == ("eval-hinted", ["hint", "x", "y"], 0.0)
+
+
+@pytest.mark.slow  # the rows of the first tests are in another order than the graph's
 def test_inputs_may_come_in_any_order(tmp_path: Path) -> None:
     batch = {"x": torch.randn(4, 8), "a.mask": torch.rand(4, 8)}
 
@@ -215,21 +240,10 @@ def test_inputs_may_come_in_any_order(tmp_path: Path) -> None:
     assert_close([{"prediction": module(batch)[0]}], own_results(package, "predict", sorted_batch))
 
 
-@torch.library.custom_op("export_library::halved", mutates_args=())
-def halved(x: Tensor) -> Tensor:
-    return x / 2
-
-
-halved.register_fake(torch.empty_like)
-halved.register_autograd(lambda _, gradient: gradient / 2)
-
-
 def test_operators_of_other_libraries_stay_and_are_named(tmp_path: Path) -> None:
-    made = job(Model(lambda _, x: halved(x)), predict=lambda model, batch: model(batch["x"]))
-    trainload.freeze(made, tmp_path / "a.tl")
-    package = trainload.open(tmp_path / "a.tl", libraries={"export_library": None})
-    exported = trainload.export(package, tmp_path / "a.pt2", to="pt2")
-    assert list(exported.libraries) == ["export_library"]
+    package = trainload.open(golden("operators").package, **golden("operators").opening)
+    exported = trainload.export(package, tmp_path / "a.pt2", to="pt2", graph="eval")
+    assert list(exported.libraries) == ["golden_ops"]
     assert exported.difference == 0.0
 
 
@@ -280,9 +294,7 @@ def test_a_path_that_is_taken_is_refused(trained: Package, pt2: Path) -> None:
 
 
 def test_an_abstract_package_has_nothing_to_export(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = Model()
-    package = trainload.freeze(job(model), tmp_path / "a.tl", abstract=True, reduced=job(Model()))
+    package = trainload.open(golden("shapes").package)
     assert "this package is abstract" in refusal(package, tmp_path / "a.pt2", graph="eval")
 
 
@@ -346,7 +358,7 @@ def test_the_command_refuses_in_one_line(packaged: Package, capsys: pytest.Captu
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.matrix("function_in_autocast")
+@pytest.mark.slow  # a backward is traced away as gradients are, and autocast as in the graph that holds everything
 @pytest.mark.parametrize("name", ["function_in_autocast", "function_in_no_grad", "function_in_a_checkpoint"])
 def test_evaluation_of_what_has_a_backward_of_its_own_comes_out(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

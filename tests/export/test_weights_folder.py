@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-import transformers
 from safetensors.torch import load_file, load_model, save_file
-from tests.capture.jobs import job
-from tests.export.jobs import Small, model_of, own_results, small_job
-from tests.huggingface.test_job_of import batch, bert, gpt2, mixtral, settings
+from tests.capture.jobs import Model, job
+from tests.export.jobs import Small, model_of, own_results
+from tests.huggingface.test_job_of import WORDS, batch, bert, frozen_gpt2, gpt2, mixtral, settings
 from tests.laws.isolated import Environment
 from tests.selection import selected
 from torch import Tensor, nn
@@ -27,14 +25,6 @@ from trainload.huggingface import assets_of, job_of
 from trainload.packaging.read import Package
 from trainload.packaging.write import with_weights
 from trainload.weights_folder import contents_of, write_folder
-
-WORDS = ["[PAD]", "[BOS]", "[EOS]", *(f"w{i}" for i in range(45))]
-
-
-def tokenizer() -> Any:
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[PAD]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]")
 
 
 def frozen(model: nn.Module, path: Path, **options: Any) -> Package:
@@ -53,8 +43,7 @@ def moved(package: Package, path: Path) -> Package:
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A GPT-2 with tied embeddings and a tokenizer, after training."""
-    folder = tmp_path_factory.mktemp("gpt")
-    return moved(frozen(gpt2(), folder / "gpt.tl", tokenizer=tokenizer()), folder / "trained.tl")
+    return moved(frozen_gpt2(tmp_path_factory), tmp_path_factory.mktemp("gpt") / "trained.tl")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +122,7 @@ def elsewhere(
         "experts": lambda: moved(frozen(mixtral(), scratch / "mixtral.tl"), scratch / "mixtral-trained.tl"),
         "within another": lambda: moved(frozen_pair(scratch / "pair.tl"), scratch / "pair-trained.tl"),
     }
-    needed = {"gpt", "within another", *selected(request, "name")}
+    needed = {"gpt", *selected(request, "name")}
     packages = {name: make() for name, make in made.items() if name in needed}
     folders = {name: folder if name == "gpt" else scratch / name.replace(" ", "-") for name in packages}
     for name, package in packages.items():
@@ -145,7 +134,7 @@ def elsewhere(
     return Elsewhere(packages, logits, json.loads(printed))
 
 
-@pytest.mark.matrix("gpt", "within another")
+@pytest.mark.matrix("gpt")
 @pytest.mark.parametrize("name", ["gpt", "tied decoder", "experts", "within another"])
 def test_from_pretrained_gives_the_packages_logits(name: str, elsewhere: Elsewhere) -> None:
     package = elsewhere.packages[name]
@@ -163,9 +152,15 @@ def test_the_tokenizer_is_where_transformers_looks_for_it(elsewhere: Elsewhere) 
     assert elsewhere.ids == [WORDS.index(word) for word in ("w3", "w7", "w1")]
 
 
-def test_a_configuration_does_not_go_with_the_weights_of_another_module(elsewhere: Elsewhere, tmp_path: Path) -> None:
-    folder = trainload.export(elsewhere.packages["within another"], tmp_path / "scale", to="huggingface", part="scale").path
+@pytest.mark.slow  # the next test has a part of the model itself
+def test_a_configuration_does_not_go_with_the_weights_of_another_module(tmp_path: Path) -> None:
+    folder = trainload.export(frozen_pair(tmp_path / "pair.tl"), tmp_path / "scale", to="huggingface", part="scale").path
     assert {path.name for path in folder.iterdir()} == {"model.safetensors", "README.md", "trainload.json"}
+
+
+def test_a_configuration_does_not_go_with_the_weights_of_a_part(gpt: Package, tmp_path: Path) -> None:
+    folder = trainload.export(gpt, tmp_path / "part", to="huggingface", part="transformer").path
+    assert not {"config.json", "generation_config.json"} & {path.name for path in folder.iterdir()}
 
 
 def test_a_folder_holds_what_it_should_and_no_path_of_this_machine(folder: Path) -> None:
@@ -182,7 +177,7 @@ def test_tied_weights_are_written_once_and_named(folder: Path) -> None:
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    package = trainload.freeze(small_job(assets={"tokenizer/vocab.txt": b"", "vocab.txt": b""}), tmp_path / "a.tl")
+    package = trainload.freeze(job(Model(), assets={"tokenizer/vocab.txt": b"", "vocab.txt": b""}), tmp_path / "a.tl")
     with pytest.raises(PackageError, match=r"assets/vocab\.txt: two files of the folder have one name"):
         trainload.export(package, tmp_path / "folder", to="huggingface")
     assert [path.name for path in tmp_path.iterdir()] == ["a.tl"]

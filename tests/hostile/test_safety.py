@@ -21,6 +21,7 @@ from trainload.packaging.read import Package, open_package
 from trainload.packaging.validate import validate_graph
 
 
+@pytest.mark.matrix("code as a symbolic size", "function of Python", "enum in a treespec")
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 def test_a_hostile_graph_is_refused_by_file_before_torch_reads_it(copied: Path, attack: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainload.packaging.read.graph_from_json", _never)
@@ -102,7 +103,7 @@ def test_an_operator_of_another_library_needs_its_owners_word(copied: Path) -> N
     assert open_package(copied, namespaces={"trainload_test_ops"}).program().graphs["train"].exported is not None
 
 
-@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 600), marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.slow)], ids=["some", "many"])
 def test_random_changes_of_a_graph_end_in_a_graph_or_in_a_package_error(packaged: Package, seeds: range) -> None:
     original = json.loads((packaged.path / "graphs/train.json").read_bytes())
     state = packaged._state(meta=True)
@@ -125,14 +126,14 @@ def test_random_changes_of_a_graph_end_in_a_graph_or_in_a_package_error(packaged
 def test_random_changes_of_a_manifest_end_in_a_package_or_in_a_package_error(copied: Path) -> None:
     original = json.loads((copied / "manifest.json").read_bytes())
     refused = 0
-    for seed in range(300):
+    for seed in range(120):
         write_manifest(copied, _mutated(original, random.Random(seed)))
         try:
             package = open_package(copied)
             assert Manifest.from_bytes(package.manifest.to_bytes(), "m") == package.manifest
         except PackageError:
             refused += 1
-    assert refused > 150
+    assert refused > 60
 
 
 _STRANGE: list[Any] = [None, True, -1, 0, 3, 2**63, 1.5, "", "x", "s0", "Infinity", [], {}, [[]]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,14 +22,35 @@ def face_files() -> list[Path]:
     return sorted(path for folder in (".", "commands", "report", "retraining") for path in face.glob(f"{folder}/*.py"))
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that `tree` imports, inside functions too. `from a import b` gives both a and a.b."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+Names = tuple[tuple[int, str], ...]
+"""(line, dotted name)."""
+
+
+@functools.cache
+def read(text: str) -> tuple[Names, Names]:
+    """What the module `text` imports, inside functions too, and what it uses: attributes, and what it gives to import_module.
+
+    `from a import b` imports both a and a.b. Several tests look through each file; none keeps its tree.
+    """
+    imported: list[tuple[int, str]] = []
+    used: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(names=names):
+                imported += [(node.lineno, alias.name) for alias in names]
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                imported += [(node.lineno, module), *((node.lineno, f"{module}.{alias.name}") for alias in names)]
+            case ast.Attribute():
+                name = dotted(node)
+                used += [(node.lineno, name)] if name is not None else []
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if (dotted(function) or "").endswith("import_module"):
+                used.append((node.lineno, name))
+    return tuple(imported), tuple(used)
+
+
+def imports(text: str) -> Names:
+    """(line, dotted name) of everything that `text` imports."""
+    return read(text)[0]
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -52,7 +73,7 @@ def stage_of(name: str) -> str | None:
 def upward_imports(text: str, stage: str) -> list[str]:
     """The imports in `text`, a module of `stage`, that point up: "line: name"."""
     order = [*STAGES, "face"]
-    found = ((line, name, stage_of(name)) for line, name in imports(ast.parse(text)))
+    found = ((line, name, stage_of(name)) for line, name in imports(text))
     return [
         f"{line}: {name}"
         for line, name, target in found
@@ -66,19 +87,8 @@ def _is_stage_parent(name: str) -> bool:
 
 def private_torch_names(text: str) -> list[str]:
     """The private names of torch that `text` uses: "line: name". Operator namespaces (`torch.ops._c10d_functional`) are public data."""
-    tree = ast.parse(text)
-    used = list(imports(tree))
-    used += [(node.lineno, name) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (name := dotted(node)) is not None]
-    used += [
-        (node.lineno, node.args[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and (dotted(node.func) or "").endswith("import_module")
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-        and isinstance(node.args[0].value, str)
-    ]
-    return [f"{line}: {name}" for line, name in used if _is_private(name)]
+    imported, used = read(text)
+    return [f"{line}: {name}" for line, name in (*imported, *used) if _is_private(name)]
 
 
 def _is_private(name: str) -> bool:

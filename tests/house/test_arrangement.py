@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -86,11 +85,7 @@ def test_an_import_of_the_face_is_seen() -> None:
 
 def test_ray_is_imported_by_launch_alone() -> None:
     below = [path for path in stage_files() if path.relative_to(ROOT).parts[0] != "launch"]
-    users = [
-        str(path.relative_to(ROOT))
-        for path in below
-        if any(name.split(".")[0] == "ray" for _, name in imports(ast.parse(path.read_text())))
-    ]
+    users = [str(path.relative_to(ROOT)) for path in below if any(name.split(".")[0] == "ray" for _, name in imports(path.read_text()))]
     assert users == []
 
 

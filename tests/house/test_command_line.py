@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -85,9 +86,15 @@ def test_help_imports_neither_torch_nor_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_the_console_script_exits_with_the_status() -> None:
     script = Path(sys.executable).with_name("trainload")
     assert subprocess.run([str(script), "inspect", "/nonexistent.tl"], capture_output=True, check=False).returncode == 2
+
+
+def test_the_console_script_is_the_command_line() -> None:
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="trainload")
+    assert script.load() is cli.main
 
 
 BAD_REQUESTS = {

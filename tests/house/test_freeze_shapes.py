@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -54,16 +56,46 @@ LINE = JOB.splitlines().index("        return self.linear(x) + self.positions[: 
 Capture = pytest.CaptureFixture[str]
 
 
+@contextmanager
+def placed(folder: Path) -> Iterator[None]:
+    """The current folder is one that holds the jobs and nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.setenv("COLUMNS", "300")
+        (folder / "positioned.py").write_text(JOB)
+        yield
+        sys.modules.pop("positioned", None)
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A current folder that holds the jobs and nothing else."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("COLUMNS", "300")
-    (tmp_path / "positioned.py").write_text(JOB)
-    yield tmp_path
-    sys.modules.pop("positioned", None)
+def here(tmp_path: Path) -> Iterator[Path]:
+    with placed(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A freeze with both options and --json: its folder, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("told"), io.StringIO()
+    with placed(folder), redirect_stdout(printed):
+        assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--explain-shapes", "--apply-suggested-fixes", "--json"]) == 0
+    return folder, printed.getvalue()
+
+
+def assert_recorded(folder: Path) -> None:
+    """Demand that the package says what it was frozen with."""
+    record = parse_canonical((folder / "out.tl/debug/batch.json").read_bytes(), "debug/batch.json")
+    assert record["dynamic"] == {"x": {"0": "Dim('batch', min=1)", "1": "Dim('seq', max=16)"}}
+    (fix,) = record["fixes"]
+    assert fix == {
+        "graph": "train",
+        "suggestion": "seq = Dim('seq', max=16)",
+        "dims": ["x[1]"],
+        "before": "Dim('seq')",
+        "after": "Dim('seq', max=16)",
+    }
 
 
 def test_a_table_says_what_each_dim_may_be_and_the_freeze_goes_on(here: Path, capsys: Capture) -> None:
@@ -81,6 +113,7 @@ def test_a_table_says_what_each_dim_may_be_and_the_freeze_goes_on(here: Path, ca
     assert (here / "out.tl").is_dir()
 
 
+@pytest.mark.slow  # test_shape_report.py has what such a report says
 def test_the_table_is_printed_where_torch_refuses_the_sizes(here: Path, capsys: Capture) -> None:
     assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--explain-shapes"]) == 2
     printed = capsys.readouterr()
@@ -90,19 +123,11 @@ def test_the_table_is_printed_where_torch_refuses_the_sizes(here: Path, capsys: 
     assert not (here / "out.tl").exists()
 
 
+@pytest.mark.slow  # the next tests have the same fixes in the record and as JSON
 def test_suggested_fixes_are_applied_printed_and_recorded(here: Path, capsys: Capture) -> None:
     assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--apply-suggested-fixes"]) == 0
     assert "applied  x[1]: Dim('seq') became Dim('seq', max=16) for the train graph" in capsys.readouterr().out
-    record = parse_canonical((here / "out.tl/debug/batch.json").read_bytes(), "debug/batch.json")
-    assert record["dynamic"] == {"x": {"0": "Dim('batch', min=1)", "1": "Dim('seq', max=16)"}}
-    (fix,) = record["fixes"]
-    assert fix == {
-        "graph": "train",
-        "suggestion": "seq = Dim('seq', max=16)",
-        "dims": ["x[1]"],
-        "before": "Dim('seq')",
-        "after": "Dim('seq', max=16)",
-    }
+    assert_recorded(here)
 
 
 def test_without_the_option_nothing_is_changed(here: Path) -> None:
@@ -110,9 +135,12 @@ def test_without_the_option_nothing_is_changed(here: Path) -> None:
     assert not (here / "out.tl").exists()
 
 
-def test_json_is_one_value_with_dims_and_fixes(here: Path, capsys: Capture) -> None:
-    assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--explain-shapes", "--apply-suggested-fixes", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
+def test_applied_fixes_are_recorded(told: tuple[Path, str]) -> None:
+    assert_recorded(told[0])
+
+
+def test_json_is_one_value_with_dims_and_fixes(told: tuple[Path, str]) -> None:
+    value = json.loads(told[1])
     assert [(d["input"], d["dim"], d["symbol"], d["most"]) for d in value["shapes"]["train"]["dims"]] == [
         ("x", 0, "batch", None),
         ("x", 1, "seq", 16),

@@ -16,6 +16,7 @@ import trainload
 from trainload import cli, passes
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
+from trainload.capture.trace import capture
 from trainload.packaging.debug import read_debug
 from trainload.packaging.read import Package
 
@@ -71,6 +72,13 @@ def fallen_back(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return trainload.freeze(flat(), tmp_path_factory.mktemp("fallen") / "a.tl")
 
 
+@pytest.fixture(scope="module")
+def asked_for(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """A plain model's package of the strict mode."""
+    torch.manual_seed(1)
+    return trainload.freeze(job(Model()), tmp_path_factory.mktemp("asked") / "a.tl", strict=True)
+
+
 def test_a_package_says_which_mode_each_graph_was_captured_in(fallen_back: Package) -> None:
     tracing = read_debug(fallen_back.path, "capture")["tracing"]
     assert {name: how["mode"] for name, how in tracing.items()} == {"train": "strict", "eval": "non-strict"}
@@ -102,26 +110,24 @@ def test_a_pass_keeps_it(fallen_back: Package, tmp_path: Path) -> None:
     assert read_debug(made.path, "capture")["tracing"]["train"]["mode"] == "strict"
 
 
-def test_what_was_asked_for_is_written_down(tmp_path: Path) -> None:
-    package = trainload.freeze(job(Model()), tmp_path / "a.tl", strict=True)
-    assert read_debug(package.path, "capture")["tracing"]["train"] == {"mode": "strict", "why": "it was asked for"}
+def test_what_was_asked_for_is_written_down(asked_for: Package) -> None:
+    assert read_debug(asked_for.path, "capture")["tracing"]["train"] == {"mode": "strict", "why": "it was asked for"}
 
 
-def test_both_modes_give_one_program_for_a_plain_model(tmp_path: Path) -> None:
+def test_both_modes_give_one_program_for_a_plain_model(asked_for: Package) -> None:
     torch.manual_seed(1)
-    model = Model()
-    graphs = []
-    for strict in (True, False):
-        program = trainload.freeze(job(model), tmp_path / f"{strict}.tl", strict=strict).program()
-        graphs.append([str(node.target) for node in program.graphs["train"].exported.graph.nodes if node.op == "call_function"])
+    programs = (asked_for.program(), capture(job(Model()), strict=False))
+    graphs = [[str(n.target) for n in p.graphs["train"].exported.graph.nodes if n.op == "call_function"] for p in programs]
     assert graphs[0] == graphs[1]
 
 
+@pytest.mark.slow  # of packages in general law 5 says so
 def test_a_strict_package_is_the_same_byte_for_byte(fallen_back: Package, tmp_path: Path) -> None:
     torch.manual_seed(1)
     assert trainload.freeze(flat(), tmp_path / "b.tl").digest == fallen_back.digest
 
 
+@pytest.mark.slow  # the first tests freeze so, and the next one asks for the other way
 def test_the_command_line_freezes_by_itself(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["freeze", spec, "-o", "a.tl"]) == 0
     assert cli.run(["inspect", "a.tl"]) == 0
@@ -133,6 +139,7 @@ def test_no_strict_refuses_on_the_command_line(spec: str, capsys: pytest.Capture
     assert "one size only in this model" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # the option is passed on as --no-strict is
 def test_strict_on_the_command_line_is_written_down(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["freeze", spec, "-o", "a.tl", "--strict"]) == 0
     assert cli.run(["inspect", "a.tl"]) == 0

@@ -67,7 +67,7 @@ def s3_kept() -> Kept:
 class Wire:
     """What stands between a client and a server: hands bytes on; or refuses, or keeps silent, while it is told so.
 
-    refuse: connections are closed at once. silent: what comes is taken, and never answered.
+    refuse: connections are closed at once. refused: how many were. silent: what comes is taken, and never answered.
     """
 
     def __init__(self, server: str) -> None:
@@ -75,6 +75,7 @@ class Wire:
         self._server = (host, int(port))
         self._door = socket.create_server(("127.0.0.1", 0))
         self.refuse = False
+        self.refused = 0
         self.silent = False
         self.seen: list[str] = []
         self._open: list[socket.socket] = []
@@ -104,6 +105,7 @@ class Wire:
                 return
             if self.refuse:
                 client.close()
+                self.refused += 1
                 continue
             server = socket.create_connection(self._server)
             self._open += [client, server]

@@ -129,9 +129,18 @@ def close_terminal(arguments: list[str | Path], cwd: Path, ready: Callable[[], b
 def wait_until_gone(mark: str, seconds: float = 20.0) -> list[str]:
     """The command lines of processes with `mark` in their environment that are alive after so many seconds."""
     deadline = time.monotonic() + seconds
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := list(_marked(mark).values())) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
+
+
+def kill_all(mark: str) -> None:
+    """Kills the processes with `mark` in their environment, and those that they begin meanwhile, and returns when there are none."""
+    while left := _marked(mark):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def _new_mark() -> tuple[str, dict[str, str]]:
@@ -140,13 +149,13 @@ def _new_mark() -> tuple[str, dict[str, str]]:
     return f"{name}={value}", {name: value}
 
 
-def _marked(mark: str) -> list[str]:
-    found = []
+def _marked(mark: str) -> dict[int, str]:
+    found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:  # it has ended, or is not ours
                 continue
     return found

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -11,13 +12,15 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.launch.commands import contents, the_line
+from tests.launch.commands import Interrupted, contents, the_line
 from tests.ranks import SECONDS, end, fork_server, start
 
 
@@ -28,11 +31,18 @@ class Command:
         process: the process. out, err: what it has written so far to standard output and to standard error.
     """
 
-    def __init__(self, words: Sequence[str | Path], cwd: Path, first: Callable[[], object] | None, variables: dict[str, str]) -> None:
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        cwd: Path,
+        first: Callable[[], object] | None,
+        variables: dict[str, str],
+        act: Callable[..., None],
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         environment = {**os.environ, **variables}
-        self.process = start(_command, [str(word) for word in words], self._err, first, cwd=cwd, log=self._out, variables=environment)
+        self.process = start(act, [str(word) for word in words], self._err, first, cwd=cwd, log=self._out, variables=environment)
 
     @property
     def out(self) -> str:
@@ -68,11 +78,98 @@ def command(*words: str | Path, cwd: Path, first: Callable[[], object] | None = 
         first: a function of a module, which is called before it in its process.
         variables: of the environment, beside those of this process.
     """
-    started = Command(words, cwd, first, variables)
+    with _started(words, cwd, first, variables, _command) as started:
+        yield started
+
+
+@contextmanager
+def _started(
+    words: Sequence[str | Path], cwd: Path, first: Callable[[], object] | None, variables: dict[str, str], act: Callable[..., None]
+) -> Iterator[Command]:
+    started = Command(words, cwd, first, variables, act)
     try:
         yield started
     finally:
         started.close()
+
+
+def interrupted(
+    words: Sequence[str | Path], cwd: Path, ready: Callable[[], bool], number: signal.Signals, *, torchrun: bool = False
+) -> Interrupted:
+    """Start a command in a session of its own and, once it is `ready`, send it a signal: SIGINT to all of the session, as a terminal does.
+
+    torchrun: by torchrun, on two ranks.
+    """
+    with _started(words, cwd, os.setsid, {}, _torchrun if torchrun else _command) as started:
+        leader = started.process.pid
+        assert leader is not None
+        while not ready():
+            assert started.process.is_alive(), started.err
+            time.sleep(0.02)
+        (os.killpg if number == signal.SIGINT else os.kill)(leader, number)
+        status = started.wait()
+        return Interrupted(status, started.err, left_in(leader))
+
+
+def terminal_closed(words: Sequence[str | Path], cwd: Path, ready: Callable[[], bool]) -> Interrupted:
+    """Start a command on a terminal of its own, which is closed once it is `ready`: SIGHUP to all there, and nowhere to write."""
+    master, slave = os.openpty()
+    with _started(words, cwd, partial(_take_terminal, os.ttyname(slave)), {"TERM": "xterm"}, _command) as started:
+        leader = started.process.pid
+        assert leader is not None
+        shown = bytearray()
+        os.set_blocking(master, False)
+        while not ready():
+            assert started.process.is_alive(), shown.decode()
+            with suppress(BlockingIOError):
+                shown += os.read(master, 1 << 16)
+            time.sleep(0.02)
+        for end_of_it in (slave, master):
+            os.close(end_of_it)
+        status = started.wait()
+        return Interrupted(status, shown.decode(), left_in(leader))
+
+
+def _take_terminal(name: str) -> None:
+    """Begin a session whose terminal this is. The first one that its leader opens is."""
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(terminal, stream)
+    os.close(terminal)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def torchrun_done(*words: str | Path, cwd: Path) -> tuple[int, str, str]:
+    """Run a command line by torchrun on two ranks.
+
+    Returns:
+        its exit status, what all of them printed, and what they said.
+    """
+    with _started(words, cwd, None, {}, _torchrun) as started:
+        status = started.wait()
+        return status, started.out, started.err
+
+
+def left_in(leader: int, seconds: float = 20.0) -> list[str]:
+    """Return the command lines of a session's processes that are alive after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := _of_session(leader)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _of_session(leader: int) -> list[str]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == leader and state != "Z":
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:  # it has ended
+                continue
+    return found
 
 
 def done(*words: str | Path, cwd: Path, first: Callable[[], object] | None = None, **variables: str) -> tuple[int, str, str]:
@@ -121,6 +218,36 @@ def _command(words: list[str], err: Path, first: Callable[[], object] | None) ->
     sys.argv = ["trainload", *words]
     if first is not None:
         first()
+    main()
+
+
+def _torchrun(words: list[str], err: Path, first: Callable[[], object] | None) -> None:
+    """Call torchrun's own launcher, whose ranks are forked and call the command line where it would start an interpreter for each."""
+    from torch.distributed import run
+
+    with err.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    if first is not None:
+        first()
+    made = run.config_from_args
+
+    def forked(args: Any) -> tuple[Any, Callable[..., Any] | str, list[str]]:
+        config, _, _ = made(args)
+        return dataclasses.replace(config, start_method="fork"), _torchrun_rank, words
+
+    run.config_from_args = forked
+    run.main(["--standalone", "--nproc-per-node", "2", "-m", "trainload", *words])
+
+
+def _torchrun_rank(*words: str) -> None:
+    from trainload.cli import main
+
+    os.setpgid(0, 0)  # torchrun has each in a group of its own, which a terminal's signals do not reach
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # as an interpreter has them, and not as torchrun's process does
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path.insert(0, os.getcwd())
+    sys.argv = ["trainload", *words]
     main()
 
 

@@ -141,6 +141,7 @@ def test_without_a_reduced_job_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_reduced_job_of_other_structure_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="differs from the reduced one"):
         trainload.freeze(large(depth=2), tmp_path / "big.tl", abstract=True, reduced=small(depth=1))

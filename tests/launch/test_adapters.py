@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.golden.goldens import goldens
 from tests.launch import graph_jobs
-from tests.launch.optimizer_jobs import STEPS, Model, adam, eager, frozen, make_job, muon, write_data
+from tests.launch.optimizer_jobs import STEPS, Model, adam, eager, frozen, make_job, write_data
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.selection import selected
 from torch import Tensor, nn
@@ -142,6 +142,7 @@ def test_the_trained_package_is_the_frozen_job_s_with_the_adapters_merged(packag
         torch.testing.assert_close(now[name], layer.merged(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_trained_beside_the_adapters_is_trained_as_it_was(package: Package, rows: Path, tmp_path: Path) -> None:
     plain = eager(by_hand(make_job(adam_of_trained), package, WITH_NORM))
     assert difference(plain.losses, launched(package, rows, tmp_path / "run", WITH_NORM)) <= TOLERANCE
@@ -233,10 +234,18 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(package: Package, alone: 
     assert trainload.open(tmp_path / "run.tl").digest == trainload.open(tmp_path / "before.tl").digest
 
 
-def test_layers_in_regions_get_adapters(rows: Path, tmp_path: Path) -> None:
-    package = trainload.freeze(make_job(adam, Regions), tmp_path / "job.tl")
-    plain = eager(by_hand(make_job(adam_of_trained, Regions), package, ADAPTERS))
-    assert difference(plain.losses, launched(package, rows, tmp_path / "run", ADAPTERS)) <= TOLERANCE
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The job with regions, whose third layer is frozen."""
+    job = make_job(adam_of_trained, Regions)
+    job.model.get_submodule("third").requires_grad_(False)
+    return trainload.freeze(dataclasses.replace(job, optimizer=adam_of_trained), tmp_path_factory.mktemp("held") / "job.tl")
+
+
+def test_layers_in_regions_get_adapters(held: Package, rows: Path, tmp_path: Path) -> None:
+    adapters = Adapters(rank=2, layers=("second.weight", "last.weight"))
+    plain = eager(by_hand(make_job(adam_of_trained, Regions), held, adapters))
+    assert difference(plain.losses, launched(held, rows, tmp_path / "run", adapters)) <= TOLERANCE
 
 
 def test_the_changed_package_is_a_sound_one(package: Package) -> None:
@@ -340,24 +349,24 @@ def test_adapters_that_do_not_fit_are_refused(strange: Package, options: dict[st
         trainload.Overrides(adapters=Adapters(**{"rank": 2, **options})).apply(strange)
 
 
-def test_an_update_of_whole_parameters_is_none_for_adapters(rows: Path, tmp_path: Path) -> None:
-    package = trainload.freeze(make_job(muon), tmp_path / "job.tl")
-    with pytest.raises(JobError, match=r"cannot be updated by Muon \+ AdamW .*whole parameters of shape \(12, 12\)"):
-        trainload.Overrides(adapters=Adapters(rank=2, layers=("second.weight",))).apply(package)
-    assert launched(package, rows, tmp_path / "run", Adapters(rank=2, layers=("first.weight",), also=("third.weight",)), steps=2)
+def test_an_update_of_whole_parameters_is_none_for_adapters(tmp_path: Path) -> None:
+    golden = next(each for each in goldens() if each.name == "turns")  # of two graphs, one of which Muon updates
+    package = trainload.open(golden.package)
+    with pytest.raises(JobError, match=r"cannot be updated by Muon \+ SGD .*whole parameters of shape \(6, 4\)"):
+        trainload.Overrides(adapters=Adapters(rank=2, layers=("maker.weight",))).apply(package)
+    adapters = Adapters(rank=1, layers=("judge.0.weight",), also=("maker.*",))
+    assert launched(package, golden.data, tmp_path / "run", adapters, steps=2)
+    before, now = weights(package), weights(trainload.open(tmp_path / "run.tl"))
+    assert {name for name in before if not torch.equal(before[name], now[name])} == {"judge.0.weight", "maker.weight", "maker.bias"}
 
 
-def test_a_layer_that_was_frozen_with_the_job_can_have_an_adapter(rows: Path, tmp_path: Path) -> None:
-    def held(job: trainload.Job) -> trainload.Job:
-        job.model.get_submodule("third").requires_grad_(False)
-        return dataclasses.replace(job, optimizer=adam_of_trained)
-
-    package = trainload.freeze(held(make_job(adam)), tmp_path / "job.tl")
+def test_a_layer_that_was_frozen_with_the_job_can_have_an_adapter(held: Package, rows: Path, tmp_path: Path) -> None:
     adapters = Adapters(rank=2, layers=("third.weight",))
-    plain = eager(by_hand(make_job(adam_of_trained), package, adapters))
-    assert difference(plain.losses, launched(package, rows, tmp_path / "run", adapters)) <= TOLERANCE
+    plain = eager(by_hand(make_job(adam_of_trained, Regions), held, adapters))
+    assert difference(plain.losses, launched(held, rows, tmp_path / "run", adapters)) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_several_graphs_train_the_adapters_that_they_reach(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     package = graph_jobs.frozen(tmp_path_factory, "tasks")
     adapters = Adapters(rank=2, layers=("torso.*.weight", "classes.weight"))
@@ -381,11 +390,11 @@ def test_every_variant_has_the_adapters_that_it_reaches(tmp_path: Path) -> None:
     assert torch.equal(before["layer.bias"], now["layer.bias"]) and not torch.equal(before["layer.weight"], now["layer.weight"])
 
 
-def test_a_graph_that_would_train_nothing_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    package = graph_jobs.frozen(tmp_path_factory, "gan")
-    overrides = trainload.Overrides(adapters=Adapters(rank=2, layers=("generator.*.weight",)))
-    with pytest.raises(JobError, match="the graph discriminator would have nothing to train"):
-        overrides.apply(package)
+def test_a_graph_that_would_train_nothing_is_refused() -> None:
+    golden = next(each for each in goldens() if each.name == "turns")
+    overrides = trainload.Overrides(adapters=Adapters(rank=1, layers=("judge.0.weight",)))
+    with pytest.raises(JobError, match="the graph generator would have nothing to train"):
+        overrides.apply(trainload.open(golden.package))
 
 
 def test_a_plan_for_the_frozen_package_is_refused(package: Package, rows: Path, tmp_path: Path) -> None:
@@ -398,6 +407,7 @@ def commanded(package: Package, rows: Path, *settings: str) -> list[str]:
     return ["launch", str(package.path), "--data", str(rows), *(part for each in settings for part in ("--set", each))]
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_adapters(package: Package, alone: Path, rows: Path, tmp_path: Path, capsys: Capture) -> None:
     settings = ("adapters.rank=3", "adapters.layers=*d.weight,last.weight", "adapters.alpha=6")
     options = ["--run-dir", str(tmp_path / "run"), "--backend", "local", "--no-compile"]

@@ -220,6 +220,7 @@ def test_a_dry_run_where_somebody_uses_the_devices_says_so_at_once(gpt: Package,
         ray.kill(busy)
 
 
+@pytest.mark.ray  # it starts none, but imports what those tests have
 def test_a_cluster_that_does_not_answer(gpt: Package, gpt_data: Path, here: Path, capfd: Capture) -> None:
     line = refused(launch(gpt, gpt_data, "--address", "127.0.0.1:1"), here, capfd)
     assert "address 127.0.0.1:1: no Ray cluster answers" in line
@@ -262,6 +263,7 @@ def test_resuming_a_run_whose_description_is_damaged(text: str, here: Path, caps
 # Environments
 
 
+@pytest.mark.matrix("freeze-2.10.1", "resume-2.16.0+cpu")
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu"])
 @pytest.mark.parametrize(
     "command", [["freeze", "job.py:job", "-o", "out.tl"], ["inspect", "."], ["verify", "."], ["resume", "."]], ids=lambda c: c[0]

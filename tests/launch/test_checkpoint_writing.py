@@ -276,6 +276,7 @@ def save_for_ever(folder: Path, rank: int, attempt: str) -> None:
         print(step, flush=True)
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_moments_leave_whole_checkpoints_only(tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")

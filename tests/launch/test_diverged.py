@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_whose_loss_is(
     assert not (tmp_path / "out.tl").exists()
 
 
-@pytest.mark.matrix("zero3", "a tensor axis", "a pipeline")
+@pytest.mark.matrix("zero3", "a pipeline")
 @pytest.mark.parametrize("name", PLANS)
 def test_all_ranks_of_a_plan_end_alike(package: Package, data: Path, tmp_path: Path, name: str) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), **PLANS[name])
@@ -144,6 +144,7 @@ def test_an_update_with_a_scaled_loss_is_left_out_and_the_run_goes_on(data: Path
     assert bool(trainload.open(tmp_path / "out.tl").weights.tensor("weight").isfinite().all())
 
 
+@pytest.mark.slow
 def test_of_several_updates_in_a_step_the_first_that_broke_is_named(tmp_path: Path) -> None:
     def part(name: str) -> Graph:
         def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -245,6 +245,7 @@ def test_a_run_is_resumed_with_the_word_that_it_was_given(run: Any, elsewhere: P
     assert resumed["last_loss"] == run["last_loss"]
 
 
+@pytest.mark.slow
 def test_a_pass_keeps_the_wheel(elsewhere: Path) -> None:
     options = ["package.tl", "--pass", "trainload.passes:eliminate_dead_code", "-o", "passed.tl"]
     json_said("--trust-extensions", "transform", *options, cwd=elsewhere)

@@ -70,6 +70,7 @@ def test_a_release_trains_as_the_package_that_was_pushed(tiny: Package, tiny_dat
     assert read_spec(there.run_dir).package == f"{store}#gpt/1"
 
 
+@pytest.mark.matrix(when=lambda name: not name)
 @pytest.mark.parametrize("name", ["", "#gpt", "#gpt/1"])
 def test_the_command_line_launches_a_release_and_says_which(
     tiny: Package, tiny_data: Path, s3: str, cache: Path, tmp_path: Path, capsys: Capture, name: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.launch.commands import TORCHRUN, Interrupted, close_terminal, interrupt, json_of
+from tests.launch.forked import interrupted, terminal_closed
 from tests.launch.undisturbed import STEPS
 
 from trainload.launch.checkpoints.index import published
@@ -66,7 +68,11 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
 def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
-    ended = interrupt(["launch", tiny.path, "--data", tiny_data, *options], tmp_path, stepped(run_dir, 5), {}, terminate=True)
+    words: list[str | Path] = ["launch", tiny.path, "--data", tiny_data, *options]
+    if backend == "local":
+        ended = interrupted(words, tmp_path, stepped(run_dir, 5), signal.SIGTERM)
+    else:
+        ended = interrupt(words, tmp_path, stepped(run_dir, 5), {}, terminate=True)
     assert ended.status == 1, ended.err
     assert how_to_go_on(ended) == f"trainload resume {run_dir}"
     assert ended.left == []
@@ -80,7 +86,8 @@ def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, tiny: Pack
 def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
-    ended = close_terminal(["launch", tiny.path, "--data", tiny_data, *options], tmp_path, stepped(run_dir, 5))
+    closed = terminal_closed if backend == "local" else close_terminal
+    ended = closed(["launch", tiny.path, "--data", tiny_data, *options], tmp_path, stepped(run_dir, 5))
     assert ended.left == []
     (at,) = published(run_dir)
     assert at >= 5
@@ -106,7 +113,20 @@ def test_a_run_under_torchrun_can_be_interrupted_and_continued_on_ray(tiny: Pack
     run_dir = tmp_path / "run"
     options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", "torchrun"]
     arguments = ["launch", tiny.path, "--data", tiny_data, "--strategy", "zero3", *options]
-    ended = interrupt(arguments, tmp_path, stepped(run_dir, 5), {}, program=TORCHRUN)
+    demand_continued(interrupted(arguments, tmp_path, stepped(run_dir, 5), signal.SIGINT, torchrun=True), run_dir)
+
+
+@pytest.mark.slow  # the same with three interpreters
+@pytest.mark.timeout(400)
+def test_a_run_that_torchrun_s_interpreters_do_can_be_interrupted(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", "torchrun"]
+    arguments = ["launch", tiny.path, "--data", tiny_data, "--strategy", "zero3", *options]
+    demand_continued(interrupt(arguments, tmp_path, stepped(run_dir, 5), {}, program=TORCHRUN), run_dir)
+
+
+def demand_continued(ended: Interrupted, run_dir: Path) -> None:
+    """Demand that a run was interrupted with a checkpoint, and says how it goes on."""
     assert ended.status != 0
     assert f"Continue with: trainload resume {run_dir}" in ended.err
     assert ended.left == []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.commands import TORCHRUN, json_of
+from tests.launch.forked import torchrun_done
 from tests.launch.test_bad_input import SOUND
 from tests.laws.processes import ray_workers
 
@@ -58,9 +58,9 @@ def test_a_dry_run_starts_nothing_and_leaves_nothing(gpt: Package, gpt_data: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_launch_and_resume(gpt: Package, gpt_data: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_launch_and_resume(tiny: Package, tiny_data: Path, tmp_path: Path, capfd: Capture) -> None:
     run_dir, alone = tmp_path / "run", ("--backend", "local")
-    launched = said(capfd, "launch", gpt.path, "--data", gpt_data, "--run-dir", run_dir, "--steps", "3", "--no-compile", *alone)
+    launched = said(capfd, "launch", tiny.path, "--data", tiny_data, "--run-dir", run_dir, "--steps", "3", "--no-compile", *alone)
     assert launched["steps"] == 3
     assert said(capfd, "resume", run_dir, *alone)["last_loss"] == launched["last_loss"]
 
@@ -90,7 +90,9 @@ def test_launch_on_ray_even_where_a_worker_dies(
 def test_torchrun_speaks_through_rank_0_alone(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir, output = tmp_path / "run", tmp_path / "trained.tl"
     options = ("--run-dir", run_dir, "--output", output, "--steps", "4", "--strategy", "zero3", "--no-compile", "--backend", "torchrun")
-    found = json_of("launch", tiny.path, "--data", tiny_data, *options, cwd=tmp_path, program=TORCHRUN)
+    status, out, err = torchrun_done("launch", tiny.path, "--data", tiny_data, *options, "--json", cwd=tmp_path)
+    assert status == 0, err
+    found = json.loads(out)
     assert (found["steps"], found["output"]) == (4, str(output))
     assert trainload.open(output).digest == found["output_digest"]
     assert len(losses(read_events(run_dir))) == 4

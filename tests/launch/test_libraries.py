@@ -121,6 +121,7 @@ def test_a_library_that_is_not_there_is_named(folder: Path) -> None:
     assert "the library of launch_library: there is no such file" in line
 
 
+@pytest.mark.matrix("False")
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_package_trains_with_the_library(folder: Path, compiled: bool) -> None:
     words = ["--library", "launch_library=operators.py", "launch", "package.tl", "--data", "data.npz", "--run-dir", f"run-{compiled}"]

@@ -80,6 +80,7 @@ def test_a_function_that_is_named_gives_the_rows_of_a_run(
     assert Path(spec.data) == tmp_path / "run" / "data" / "train.arrow"
 
 
+@pytest.mark.slow
 def test_a_function_gets_its_arguments_as_texts(
     tiny: Package, source: Path, tiny_data: Path, expected: list[float], tmp_path: Path
 ) -> None:
@@ -176,9 +177,10 @@ def test_rows_that_do_not_fit_leave_nothing(tiny: Package, source: Path, tmp_pat
 
 
 def test_a_name_that_is_taken_is_said_before_the_function_is_called(
-    tiny: Package, source: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Package, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tiny, tiny_data, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(StorageError, match="there is a run here already"):
         run(tiny, f"python:{source}:rows", tmp_path / "run")
     assert "called" not in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tests.laws.runs import environment
+from tests.ranks import ran
 from torch import nn
 
 import trainload
@@ -53,18 +53,16 @@ def job():
     )
 """
 
-CHILD = """
-import importlib.util, sys
-from pathlib import Path
-import trainload
 
-assert importlib.util.find_spec("nested_job") is None
-package = trainload.open(sys.argv[1])
-plan = trainload.plan(package, trainload.Cluster(), "single")
-for data in sys.argv[2:]:
-    run_dir = Path(data + ".run")
-    print(trainload.launch(package, plan, data, run_dir=run_dir, backend="local", compile=False).first_loss)
-"""
+def train_without_the_types(path: Path, *files: Path) -> None:
+    """Train the package on each file, and print the first losses."""
+    assert importlib.util.find_spec("nested_job") is None
+    package = trainload.open(path)
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    for data in files:
+        print(
+            trainload.launch(package, plan, data, run_dir=data.with_suffix(f"{data.suffix}.run"), backend="local", compile=False).first_loss
+        )
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +95,9 @@ def test_a_process_without_the_types_trains_it_from_dotted_columns(package: Pack
     columns = rows(4)  # one step's
     np.savez(tmp_path / "rows.npz", **columns)  # type: ignore[arg-type]  # its stub takes every keyword for a flag
     pq.write_table(pa.table({name: list(values) for name, values in columns.items()}), tmp_path / "rows.parquet")
-    command = [sys.executable, "-c", CHILD, *map(str, (package.path, tmp_path / "rows.npz", tmp_path / "rows.parquet"))]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    status, told = ran(train_without_the_types, package.path, tmp_path / "rows.npz", tmp_path / "rows.parquet", cwd=tmp_path)
+    assert status == 0, told
     mask, inputs, targets = (torch.from_numpy(columns[name]) for name in NAMES)
     eager = nn.functional.linear(inputs, package.weights.tensor("weight"), package.weights.tensor("bias"))
     expected = ((eager - targets) * mask[:, None] * 0.5).square().mean().item()
-    assert [float(line) for line in done.stdout.split()] == pytest.approx([expected, expected], rel=1e-5)
+    assert [float(line) for line in told.split()] == pytest.approx([expected, expected], rel=1e-5)

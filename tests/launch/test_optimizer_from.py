@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.laws.runs import Run, train
+from tests.selection import selected
 from torch import nn
 
 import trainload
@@ -22,22 +23,18 @@ ROWS = 16
 TOLERANCE = 1e-5
 
 
-def frozen(folder: Path, name: str, width: int = 8) -> Package:
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     torch.manual_seed(0)
     job = trainload.Job(
-        model=nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1)),
+        model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
         batch={"x": torch.randn(4, 4), "y": torch.randn(4, 1)},
         loss=lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(),
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
         steps=3,
         global_batch=ROWS,
     )
-    return trainload.freeze(job, folder / name)
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return frozen(tmp_path_factory.mktemp("package"), "job.tl")
+    return trainload.freeze(job, tmp_path_factory.mktemp("package") / "job.tl")
 
 
 @pytest.fixture(scope="module")
@@ -91,27 +88,31 @@ def test_without_it_the_optimizer_begins_anew(rows: Path, whole: list[float], ha
 
 
 @pytest.fixture(scope="module")
-def pairs(rows: Path, half: RunResult, tmp_path_factory: pytest.TempPathFactory) -> dict[Strategy, list[float]]:
+def pairs(
+    rows: Path, half: RunResult, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[Strategy, list[float]]:
     """The losses of two workers that go on, by their strategy."""
     folder = tmp_path_factory.mktemp("pairs")
     assert half.output is not None
     package = trainload.open(half.output)
-    strategies: list[Strategy] = ["zero3", "zero1"]
+    strategies: list[Strategy] = sorted(selected(request, "strategy"))
     plans = [trainload.plan(package, trainload.Cluster(devices_per_node=2), strategy) for strategy in strategies]
     options = {"steps": 3, "optimizer_from": str(half.run_dir)}
     runs = [Run(folder / strategy, package, plan, rows, options) for strategy, plan in zip(strategies, plans, strict=True)]
     return dict(zip(strategies, train(2, runs, folder), strict=True))
 
 
+@pytest.mark.matrix("2-zero3")
 @pytest.mark.parametrize("strategy", [pytest.param("zero3", id="2-zero3"), pytest.param("zero1", id="2-zero1")])
 def test_it_goes_on_under_another_plan(whole: list[float], pairs: dict[Strategy, list[float]], strategy: Strategy) -> None:
     assert pairs[strategy] == pytest.approx(whole[3:], rel=TOLERANCE)
 
 
-def test_a_run_of_another_package_is_refused_before_anything_starts(rows: Path, half: RunResult, tmp_path: Path) -> None:
-    other = frozen(tmp_path, "other.tl", width=4)
+def test_a_run_of_another_package_is_refused_before_anything_starts(
+    tiny: Package, tiny_data: Path, half: RunResult, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match="that of another run than the one that made the package"):
-        trained(other, rows, tmp_path / "run", 1, optimizer_from=half.run_dir)
+        trained(tiny, tiny_data, tmp_path / "run", 1, optimizer_from=half.run_dir)
     assert not (tmp_path / "run").exists()
 
 

@@ -71,8 +71,29 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {spec.name: package.weights.tensor(spec.name) for spec in package.parameters if spec.alias_of is None}
 
 
-def test_a_learning_rate_is_that_of_a_job_frozen_with_it(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """Half the learning rate, and a layer that is not trained: the losses of a job that was frozen so, and of one with overrides.
+
+    overrides: those. pattern: of the layer's parameters. output: what the run with overrides has made.
+    """
+
+    expected: list[float]
+    losses: list[float]
+    overrides: dict[str, Any]
+    pattern: str
+    output: Path
+
+
+@pytest.fixture(scope="module")
+def changed(package: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Changed:
+    pattern = package.recipe.groups[0].parameters[0].split(".")[0] + ".*"
+
     def change(job: trainload.Job) -> trainload.Job:
+        for name, parameter in job.model.named_parameters():
+            if name.startswith(pattern[:-1]):
+                parameter.requires_grad_(False)
+
         def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
             found = gpt_optimizer(model)
             for group in found.param_groups:
@@ -81,11 +102,16 @@ def test_a_learning_rate_is_that_of_a_job_frozen_with_it(package: Package, tiny_
 
         return dataclasses.replace(job, optimizer=optimizer)
 
-    expected = trained(frozen(tmp_path, change), tiny_data, tmp_path / "expected")
-    recipe = package.recipe
-    peak = max(recipe.rates(step)[0] for step in range(recipe.steps))
-    assert trained(package, tiny_data, tmp_path / "set", lr=0.5 * peak) == pytest.approx(expected, rel=1e-6)
-    assert trained(package, tiny_data, tmp_path / "plain") != pytest.approx(expected, rel=1e-6)
+    folder = tmp_path_factory.mktemp("changed")
+    expected = trained(frozen(folder, change), tiny_data, folder / "expected")
+    peak = max(package.recipe.rates(step)[0] for step in range(package.recipe.steps))
+    overrides = {"lr": 0.5 * peak, "frozen": (pattern,)}
+    return Changed(expected, trained(package, tiny_data, folder / "set", **overrides), overrides, pattern, folder / "set.tl")
+
+
+def test_a_learning_rate_is_that_of_a_job_frozen_with_it(package: Package, changed: Changed, tiny_data: Path, tmp_path: Path) -> None:
+    assert changed.losses == pytest.approx(changed.expected, rel=1e-6)
+    assert trained(package, tiny_data, tmp_path / "other", frozen=(changed.pattern,)) != pytest.approx(changed.expected, rel=1e-6)
 
 
 def test_a_schedule_is_tabulated_over_the_runs_steps(package: Package) -> None:
@@ -96,26 +122,16 @@ def test_a_schedule_is_tabulated_over_the_runs_steps(package: Package) -> None:
     assert [cosine.rates(step)[0] for step in range(4)] == pytest.approx([1e-2, 0.5e-2 * (1 + 0.5**0.5), 0.5e-2, 0.5e-2 * (1 - 0.5**0.5)])
 
 
-def test_frozen_parameters_stay_and_the_others_train_as_if_frozen_so(package: Package, tiny_data: Path, tmp_path: Path) -> None:
-    pattern = package.recipe.groups[0].parameters[0].split(".")[0] + ".*"
-
-    def change(job: trainload.Job) -> trainload.Job:
-        for name, parameter in job.model.named_parameters():
-            if name.startswith(pattern[:-1]):
-                parameter.requires_grad_(False)
-        return job
-
-    expected = trained(frozen(tmp_path, change), tiny_data, tmp_path / "expected")
-    assert trained(package, tiny_data, tmp_path / "set", frozen=(pattern,)) == pytest.approx(expected, rel=1e-6)
-    before, after = weights(package.path), weights(tmp_path / "set.tl")
+def test_frozen_parameters_stay_and_the_others_train_as_if_frozen_so(package: Package, changed: Changed) -> None:
+    assert changed.losses == pytest.approx(changed.expected, rel=1e-6)
+    before, after = weights(package.path), weights(changed.output)
     stayed = {name for name in before if torch.equal(before[name], after[name])}
     untrained = {spec.name for spec in package.parameters if not spec.trainable}
-    assert stayed == untrained | {name for name in before if name.startswith(pattern[:-1])}
+    assert stayed == untrained | {name for name in before if name.startswith(changed.pattern[:-1])}
 
 
-def test_the_trained_package_is_the_frozen_jobs_again(package: Package, tiny_data: Path, tmp_path: Path) -> None:
-    trained(package, tiny_data, tmp_path / "run", lr=1e-4, frozen=("*bias*",))
-    after = trainload.open(tmp_path / "run.tl")
+def test_the_trained_package_is_the_frozen_jobs_again(package: Package, changed: Changed) -> None:
+    after = trainload.open(changed.output)
     assert after.recipe == package.recipe
     assert after.manifest.parameters == package.manifest.parameters
     assert after.manifest.parent == package.digest
@@ -137,12 +153,14 @@ def test_the_trained_package_says_how_it_was_trained(package: Package, tiny_data
     assert f"settings clip_norm=0.25, frozen=*bias*,widen.*, lr.{group}=0.0001" in shown
 
 
+@pytest.mark.slow
 def test_a_package_that_was_trained_as_it_says_tells_no_settings(package: Package, tiny_data: Path, tmp_path: Path) -> None:
     trained(package, tiny_data, tmp_path / "run")
     training = trainload.open(tmp_path / "run.tl").manifest.training
     assert training is not None and training.changed == ()
 
 
+@pytest.mark.slow  # tests/launch/test_changes.py compares a run that is clipped by its launch with a plain loop
 def test_clipping_is_changed(package: Package, tiny_data: Path, tmp_path: Path) -> None:
     def change(job: trainload.Job) -> trainload.Job:
         return dataclasses.replace(job, clip_norm=0.01)
@@ -159,11 +177,11 @@ def test_what_no_graph_depends_on_is_compiled_once(package: Package) -> None:
     assert build_key(trainload.Overrides(clip_norm=0.25).apply(package), plan, torch.device("cpu")) not in keys
 
 
-def test_a_run_keeps_what_was_changed_and_says_so(package: Package, tiny_data: Path, tmp_path: Path) -> None:
-    trained(package, tiny_data, tmp_path / "run", lr=1e-4, seed=5)
-    assert read_spec(tmp_path / "run").overrides == trainload.Overrides(lr=1e-4, seed=5)
-    start = next(event for event in read_events(tmp_path / "run") if event.kind == "start")
-    assert start.data["overrides"] == {"lr": 1e-4, "seed": 5}
+def test_a_run_keeps_what_was_changed_and_says_so(changed: Changed) -> None:
+    run_dir = changed.output.with_suffix("")
+    assert read_spec(run_dir).overrides == trainload.Overrides(**changed.overrides)
+    start = next(event for event in read_events(run_dir) if event.kind == "start")
+    assert start.data["overrides"] == {"lr": changed.overrides["lr"], "frozen": [changed.pattern]}
 
 
 @pytest.mark.parametrize(

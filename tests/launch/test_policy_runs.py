@@ -26,6 +26,7 @@ from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.keys import read_private_key
 from trainload.packaging.signatures.policy import POLICY
 from trainload.packaging.signatures.signing import sign_package
+from trainload.running import prepare
 
 ALONE = ("--backend", "local", "--no-compile")
 
@@ -56,6 +57,12 @@ def launched(package: Package, data: Path, run_dir: Path, policy: Path | None) -
     trainload.launch(package, plan, data, run_dir=run_dir, steps=2, backend="local", compile=False, policy=policy)
 
 
+def prepared(package: Package, data: Path, run_dir: Path, policy: Path | None) -> None:
+    """Write what a launch leaves to its workers, which have not begun."""
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    prepare(package, plan, data, run_dir=run_dir, steps=2, backend="local", compile=False, policy=policy)
+
+
 @pytest.mark.parametrize("extra", [(), ("--dry-run",)], ids=["launch", "dry run"])
 def test_an_unsigned_package_is_not_launched(
     package: Package, policy: Path, tiny_data: Path, tmp_path: Path, extra: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -80,7 +87,7 @@ def test_a_signed_package_trains_and_its_run_keeps_the_policy(
 
 
 def test_a_worker_holds_the_package_to_its_own_machine_s_policy(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
-    launched(package, tiny_data, tmp_path / "run", None)
+    prepared(package, tiny_data, tmp_path / "run", None)
     (tmp_path / "system.toml").write_bytes(policy.read_bytes())
     with pytest.raises(PolicyError, match=r"system\.toml"):
         prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
@@ -90,7 +97,7 @@ def test_a_worker_holds_the_package_to_its_driver_s_policy(
     package: Package, policy: Path, tiny_data: Path, tmp_path: Path, signers: Signers
 ) -> None:
     sign(package, signers)
-    launched(package, tiny_data, tmp_path / "run", policy)
+    prepared(package, tiny_data, tmp_path / "run", policy)
     policy.unlink()
     (package.path / "signatures/alice.sig").unlink()
     with pytest.raises(PolicyError, match=r"policy\.toml"):
@@ -99,7 +106,7 @@ def test_a_worker_holds_the_package_to_its_driver_s_policy(
 
 def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Package, tiny_data: Path, tmp_path: Path) -> None:
     """Even by its own child, for which the plan would do."""
-    launched(package, tiny_data, tmp_path / "run", None)
+    prepared(package, tiny_data, tmp_path / "run", None)
     edit_manifest(package.path, lambda manifest: manifest.update(parent=package.digest))
     with pytest.raises(IntegrityError, match="another one than the run was launched with"):
         prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
@@ -117,7 +124,7 @@ def test_a_package_that_was_replaced_since_it_was_opened_is_not_launched(
 
 
 def test_a_run_is_not_resumed_where_a_policy_forbids_it(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
-    launched(package, tiny_data, tmp_path / "run", None)
+    prepared(package, tiny_data, tmp_path / "run", None)
     with pytest.raises(PolicyError, match="not signed"):
         trainload.resume(tmp_path / "run", backend="local", policy=policy)
 
@@ -130,7 +137,7 @@ def test_nothing_of_a_library_is_imported_before_the_policies_were_asked(package
 
 
 def test_a_run_from_before_digests_were_kept_can_be_read(package: Package, tiny_data: Path, tmp_path: Path) -> None:
-    launched(package, tiny_data, tmp_path / "run", None)
+    prepared(package, tiny_data, tmp_path / "run", None)
     run = json.loads((tmp_path / "run/run.json").read_bytes())
     del run["digest"], run["policies"]
     (tmp_path / "run/run.json").write_bytes(canonical_json(run))

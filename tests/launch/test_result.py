@@ -13,11 +13,13 @@ from trainload.packaging.read import Package
 
 
 @pytest.fixture(scope="module")
-def done(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+def done(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """A run of two steps. No test changes it."""
     folder = tmp_path_factory.mktemp("done")
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
-    return trainload.launch(gpt, plan, gpt_data, run_dir=folder / "run", output=folder / "out.tl", steps=2, backend="local", compile=False)
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    return trainload.launch(
+        tiny, plan, tiny_data, run_dir=folder / "run", output=folder / "out.tl", steps=2, backend="local", compile=False
+    )
 
 
 def test_a_run_that_was_killed_after_it_wrote_its_result_is_resumed_to_the_same(done: RunResult) -> None:
@@ -35,11 +37,11 @@ def test_nothing_is_left_of_the_comparison(done: RunResult) -> None:
 
 
 def test_another_package_in_the_place_of_the_result_is_refused_before_anything_starts(
-    gpt: Package, done: RunResult, monkeypatch: pytest.MonkeyPatch
+    tiny: Package, done: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert done.output is not None
     kept = done.output.rename(done.output.with_name("kept.tl"))
-    done.output.symlink_to(gpt.path)
+    done.output.symlink_to(tiny.path)
     monkeypatch.setattr("trainload.launch.local_run.run_in_process", lambda *_, **__: pytest.fail("it started"))
     try:
         with pytest.raises(StorageError, match="exists already"):
@@ -49,12 +51,12 @@ def test_another_package_in_the_place_of_the_result_is_refused_before_anything_s
         kept.rename(done.output)
 
 
-def test_the_result_of_another_run_is_not_taken_for_this_ones(gpt: Package, gpt_data: Path, done: RunResult) -> None:
+def test_the_result_of_another_run_is_not_taken_for_this_ones(tiny: Package, tiny_data: Path, done: RunResult) -> None:
     assert done.output is not None
     kept = done.output.rename(done.output.with_name("kept.tl"))
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
     other = done.output.with_name("other")
-    trainload.launch(gpt, plan, gpt_data, run_dir=other, output=done.output, steps=1, backend="local", compile=False)
+    trainload.launch(tiny, plan, tiny_data, run_dir=other, output=done.output, steps=1, backend="local", compile=False)
     with pytest.raises(StorageError, match="something else lies there"):
         trainload.resume(done.run_dir, backend="local")
     done.output.rename(done.output.with_name("others.tl"))

@@ -21,10 +21,10 @@ from trainload.packaging.read import Package
 STEPS = 4
 
 
-def trained(gpt: Package, data: Path, held_out: Path, run_dir: Path, *names: Any) -> list[float]:
-    plan = trainload.plan(gpt, trainload.Cluster(), "single")
+def trained(package: Package, data: Path, held_out: Path, run_dir: Path, *names: Any) -> list[float]:
+    plan = trainload.plan(package, trainload.Cluster(), "single")
     options: dict[str, Any] = {"steps": STEPS, "compile": False, "backend": "local", "sinks": names, "eval_data": held_out}
-    trainload.launch(gpt, plan, data, run_dir=run_dir, **options)
+    trainload.launch(package, plan, data, run_dir=run_dir, **options)
     return losses(read_events(run_dir))
 
 
@@ -50,20 +50,20 @@ def test_tensorboard_has_the_losses_of_the_journal(gpt: Package, gpt_data: Path,
 
 
 def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
-    gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient  # which takes seconds: no other test of this process waits for it
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    expected = trained(gpt, gpt_data, gpt_held_out, tmp_path / "run", "mlflow")
+    expected = trained(tiny, tiny_data, tiny_data, tmp_path / "run", "mlflow")
     client = MlflowClient()
     experiment = client.get_experiment_by_name("trainload")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
     assert [history[step] for step in range(1, STEPS + 1)] == pytest.approx(expected)
-    assert (run.info.run_name, run.info.status, run.data.params["package"]) == ("run", "FINISHED", gpt.digest)
+    assert (run.info.run_name, run.info.status, run.data.params["package"]) == ("run", "FINISHED", tiny.digest)
 
 
 class Refusing:
@@ -117,9 +117,9 @@ def test_every_number_has_one_name() -> None:
     assert set(found) == {"loss", "gradient_norm", "seconds", "metrics/accuracy", "tokens_per_second"}
 
 
-def test_the_command_line_names_sinks(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_the_command_line_names_sinks(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     from trainload import cli
 
     options = ["--run-dir", tmp_path / "run", "--steps", "2", "--backend", "local", "--no-compile", "--set", "sinks=tensorboard"]
-    assert cli.run([str(part) for part in ("launch", gpt.path, "--data", gpt_data, *options)]) == 0
+    assert cli.run([str(part) for part in ("launch", tiny.path, "--data", tiny_data, *options)]) == 0
     assert read_spec(tmp_path / "run").sinks == ("tensorboard",)

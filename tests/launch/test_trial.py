@@ -20,6 +20,7 @@ def spec(package: Package, data: Path, folder: Path, devices: int, strategy: Any
     return RunSpec(package=str(package.path), plan=plan, data=str(data), run_dir=str(folder / "run"), steps=9, compile=False)
 
 
+@pytest.mark.matrix("1-single-*", "4-hybrid-*", "4-zero3-*")
 @pytest.mark.parametrize(
     ("devices", "strategy", "options"),
     [

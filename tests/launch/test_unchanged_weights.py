@@ -79,7 +79,7 @@ def test_a_store_is_sent_what_was_trained(partly: Package, rows: Path, tmp_path:
     assert report.sent_bytes < sum(entry.size for entry in partly.manifest.files.values()) - kept
 
 
-@pytest.mark.matrix("frozen", "adapters and others")
+@pytest.mark.matrix("frozen")
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [

@@ -84,6 +84,10 @@ def assert_equal(run_dir: Path, expected: Eager, count: int = STEPS) -> None:
     assert found == pytest.approx(expected.losses[:count], rel=TOLERANCE)
 
 
+def test_a_job_of_variants_trains_a_batch_of_this_many_rows(written: Package) -> None:
+    assert written.recipe.global_batch == ROWS
+
+
 def test_the_plain_loop_takes_every_part(plain: Eager) -> None:
     assert set(plain.parts) == {0, 1, 2, 3}
 
@@ -131,7 +135,7 @@ def pairs(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.matrix("zero3")
+@pytest.mark.slow  # a run of two workers of a smaller job is continued below
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
 def test_two_workers_have_the_losses_of_a_plain_loop(strategy: str, pairs: Path, plain: Eager) -> None:
     assert_equal(pairs / strategy, plain)
@@ -175,13 +179,14 @@ def test_it_trains_compiled(either: Golden, either_losses: list[float], tmp_path
     assert curve(tmp_path / "run") == pytest.approx(either_losses[:4], rel=TOLERANCE)
 
 
+@pytest.mark.slow  # tests/record has what recordings find
 def test_a_recording_finds_the_variants(recording: trainload.Job) -> None:
     assert list(recording.variants) == ["image_1_8_8", "with_hint", "task_parity"]
 
 
 def test_a_run_of_two_workers_continues_on_one(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
     package = trainload.open(either.package)
-    run = Run(tmp_path / "run", package, trainload.plan(package, TWO, "zero1"), either.data, {"steps": 4})
+    run = Run(tmp_path / "run", package, trainload.plan(package, TWO, "zero3"), either.data, {"steps": 4})
     train(2, [run], tmp_path)
     trainload.resume(run.run_dir, steps=STEPS, workers=1, backend="local")
     assert {step["variants"][0] for step in steps(run.run_dir)[4:]} == {"", "hinted"}
@@ -195,6 +200,7 @@ def test_evaluation_takes_every_row_of_every_part(trained: Trained) -> None:
     assert trained.result.evaluations[0]["loss"] == pytest.approx(sum(sums) / sum(len(rows["label"]) for rows in parts()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_data_set_without_the_optional_column_trains_the_variant_without_it(either: Golden, tmp_path: Path) -> None:
     package = trainload.open(either.package)
     plan = trainload.plan(package, trainload.Cluster(), "single")
@@ -209,10 +215,6 @@ def test_the_weights_make_the_cycle(written: Package, mixture: Path, plain: Eage
     assert [cycle.count(part) for part in range(4)] == [int(weight) for weight in WEIGHTS]
 
 
-def test_a_job_of_variants_trains_a_batch_of_this_many_rows(written: Package) -> None:
-    assert written.recipe.global_batch == ROWS
-
-
 def teach(net: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"logits": net.get_submodule("teacher")(batch["x"])}
 
@@ -225,6 +227,7 @@ def learn(net: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return off.square().mean()
 
 
+@pytest.mark.slow
 def test_graphs_that_feed_one_another_have_variants_too(tmp_path: Path) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)

@@ -1,10 +1,8 @@
-"""Run by a test: writes packages or trains, in children that are killed by SIGKILL at random moments, and tells what is then visible.
+"""Writes packages or trains, in children that are killed by SIGKILL at random moments, and tells what is then visible.
 
 A moment is just before an operation that writes to the folder (an open, a rename, a removal), or a time; which one is drawn from the
-seed. Prints a line of JSON for each child: whether it was killed, and each visible thing with whether it is whole.
-
-    killed.py packages FOLDER SEED PACKAGE CHILDREN
-    killed.py runs     FOLDER SEED PACKAGE DATA STEPS     one child for every kind of operation, and more until its run is done
+seed. `packages` and `runs`, which are called in a process of their own, print a line of JSON for each child: whether it was killed, and
+each visible thing with whether it is whole.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from trainload.launch.build import uncompiled_build
 from trainload.launch.checkpoints.index import published
 from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.spec import RUN_FILE, read_spec
-from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package
 from trainload.packaging.write import with_weights, write_package
 
@@ -114,8 +111,10 @@ def kill_after(seconds: float) -> None:
     timer.start()
 
 
-def packages(folder: Path, rng: random.Random, source: Package, children: int) -> None:
+def packages(folder: Path, seed: int, package: Path, children: int) -> None:
     """Each child writes a package, then one with new weights beside it. Half are killed at an operation, half after a time."""
+    on_one_core()
+    rng, source = random.Random(seed), trainload.open(package)
     program, updates = source.program(), source.updates()
     state = dict(program.state)
 
@@ -137,8 +136,12 @@ def packages(folder: Path, rng: random.Random, source: Package, children: int) -
         report(killed, {path.name: is_whole_package(path) for path in visible})
 
 
-def runs(folder: Path, rng: random.Random, source: Package, data: Path, steps: int) -> None:
-    """Children train `run`, each from where the one before was killed, and begin `run` again where it was done."""
+def runs(folder: Path, seed: int, package: Path, data: Path, steps: int) -> None:
+    """Children train a run, each from where the one before was killed, and begin another where it was done: one for every kind of
+    operation, and more until the last run is done.
+    """
+    on_one_core()
+    rng, source = random.Random(seed), trainload.open(package)
     plan = trainload.plan(source, trainload.Cluster(), "single", bucket_bytes=6_000)
     built = uncompiled_build(source, plan, torch.device("cpu"))
     patch.object(worker, "uncompiled_build", lambda *_: built).start()  # children need not derive the same graphs again
@@ -172,6 +175,11 @@ def runs(folder: Path, rng: random.Random, source: Package, data: Path, steps: i
         number += not killed
 
 
+def on_one_core() -> None:
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
 def is_whole_package(path: Path) -> bool:
     try:
         return verify_package(path).ok
@@ -189,16 +197,3 @@ def is_whole_checkpoint(path: Path) -> bool:
 
 def report(killed: bool, visible: dict[str, bool], name: str = "") -> None:
     print(json.dumps({"killed": killed, "visible": visible, "run": name}), flush=True)
-
-
-def main(kind: str, folder: str, seed: str, package: str, *more: str) -> None:
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    rng, source = random.Random(int(seed)), trainload.open(package)
-    if kind == "packages":
-        packages(Path(folder), rng, source, int(more[0]))
-    else:
-        runs(Path(folder), rng, source, Path(more[0]), int(more[1]))
-
-
-main(*sys.argv[1:])

@@ -89,7 +89,7 @@ def two_workers(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_facto
     return run_of
 
 
-of_each_axis = pytest.mark.matrix("zero3", "sequence", "context", "zbv")
+of_each_axis = pytest.mark.matrix("zero3", "sequence", "zbv")
 
 
 @of_each_axis

@@ -51,6 +51,7 @@ def move(source: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.matrix("2-zero3-1-single")
 @pytest.mark.parametrize(("world", "strategy", "other", "new_strategy"), [(2, "zero3", 1, "single"), (1, "single", 2, "zero1")])
 def test_a_killed_run_resumes(
     gpt: Package, gpt_data: Path, tmp_path: Path, world: int, strategy: Strategy, other: int, new_strategy: Strategy
@@ -92,6 +93,10 @@ class OnRay:
     def plan(self, world: int, strategy: Strategy) -> Plan:
         return plan_for(self.package, world, strategy, self.bucket_bytes)
 
+    def options(self, output: str) -> dict[str, Any]:
+        """Those of `trainload.launch`. output: the trained package's name."""
+        return {"steps": self.steps, "checkpoint_every": self.every, "output": str(self.folder / output)}
+
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("gpt", marks=pytest.mark.slow)])
 def on_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> OnRay:
@@ -103,21 +108,16 @@ def on_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def whole_on_ray(on_ray: OnRay) -> RunResult:
-    """An uninterrupted run."""
-    run_dir, output = on_ray.folder / "whole", on_ray.folder / "whole.tl"
-    return trainload.launch(on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, run_dir=run_dir, steps=on_ray.steps, output=output)
+def whole(on_ray: OnRay) -> Path:
+    """An uninterrupted run of it, on two compiled ranks without Ray."""
+    run = Run(on_ray.folder / "whole", on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, on_ray.options("whole.tl") | {"compile": True})
+    train(2, [run], on_ray.folder)
+    return run.run_dir
 
 
-@pytest.mark.timeout(600)  # of which compiling takes most
-def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(on_ray: OnRay, whole_on_ray: RunResult, tmp_path: Path) -> None:
-    alone = Run(tmp_path / "single", on_ray.package, on_ray.plan(1, "single"), on_ray.data, {"steps": on_ray.steps})
-    (single,) = train(1, [alone], tmp_path)
-    assert difference(single, curve(whole_on_ray.run_dir)) <= TOLERANCE
-
-
-@pytest.mark.timeout(600)
-def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, whole_on_ray: RunResult) -> None:
+@pytest.fixture(scope="module")
+def killed(on_ray: OnRay) -> RunResult:
+    """A run of it on Ray, one of whose workers was killed."""
     chosen = drawn(on_ray.every, on_ray.steps // 2)
     victims: list[int] = []
 
@@ -126,12 +126,22 @@ def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, whole_on_ray:
             victims.append(random.choice(ray_workers()))
             os.kill(victims[0], signal.SIGKILL)
 
-    folder = on_ray.folder
-    options: dict[str, Any] = {"steps": on_ray.steps, "checkpoint_every": on_ray.every, "output": folder / "killed.tl"}
-    plan = on_ray.plan(2, "zero3")
-    result = trainload.launch(on_ray.package, plan, on_ray.data, run_dir=folder / "killed", on_event=kill, **options)
+    where: dict[str, Any] = {"run_dir": on_ray.folder / "killed", "on_event": kill}
+    result = trainload.launch(on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, **where, **on_ray.options("killed.tl"))
     assert victims
-    assert result.restarts == 1
-    assert started_at(result.run_dir)[1] >= on_ray.every
-    assert curve(result.run_dir) == curve(whole_on_ray.run_dir)
-    assert result.output_digest == whole_on_ray.output_digest
+    return result
+
+
+@pytest.mark.timeout(600)  # of which compiling takes most
+def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(on_ray: OnRay, killed: RunResult, tmp_path: Path) -> None:
+    alone = Run(tmp_path / "single", on_ray.package, on_ray.plan(1, "single"), on_ray.data, {"steps": on_ray.steps})
+    (single,) = train(1, [alone], tmp_path)
+    assert difference(single, curve(killed.run_dir)) <= TOLERANCE
+
+
+@pytest.mark.timeout(600)
+def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, whole: Path, killed: RunResult) -> None:
+    assert killed.restarts == 1
+    assert started_at(killed.run_dir)[1] >= on_ray.every
+    assert curve(killed.run_dir) == curve(whole)
+    assert killed.output_digest == trainload.open(on_ray.folder / "whole.tl").digest

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.launch.checkpoint_cases import make_plan, save_all
 from tests.laws.runs import ROOT
 from tests.packaging.tampering import flip
+from tests.ranks import ran
 from tests.selection import selected
 
 import trainload
@@ -54,20 +57,27 @@ def as_other_user(command: list[str]) -> list[str]:
     return [*become, *command] if found and os.getuid() != OTHER else command
 
 
-def circumstances(folder: Path, number: int) -> dict[str, str]:
-    """What differs between the two processes beside their folders and users: names, home, locale, time zone, hash seed, cache and key."""
+def circumstances(folder: Path) -> dict[str, str]:
+    """What differs from this process's beside folder and user: names, home, locale, time zone, hash seed, width, cache and key."""
     own = {"HOME": "home", "TRAINLOAD_CACHE_DIR": "cache", "TRAINLOAD_STATE_DIR": "state", "XDG_CACHE_HOME": "xdg", "TMPDIR": "temporary"}
     for place in own.values():
         (folder / place).mkdir()
     return {
         **os.environ,
         **{variable: str(folder / place) for variable, place in own.items()},
-        **dict.fromkeys(("USER", "LOGNAME", "USERNAME", "HOSTNAME"), ("ada", "grace")[number]),
-        "PYTHONHASHSEED": str(number + 1),
-        "TZ": ("UTC", "Asia/Tokyo")[number],
-        "LC_ALL": ("C", "C.UTF-8")[number],
-        "COLUMNS": ("80", "200")[number],
+        **dict.fromkeys(("USER", "LOGNAME", "USERNAME", "HOSTNAME"), "grace"),
+        "PYTHONHASHSEED": "2",  # the other's is drawn
+        "TZ": "Asia/Tokyo",
+        "LC_ALL": "C" if os.environ.get("LC_ALL") == "C.UTF-8" else "C.UTF-8",
+        "COLUMNS": "213",
     }
+
+
+def freeze_here(folder: Path, names: Sequence[str]) -> None:
+    """In a process that was forked: what `freezer.py` does in an interpreter of its own."""
+    sys.path.insert(0, str(folder))
+    sys.argv = ["freezer.py", str(folder), *names]
+    runpy.run_path("freezer.py", run_name="__main__")
 
 
 PACKAGES = ("gpt.tl", "small.tl", "job.tl")
@@ -79,22 +89,20 @@ def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     seeds, locales, time zones and umasks.
     """
     asked = sorted(selected(request, "name")) or PACKAGES
-    folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
-    children = []
-    for number, folder in enumerate(folders):
+    here, there = folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         for source in ("laws/freezer.py", "laws/gpt.py", "packaging/jobs.py"):
             shutil.copy(ROOT / "tests" / source, folder)
-        command = [sys.executable, "freezer.py", str(folder), *asked]
-        who = as_other_user(command) if number else command
-        print(f"run by {who[0]}")
-        umask, variables = (0o022, 0o077)[number], circumstances(folder, number)
-        children.append(subprocess.Popen(who, cwd=folder, env=variables, umask=umask, stdout=subprocess.PIPE, text=True))
-    printed = [child.communicate()[0] for child in children]
-    assert [child.returncode for child in children] == [0, 0]
-    users, digests = zip(*(text.split(maxsplit=1) for text in printed), strict=True)
-    assert digests[0] == digests[1]
-    assert users == (str(os.getuid()), str(OTHER) if who[0] == "unshare" else str(os.getuid()))
+    command = [sys.executable, "freezer.py", str(there), *asked]
+    who = as_other_user(command)
+    print(f"run by {who[0]}")
+    with subprocess.Popen(who, cwd=there, env=circumstances(there), umask=0o077, stdout=subprocess.PIPE, text=True) as other:
+        status, told = ran(freeze_here, here, asked, cwd=here)
+        printed = (told.splitlines()[-1 - len(asked) :], other.communicate()[0].splitlines())
+    assert (status, other.returncode) == (0, 0), told
+    assert printed[0][1:] == printed[1][1:]
+    assert [lines[0] for lines in printed] == [str(os.getuid()), str(OTHER) if who[0] == "unshare" else str(os.getuid())]
     return folders
 
 

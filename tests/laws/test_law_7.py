@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.laws.runs import curve, environment
+from tests.laws.killed import packages, runs
+from tests.laws.runs import curve
+from tests.ranks import ran
 
 from trainload.packaging.read import Package, open_package
 
 STEPS = 6
 
 
-def killed(kind: str, folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
-    """What `killed.py` says of each child, of a seed that is printed."""
+def killed(act: Callable[..., None], folder: Path, *arguments: object) -> list[dict[str, Any]]:
+    """What a function of `killed.py` says of each child, of a seed that is printed."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
-    script = Path(__file__).with_name("killed.py")
-    command = [sys.executable, "-W", "ignore", str(script), kind, str(folder), str(seed), *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    status, said = ran(act, folder, seed, *arguments, cwd=folder)
+    assert status == 0, said
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def goes_forward(reports: list[dict[str, Any]]) -> bool:
@@ -41,14 +40,14 @@ def goes_forward(reports: list[dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize("children", [10, pytest.param(30, marks=pytest.mark.slow)])
 def test_packages_are_visible_whole_or_not_at_all(packaged: Package, tmp_path: Path, children: int) -> None:
-    reports = killed("packages", tmp_path, packaged.path, str(children))
+    reports = killed(packages, tmp_path, packaged.path, children)
     assert sum(report["killed"] for report in reports) >= children // 2
     assert [report for report in reports if not all(report["visible"].values())] == []
     assert {len(report["visible"]) for report in reports} >= {0, 1}
 
 
 def test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
-    reports = killed("runs", tmp_path, tiny.path, tiny_data, str(STEPS))
+    reports = killed(runs, tmp_path, tiny.path, tiny_data, STEPS)
     assert sum(report["killed"] for report in reports) >= 8  # on a busy machine a run may be over before its killer strikes
     assert [report for report in reports if not all(report["visible"].values())] == []
     assert goes_forward(reports)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from tests.launch.commands import kill_all
 from tests.ports import free_port
 
 
@@ -28,6 +29,8 @@ class Cluster:
     port: int = field(default_factory=free_port)
     dashboard: int = field(default_factory=free_port)
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    own: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp")))
+    """Ray's, of a name so short that sockets can lie in it."""
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
         ray = Path(sys.executable).with_name("ray")
@@ -45,7 +48,7 @@ class Cluster:
 
     def start_head(self) -> None:
         where = ("--port", str(self.port), "--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.dashboard))
-        self.start("--head", "--num-cpus", "0", "--temp-dir", f"/tmp/tl-{secrets.token_hex(3)}", *where)
+        self.start("--head", "--num-cpus", "0", "--temp-dir", str(self.own), *where)
         self.until(lambda: self.asked("/api/version") and self.nodes(), 60)
 
     def start_worker(self) -> subprocess.Popen[bytes]:
@@ -97,15 +100,11 @@ class Cluster:
         return found
 
     def close(self) -> None:
+        """Ends all that has the nodes' token, at once: a worker that is told to end first waits for what runs on it."""
+        kill_all(f"RAY_AUTH_TOKEN={self.variables['RAY_AUTH_TOKEN']}")
         for process in self.started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for process in reversed(self.started):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        shutil.rmtree(self.own)
 
 
 def variables(folder: Path, **more: str) -> dict[str, str]:

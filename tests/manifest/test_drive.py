@@ -128,6 +128,7 @@ def test_a_run_that_has_gone_on_since_it_diverged_is_driven(tmp_path: Path, monk
     assert driven(run_dir, ended(FAILED), monkeypatch) == (1, [["resume", str(run_dir), "--address", "auto"]])
 
 
+@pytest.mark.matrix("words1-1")
 @pytest.mark.parametrize(("words", "status"), [(("stop",), 0), (("manifest", "evict"), 1)])
 def test_a_run_says_by_what_it_was_stopped(words: tuple[str, ...], status: int, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

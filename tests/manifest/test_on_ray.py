@@ -78,7 +78,7 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
         except HTTPError as error:
             stranger = error.code
         cluster.submit(entrypoint, "first")
-        cluster.until(lambda: (state := read_state(run_dir)) and state.summary.step > 5, 120)
+        cluster.until(lambda: (state := read_state(run_dir)) and state.summary.step > 5, 300)
         asked = time.time()
         worker.send_signal(signal.SIGTERM)
         (warned,) = cluster.until(lambda: announced(run_dir), 30)

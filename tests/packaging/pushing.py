@@ -1,4 +1,4 @@
-"""Run by a test, in a child of its own.
+"""Run by a test, in a child of its own: what this file is called with, or `told_by` in a process that was forked.
 
     pushing.py push STORE LINE PACKAGE...     says "ready", waits for a line of input, pushes one package after another; where the
                                               environment has DIE_AFTER, it is killed when it reports progress for the so-manieth time
@@ -117,6 +117,7 @@ def moments(folder: Path, package: str) -> list[int]:
 
 
 def killed(folder: Path, package: str) -> None:
+    os.fsync = lambda fd: None  # the machine does not die, and what its processes wrote stays
     for number in moments(folder, package):
         place = folder / f"store{number}"
 
@@ -150,10 +151,16 @@ def killed(folder: Path, package: str) -> None:
         )
 
 
+def told_by(words: list[str]) -> None:
+    """Do what the words of a command line say."""
+    match words:
+        case ["killed", folder, package]:
+            killed(Path(folder), package)
+        case ["together", store, line, writers, *packages]:
+            sys.exit(together(store, line, int(writers), packages))
+        case ["push", store, line, *packages]:
+            pushes(store, line, packages)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "killed":
-        killed(Path(sys.argv[2]), sys.argv[3])
-    elif sys.argv[1] == "together":
-        sys.exit(together(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:]))
-    else:
-        pushes(sys.argv[2], sys.argv[3], sys.argv[4:])
+    told_by(sys.argv[1:])

@@ -188,6 +188,7 @@ def test_training_keeps_assets_and_their_media_types(rich: Package, tmp_path: Pa
     assert verify_package(trained.path).problems == ()
 
 
+@pytest.mark.slow
 def test_a_pass_keeps_assets_and_their_media_types(rich: Package, tmp_path: Path) -> None:
     made = trainload.transform(rich, [passes.eliminate_dead_code], tmp_path / "b.tl")
     assert told(made) == told(rich)

@@ -60,6 +60,7 @@ def test_a_derived_graph_reads_back_and_computes_the_same(copied: Path, step: St
     assert all("val" in node.meta for node in again.module.graph.nodes if node.op != "output")
 
 
+@pytest.mark.slow
 def test_a_joint_graph_that_was_derived_from_a_package_reads_back_node_by_node(copied: Path) -> None:
     package = open_package(copied)
     step = derive(package.program(), "train", torch.device("cpu"))

@@ -45,6 +45,7 @@ def assert_same(first: Mapping[str, torch.Tensor | None], second: Mapping[str, t
             assert torch.equal(tensor, other), name
 
 
+@pytest.mark.matrix("2-train", "7-eval")
 @pytest.mark.parametrize("name", ["train", "eval"])
 @pytest.mark.parametrize("rows", [2, 4, 7])
 def test_a_graph_read_back_gives_the_same_loss_gradients_and_buffers(job: Job, name: str, rows: int) -> None:
@@ -161,6 +162,7 @@ class _Sizes(torch.nn.Module):
         return ((doubled * self.weight).sum() / rows + torch.arange(rows // 2 + 1).sum(),)
 
 
+@pytest.mark.matrix("_OnlyWrites", "_While", "_Map", "_Sizes")
 @pytest.mark.parametrize("kind", [_OnlyWrites, _While, _Scan, _Map, _NestedCond, _Sizes], ids=lambda kind: kind.__name__)
 def test_control_flow_and_sizes_survive(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ def described(namespace: str, name: str, named: str | None = None) -> OpLibraryE
     return describe_libraries([f"torch.ops.{namespace}.{name}.default"], [namespace], {namespace: named})[namespace]
 
 
+@pytest.mark.matrix("fake_alone")
 @pytest.mark.parametrize("how", ["custom_op", "library_object", "fake_alone"])
 def test_the_module_that_registers_an_operator_is_found(how: str, write: Write) -> None:
     text = {"custom_op": CUSTOM_OP, "library_object": LIBRARY_OBJECT, "fake_alone": FAKE_ALONE}[how]

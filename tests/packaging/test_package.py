@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from tests.packaging.jobs import Job, batch_of, make_job
 from tests.packaging.tampering import edit_manifest, reseal
 from tests.packaging.test_graph_json import assert_same, run
+from tests.ranks import ran
 
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import sha256_bytes
@@ -88,6 +90,7 @@ def test_a_manifest_reads_back_as_itself(packaged: Package) -> None:
     assert Manifest.from_bytes(data, "m").to_bytes() == data
 
 
+@pytest.mark.slow
 def test_another_process_in_another_folder_writes_the_same_bytes(job: Job, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jobs import make_job\n"
@@ -143,24 +146,26 @@ def test_an_interrupted_write_leaves_nothing_behind(job: Job, packaged: Package,
     assert list(tmp_path.iterdir()) == []
 
 
+def write_until_killed(source: Path, target: Path) -> None:
+    package = open_package(source)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "emb.weight", package.weights.tensor("emb.weight")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with_weights(package, target, tensors())
+
+
 def test_a_killed_write_is_no_package_and_does_not_block_the_next(packaged: Package, tmp_path: Path) -> None:
-    script = (
-        "import os, sys; from pathlib import Path; from trainload.packaging.read import open_package\n"
-        "from trainload.packaging.write import with_weights\n"
-        "def tensors():\n"
-        "    yield 'emb.weight', p.weights.tensor('emb.weight')\n"
-        "    os.kill(os.getpid(), 9)\n"
-        "p = open_package(Path(sys.argv[1])); with_weights(p, Path(sys.argv[2]), tensors())"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    command = [sys.executable, "-W", "ignore", "-c", script, str(packaged.path), str(tmp_path / "p.tl")]
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-    assert not (tmp_path / "p.tl").exists()
-    left = list(tmp_path.iterdir())
+    folder = tmp_path / "written"
+    folder.mkdir()
+    assert ran(write_until_killed, packaged.path, folder / "p.tl", cwd=tmp_path)[0] == -signal.SIGKILL
+    assert not (folder / "p.tl").exists()
+    left = list(folder.iterdir())
     assert all(path.name.startswith(".") for path in left) and left
     with pytest.raises(StorageError, match="no package"):
         open_package(left[0])
-    with_weights(packaged, tmp_path / "p.tl", dict(packaged.program().state).items())
+    with_weights(packaged, folder / "p.tl", dict(packaged.program().state).items())
 
 
 def test_new_weights_share_graphs_and_name_their_parent(packaged: Package, tmp_path: Path) -> None:
@@ -356,6 +361,7 @@ def test_a_graph_can_be_loaded_twice_and_written_again(packaged: Package, tmp_pa
     assert json.loads((again.path / "manifest.json").read_bytes())["parent"] is None
 
 
+@pytest.mark.slow
 def test_other_weights_give_another_digest(packaged: Package, tmp_path: Path) -> None:
     other = make_job(seed=1)
     package = write_package(tmp_path / "p.tl", other.program, other.updates, other.recipe)

@@ -87,9 +87,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=() if name in ("cond", "net", "named dim") else pytest.mark.slow) for name in JOBS]
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "net" else pytest.mark.slow) for name in JOBS])
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Package:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the models leave out is not what is tested here

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import os
 import pty
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from tests.packaging.signers import PASSWORD, Signers
 from tests.packaging.tampering import edit_graph, flip, reseal
+from tests.ranks import SECONDS, end, ran, start
 
 from trainload import cli
 from trainload.capture.errors import IntegrityError, PackageError, SignatureError, StorageError, UnsafePackageError
@@ -327,25 +329,24 @@ def test_a_package_made_of_a_signed_one_is_not_signed(signed: Path, tmp_path: Pa
     assert not (made.path / "signatures").exists()
 
 
-MODEL_SIGNING = (sys.executable, "-m", "model_signing")
+def model_signing(*arguments: str | Path) -> Result:
+    """The library's own command, which knows nothing of packages, in this process."""
+    from model_signing._cli import main
 
-
-def model_signing(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The library's own command, which knows nothing of packages."""
-    return subprocess.run([*MODEL_SIGNING, *map(str, arguments)], capture_output=True, text=True, check=False)
+    return CliRunner().invoke(main, [str(word) for word in arguments])
 
 
 def test_the_library_s_own_command_verifies_the_folder(signed: Path, signers: Signers) -> None:
     arguments = ("verify", "key", signed, "--signature", signed / "signatures/alice.sig", "--public_key", signers.alice.public)
-    assert model_signing(*arguments).returncode == 0
+    assert model_signing(*arguments).exit_code == 0
     flip(signed / "weights/non-persistent.safetensors", -1)
-    assert model_signing(*arguments).returncode == 1
+    assert model_signing(*arguments).exit_code == 1
 
 
 def test_a_signature_of_the_library_s_own_command_is_verified(copied: Path, signers: Signers, tmp_path: Path) -> None:
     outside = [part for folder in ("debug", "derived", "signatures") for part in ("--ignore-paths", copied / folder)]
     done = model_signing("sign", "key", copied, "--signature", tmp_path / "a.sig", "--private_key", signers.alice.key, *outside)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     (copied / "signatures").mkdir()
     shutil.copy(tmp_path / "a.sig", copied / "signatures/a.sig")
     assert verified(copied, signers.alice.public).problems == ()
@@ -380,18 +381,32 @@ def test_the_password_is_in_the_environment(copied: Path, signers: Signers, monk
     assert verified(copied, signers.alice.public).problems == ()
 
 
-def test_the_password_is_asked_for_on_a_terminal(copied: Path, signers: Signers) -> None:
-    command = [sys.executable, "-m", "trainload", "sign", str(copied), "--key", str(signers.alice.encrypted)]
+def on_terminal(terminal: str, words: Sequence[str]) -> None:
+    """Run a command line in a session of its own, whose standard input and error are a terminal."""
+    os.setsid()
+    opened = os.open(terminal, os.O_RDWR | os.O_NOCTTY)
+    for stream in (0, 2):
+        os.dup2(opened, stream)
+    os.close(opened)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing gives its processes none
+    sys.argv = ["trainload", *words]
+    cli.main()
+
+
+def test_the_password_is_asked_for_on_a_terminal(copied: Path, signers: Signers, tmp_path: Path) -> None:
+    words = ["sign", str(copied), "--key", str(signers.alice.encrypted)]
     mine, theirs = pty.openpty()
+    child = start(on_terminal, os.ttyname(theirs), words, cwd=tmp_path, log=tmp_path / "log", variables=os.environ)
     try:
-        child = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs, start_new_session=True)
-        os.close(theirs)  # so that reading ends where the child does
-        said = b""
+        said = os.read(mine, 1024)
+        os.close(theirs)  # so that reading ends where the child, which has it by now, does
         while b"password of" not in said:
             said += os.read(mine, 1024)
         os.write(mine, PASSWORD + b"\n")
-        assert child.wait(timeout=120) == 0
+        child.join(SECONDS)
+        assert child.exitcode == 0
     finally:
+        end([child])
         os.close(mine)
     assert PASSWORD not in said
     assert verified(copied, signers.alice.public).problems == ()
@@ -425,15 +440,21 @@ def test_without_the_libraries_signing_says_how_to_install_them(copied: Path, si
         sign_package(copied, key)
 
 
-def test_without_the_libraries_a_signature_is_still_read(signed: Path) -> None:
+def read_without_libraries(package: Path) -> None:
+    """Import what reads signatures anew, where what checks them is not installed, and say of what kind the package's first one is."""
+    for name in [name for name in sys.modules if name.startswith(("trainload.packaging.signatures", "trainload.packaging.verify"))]:
+        del sys.modules[name]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("model_signing", "cryptography")]:
+        del sys.modules[name]
+    sys.modules.update({"model_signing": None, "cryptography": None})  # type: ignore[dict-item]  # as `import` itself notes what is not there
+    verify = importlib.import_module("trainload.packaging.verify")
+    print(verify.verify_package(package).signatures[0].kind)
+
+
+def test_without_the_libraries_a_signature_is_still_read(signed: Path, tmp_path: Path) -> None:
     """A reader that cannot check a signature says what is there."""
-    code = (
-        "import sys; sys.modules['model_signing'] = sys.modules['cryptography'] = None\n"
-        "from pathlib import Path\nfrom trainload.packaging.verify import verify_package\n"
-        f"print(verify_package(Path({str(signed)!r})).signatures[0].kind)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "key", done.stderr
+    status, told = ran(read_without_libraries, signed, cwd=tmp_path)
+    assert (status, told.strip()) == (0, "key"), told
 
 
 def test_a_link_in_place_of_the_signatures_is_refused(signed: Path, tmp_path: Path) -> None:

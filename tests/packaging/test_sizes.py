@@ -21,6 +21,7 @@ def loss(model: Any, batch: dict[str, Any]) -> Any:
     return model.linear(batch["x"]).square().mean() + batch["y"].mean()
 
 
+@pytest.mark.matrix("derived of what no input has", "hints")
 @pytest.mark.parametrize(
     ("dynamic", "lengths"),
     [

@@ -65,6 +65,7 @@ def test_a_package_is_not_published_twice(packaged: Package, local_place: Place)
     assert len(local_place.store().history("main")) == 1
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_a_retrained_release_sends_only_the_weight_files_that_changed(packaged: Package, second: Package, place: Place) -> None:
     put(packaged.path, place)
     report = put(second.path, place)
@@ -73,6 +74,7 @@ def test_a_retrained_release_sends_only_the_weight_files_that_changed(packaged: 
     assert report.sent_bytes + report.present_bytes == report.bytes
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_only_what_changed_is_fetched_where_an_older_release_lies(packaged: Package, second: Package, place: Place, tmp_path: Path) -> None:
     put(packaged.path, place)
     put(second.path, place)
@@ -116,6 +118,7 @@ def test_an_older_release_can_be_current_again_and_the_history_says_why(packaged
     assert store.release("main").package == packaged.digest
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_a_condition_on_what_is_current_is_kept(packaged: Package, second: Package, place: Place) -> None:
     put(packaged.path, place, only_if="none")
     with pytest.raises(ConflictError, match=r"expected release 7, got release 1"):
@@ -194,6 +197,7 @@ def broken_off(after: int) -> Any:
     return on_progress
 
 
+@pytest.mark.matrix("folder-*", "memory-9")
 @pytest.mark.parametrize("after", [2, 9])
 def test_a_push_that_is_broken_off_shows_nothing_and_goes_on_where_it_stopped(packaged: Package, place: Place, after: int) -> None:
     with pytest.raises(Break):
@@ -230,6 +234,7 @@ def test_a_store_that_another_writer_makes_meanwhile_is_used(folder: Place, monk
     assert Store(folder.url, create=True).lines() == ()
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_a_damaged_package_is_not_published(copied: Path, place: Place) -> None:
     weights = copied / "weights/model-00002-of-00003.safetensors"
     flip(weights, -1)

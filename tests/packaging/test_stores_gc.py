@@ -56,6 +56,7 @@ def test_what_releases_need_is_kept(packaged: Package, second: Package, local_pl
         pull(local_place.url, tmp_path / f"{number}.tl", release=number, options=local_place.options)
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it(packaged: Package, place: Place) -> None:
     break_off(packaged, place)
     report = clean(place)
@@ -79,6 +80,7 @@ def test_a_dry_run_says_what_a_run_does(packaged: Package, local_place: Place) -
     assert put(packaged, local_place).present_bytes == 0
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_keep_removes_the_files_of_old_releases_and_no_record(packaged: Package, second: Package, place: Place, tmp_path: Path) -> None:
     put(packaged, place)
     put(second, place)
@@ -202,6 +204,7 @@ def test_a_push_that_gc_took_for_dead_does_not_publish(packaged: Package, folder
     assert folder.store().lines() == ()
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_two_gcs_do_not_run_at_once(packaged: Package, place: Place) -> None:
     put(packaged, place)
     guard = GcGuard(place.store())

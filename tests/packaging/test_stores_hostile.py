@@ -44,6 +44,7 @@ def refused(store: Path, error: type[Exception], match: str, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir() if path != store] == []
 
 
+@pytest.mark.matrix("folder", "memory")
 def test_a_bit_that_flipped_in_the_store_is_noticed(packaged: Package, place: Place, tmp_path: Path) -> None:
     push(packaged.path, place.url, options=place.options)
     path = blob_path(packaged.manifest.files["weights/model-00001-of-00003.safetensors"].sha256)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.packaging.places import Place, child, retrained, s3_place
+from tests.packaging.pushing import told_by
+from tests.ranks import SECONDS, end, ran, start
 
 from trainload.capture.errors import ConflictError
 from trainload.packaging.read import Package
@@ -35,6 +38,15 @@ def writer(place: Place, *packages: Path, environment: Mapping[str, str] | None 
     return child("pushing.py", "push", place.url, "main", *packages, environment={**place.environment, **(environment or {})})
 
 
+def told(*words: str | Path, cwd: Path, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What `pushing.py` says of each push, in a process that was forked."""
+    process = start(told_by, [str(word) for word in words], cwd=cwd, log=cwd / "told", variables={**os.environ, **(environment or {})})
+    process.join(SECONDS)
+    end([process])
+    assert process.exitcode == 0, (cwd / "told").read_text()
+    return [json.loads(line) for line in (cwd / "told").read_text().splitlines()]
+
+
 @pytest.fixture(scope="session")
 def many(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> list[Package]:
     """Packages with different weights."""
@@ -48,14 +60,12 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(str(tmp_path / "store")) if request.param == "folder" else s3_place(request.getfixturevalue("s3"))
 
 
-def test_processes_that_write_at_once_lose_nothing(many: list[Package], shared: Place) -> None:
+@pytest.mark.matrix("folder")
+def test_processes_that_write_at_once_lose_nothing(many: list[Package], shared: Place, tmp_path: Path) -> None:
     if shared.kind == "s3":
         many = many[: 2 * WRITERS]  # a server of one thread takes its time
     paths = [package.path for package in many]
-    process = child("pushing.py", "together", shared.url, "main", str(WRITERS), *paths, environment=shared.environment)
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    reports = [json.loads(line) for line in out.splitlines()]
+    reports = told("together", shared.url, "main", str(WRITERS), *paths, cwd=tmp_path, environment=shared.environment)
     store = shared.store()
     states = store.releases("main")
     assert {state.release.package for state in states} == {package.digest for package in many}
@@ -66,9 +76,9 @@ def test_processes_that_write_at_once_lose_nothing(many: list[Package], shared: 
 
 
 def test_of_writers_with_one_condition_one_is_first_and_the_others_are_told(many: list[Package], shared: Place) -> None:
-    for package in many[:4]:
+    for package in many[:3]:
         push(package.path, shared.url, line="main", promote=False, options=shared.options)
-    stores = [shared.store() for _ in range(4)]
+    stores = [shared.store() for _ in range(3)]
     begin = threading.Barrier(len(stores))
 
     def promote(number: int) -> bool:
@@ -87,10 +97,7 @@ def test_of_writers_with_one_condition_one_is_first_and_the_others_are_told(many
 
 
 def test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on(packaged: Package, tmp_path: Path) -> None:
-    process = child("pushing.py", "killed", tmp_path, packaged.path)
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    reports = [json.loads(line) for line in out.splitlines()]
+    reports = told("killed", tmp_path, packaged.path, cwd=tmp_path)
     assert len(reports) > 15
     assert all(report["killed"] for report in reports)
     assert [report for report in reports if not report["whole"]] == []
@@ -103,6 +110,7 @@ def test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_o
     assert {0, reports[0]["then"]["files"]} <= {report["then"]["sent_files"] for report in reports}
 
 
+@pytest.mark.slow
 def test_a_push_to_s3_that_is_killed_shows_nothing_and_goes_on_where_it_stopped(many: list[Package], s3: str) -> None:
     place = s3_place(s3)
     process = writer(place, many[0].path, environment={"DIE_AFTER": "9"})
@@ -116,20 +124,23 @@ def test_a_push_to_s3_that_is_killed_shows_nothing_and_goes_on_where_it_stopped(
     assert place.store().release("main").package == many[0].digest
 
 
+def pull_half(store: str, target: Path) -> None:
+    """Pull, in a process that is killed when half of it is there."""
+
+    def die(done: int, total: int) -> None:
+        if done > total / 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pull(store, target, on_progress=die)
+
+
 def test_a_pull_that_is_killed_leaves_no_package_and_the_next_one_uses_what_it_left(
     packaged: Package, folder: Place, tmp_path: Path
 ) -> None:
     push(packaged.path, folder.url)
     target = tmp_path / "packages" / "pulled.tl"
     target.parent.mkdir()
-    code = (
-        "import os, signal, sys, trainload\n"
-        "def die(done, total):\n"
-        "    if done > total / 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "trainload.pull(sys.argv[1], sys.argv[2], on_progress=die)\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, folder.url, str(target)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert ran(pull_half, folder.url, target, cwd=tmp_path)[0] == -signal.SIGKILL
     assert not target.exists()
     report = pull(folder.url, target)
     assert report.local_bytes > 0

@@ -206,6 +206,7 @@ def test_freeze_names_the_variants(by_command: tuple[Path, str]) -> None:
     assert "variants the first, masked" in " ".join(by_command[1].split())
 
 
+@pytest.mark.slow
 def test_a_pass_keeps_what_each_graph_takes(package: Package, tmp_path: Path) -> None:
     made = trainload.transform(package, [(decompose, {"operators": "core"})], tmp_path / "core.tl")
     assert made.dispatch({**batch(7), "task": "b"}) == "train-b"
@@ -218,6 +219,7 @@ def test_a_variant_that_would_never_run_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "job.tl").exists()
 
 
+@pytest.mark.slow
 def test_the_same_job_of_variants_gives_the_same_bytes(by_command: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = by_command
     again = trainload.freeze(load_job(f"{folder / 'variants_job.py'}:job"), tmp_path / "again.tl")

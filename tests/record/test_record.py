@@ -117,6 +117,7 @@ def test_the_report_says_what_became_of_what_was_seen(recording: Recording, job:
     ]
 
 
+@pytest.mark.slow  # test_variants_page.py freezes and dispatches to variants, and records them
 @pytest.mark.parametrize(
     ("given", "name"),
     [
@@ -192,6 +193,7 @@ def test_too_many_variants_are_refused_with_what_was_seen(model: Model) -> None:
         recording.job(optimizer=sgd, most_variants=3)
 
 
+@pytest.mark.slow  # of several families they are refused above
 def test_too_many_variants_of_one_family_are_refused(model: Model) -> None:
     recording = recorded(model, [batch(4, 12), batch(4, 8)])
     with pytest.raises(JobError, match=r"more variants are needed than 1 .*8\|12"):

@@ -21,7 +21,7 @@ from trainload.launch.activity import Doing
 from trainload.launch.journal import Event
 from trainload.launch.state import RankSeen, Summary, write_state
 from trainload.packaging.read import Package
-from trainload.report.charts import charts_of
+from trainload.report.charts import Chart, charts_of
 from trainload.report.page import page_of
 from trainload.report.reading import read_run
 
@@ -46,28 +46,39 @@ def page(run_dir: Path) -> Read:
     return Read(page_of(read_run(run_dir)))
 
 
-def befallen(tmp_path: Path, events: Sequence[Event] = BEFALLEN, **asked: Any) -> Read:
-    return page(made_run(tmp_path / "run", events, world=2, **asked))
+@pytest.fixture(scope="module")
+def befallen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that much befell. No test changes it."""
+    return made_run(tmp_path_factory.mktemp("befallen") / "run", BEFALLEN, world=2)
 
 
-def test_it_says_what_befell_the_run(tmp_path: Path) -> None:
-    found = befallen(tmp_path)
+@pytest.fixture(scope="module")
+def befallen(befallen_run: Path) -> Read:
+    """Its page."""
+    return page(befallen_run)
+
+
+@pytest.fixture(scope="module")
+def charts(befallen_run: Path) -> Sequence[Chart]:
+    """Its charts."""
+    return charts_of(read_run(befallen_run).history)
+
+
+def test_it_says_what_befell_the_run(befallen: Read) -> None:
     for text in ("death", "rank 1 died", "it starts again from its last checkpoint", "in a step at step 10", "saving at step 10"):
-        assert text in found.texts
-    assert [name for name in ("curves", "timeline", "failures", "warnings", "run") if name not in found.values("id")] == []
-    titles = "\n".join(found.texts)
+        assert text in befallen.texts
+    assert [name for name in ("curves", "timeline", "failures", "warnings", "run") if name not in befallen.values("id")] == []
+    titles = "\n".join(befallen.texts)
     for text in ("death: rank 1 died", "2 -> 1 ranks", "node node0 will be gone", "checkpoint of step 6", "evaluation at step 0: 4"):
         assert text in titles
 
 
-def test_what_a_failure_has_cost_is_in_its_row(tmp_path: Path) -> None:
-    found = befallen(tmp_path)
-    row = found.texts[found.texts.index("rank 1 died") :]
+def test_what_a_failure_has_cost_is_in_its_row(befallen: Read) -> None:
+    row = befallen.texts[befallen.texts.index("rank 1 died") :]
     assert row[row.index("it starts again from its last checkpoint") + 1 :][:3] == ["5.0s", "16s", "5"]
 
 
-def test_there_is_a_chart_for_every_kind_of_number(tmp_path: Path) -> None:
-    charts = charts_of(read_run(made_run(tmp_path / "run", BEFALLEN, world=2)).history)
+def test_there_is_a_chart_for_every_kind_of_number(charts: Sequence[Chart]) -> None:
     assert [chart.name for chart in charts] == ["loss", "norm", "rate", "wait", "memory", "mfu", "metric0"]
     assert charts[0].legend == (
         ("train", "training"),
@@ -101,24 +112,23 @@ def test_a_norm_that_is_not_finite_is_marked(tmp_path: Path) -> None:
     assert ("broken", "not a finite number") in norm.legend
 
 
-def test_the_same_journal_gives_the_same_charts(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", BEFALLEN, world=2)
-    assert charts_of(read_run(run).history) == charts_of(read_run(run).history)
+def test_the_same_journal_gives_the_same_charts(befallen_run: Path, charts: Sequence[Chart]) -> None:
+    assert charts_of(read_run(befallen_run).history) == charts
 
 
-def test_colours_are_the_pages_alone(tmp_path: Path) -> None:
-    charts = charts_of(read_run(made_run(tmp_path / "run", BEFALLEN, world=2)).history)
+def test_colours_are_the_pages_alone(charts: Sequence[Chart]) -> None:
     assert [re.findall(r"#[0-9a-fA-F]{6}\b|rgb\(", chart.svg) for chart in charts] == [[]] * len(charts)
     assert "var(--train)" in charts[0].svg
 
 
-def test_names_in_the_page_are_there_once(tmp_path: Path) -> None:
-    names = befallen(tmp_path).values("id")
+def test_names_in_the_page_are_there_once(befallen: Read) -> None:
+    names = befallen.values("id")
     assert sorted(set(names)) == sorted(names)
 
 
-def hostile(tmp_path: Path) -> Path:
-    """A run all of whose strings try to get out of where they stand."""
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a run all of whose strings try to get out of where they stand."""
     said = [
         start(0, world=2),
         step(1, 0, metrics={EVIL: 0.5}),
@@ -140,31 +150,30 @@ def hostile(tmp_path: Path) -> Path:
         "libraries": {EVIL: None},
         "versions": {EVIL: EVIL},
     }
-    run = made_run(tmp_path / name, said, world=2, **asked)
+    run = made_run(tmp_path_factory.mktemp("hostile") / name, said, world=2, **asked)
     write_state(run, 1, Summary(message=EVIL, phase="failed"), {0: RankSeen.of(EVIL, 1, 0.0, Doing(graph=EVIL, place=EVIL))}, over=True)
-    return run
+    return page_of(read_run(run))
 
 
-def test_strings_of_the_run_stay_texts(tmp_path: Path) -> None:
-    found = page(hostile(tmp_path))
+def test_strings_of_the_run_stay_texts(hostile: str) -> None:
+    found = Read(hostile)
     assert {"script", "img"} & set(found.tags) == set()
     assert [name for _, name, _ in found.attributes if name.startswith("on")] == []
     assert found.text.count(EVIL) >= 12
 
 
-def test_it_points_to_nothing_outside(tmp_path: Path) -> None:
-    found = page(hostile(tmp_path))
+def test_it_points_to_nothing_outside(hostile: str) -> None:
+    found = Read(hostile)
     assert [value for name in ("src", "href") for value in found.values(name) if not value.startswith(("#", "data:"))] == []
     assert {"link", "iframe", "object", "embed", "form", "base", "a"} & set(found.tags) == {"link"}
-    text = page_of(read_run(hostile(tmp_path / "again")))
-    style = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    style = re.findall(r"<style>(.*?)</style>", hostile, re.DOTALL)
     assert len(style) == 1
     assert "@import" not in style[0]
     assert "url(" not in style[0]
 
 
-def test_a_browser_is_told_to_load_nothing(tmp_path: Path) -> None:
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in befallen(tmp_path).values("content")
+def test_a_browser_is_told_to_load_nothing(befallen: Read) -> None:
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in befallen.values("content")
 
 
 def test_no_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +207,16 @@ def test_a_run_whose_driver_is_gone_is_lost(tmp_path: Path) -> None:
     assert "its driver, process 7 on elsewhere, was last heard of at" in page(run).text
 
 
+MANY = [
+    pytest.param(50_000, "0.5", marks=pytest.mark.slow),
+    pytest.param(500_000, "0.0588", marks=pytest.mark.slow),
+    (25_000, "0.858"),
+]
+"""(steps, least loss): more steps than a chart has places."""
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("count", "least"), [(50_000, "0.5"), pytest.param(500_000, "0.0588", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "least"), MANY)
 def test_many_steps_are_a_small_page_that_keeps_its_spike(tmp_path: Path, count: int, least: str) -> None:
     run = made_run(tmp_path / "run", [start(0)], steps=count)
     long_journal(run, count, 23_456, 97.0)

@@ -10,6 +10,7 @@ import sys
 
 from trainload.capture.errors import TrainloadError
 from trainload.packaging.stores.store import Store
+from trainload.retraining import lease
 from trainload.retraining.lease import Held, Leases
 
 
@@ -31,7 +32,10 @@ def obey(store: Store, line: str, held: Held, words: list[str]) -> object:
     return "done"
 
 
-def main(url: str, line: str, seconds: str, tick: str) -> None:
+def main(url: str, line: str, seconds: str, tick: str, beats: int | None = None) -> None:
+    """beats: how often it says in these seconds that it lives, where that is to be seen soon."""
+    if beats is not None:
+        lease._BEATS = beats
     store = Store(url)
     held = Leases(store, line, owner=f"child {tick}").take(tick, float(seconds))
     if not isinstance(held, Held):

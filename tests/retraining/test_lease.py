@@ -25,7 +25,7 @@ from trainload.retraining.lease import Held, LeaseLostError, Leases, Other
 
 LINE = "main"
 SHORT = 3.0
-PAUSE = 1.0
+PAUSE = 0.3
 REAL_TIME = time.time
 
 
@@ -56,9 +56,9 @@ def clock_at(monkeypatch: pytest.MonkeyPatch, ahead: float) -> None:
 
 
 @contextmanager
-def child(store: Store, seconds: float = 30.0) -> Iterator[Talk]:
-    """A process that has taken the lease."""
-    with talking(leasing.main, store.url, LINE, str(seconds), "20261123T060000Z") as process:
+def child(store: Store, seconds: float = 30.0, beats: int | None = None) -> Iterator[Talk]:
+    """A process that has taken the lease. beats: signs of life in these seconds."""
+    with talking(leasing.main, store.url, LINE, str(seconds), "20261123T060000Z", beats) as process:
         assert answer(process) == "00000001"
         yield process
 
@@ -67,6 +67,12 @@ def answer(process: Talk, command: str | None = None) -> object:
     if command is not None:
         process.say(command)
     return json.loads(process.hear())
+
+
+@pytest.fixture
+def watched_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that is known to be silent is watched for a moment."""
+    monkeypatch.setattr(lease, "_WATCHED", 0.01)
 
 
 def test_one_process_has_the_lease(store: Store) -> None:
@@ -120,7 +126,7 @@ def test_an_owner_that_was_killed_on_this_machine_is_replaced_at_once(store: Sto
 
 
 def test_an_owner_of_another_machine_that_was_killed_is_replaced_when_its_time_is_over(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, watched_shortly: None
 ) -> None:
     with child(store, SHORT) as process:
         process.kill()
@@ -150,7 +156,9 @@ def test_an_owner_that_was_paused_for_too_long_knows_that_it_lost_its_lease(stor
         assert answer(process, "demand") == "LeaseLostError"
 
 
-def test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask(
+    store: Store, monkeypatch: pytest.MonkeyPatch, watched_shortly: None
+) -> None:
     with child(store, SHORT) as process:
         process.send_signal(signal.SIGSTOP)
         clock_at(monkeypatch, 60.0)
@@ -175,7 +183,7 @@ def test_a_promotion_that_must_follow_another_entry_fails(store: Store) -> None:
 
 
 def test_a_living_lease_is_not_taken_by_a_clock_that_is_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    with child(store, 12.0):
+    with child(store, 12.0, beats=1000):
         clock_at(monkeypatch, 3600.0)
         assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
 
@@ -204,7 +212,9 @@ def test_an_owner_whose_store_fails_loses_its_lease(store: Store, monkeypatch: p
     first.close()
 
 
-def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch, watched_shortly: None
+) -> None:
     with child(store) as process:
         process.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as patch:

@@ -173,9 +173,10 @@ class Line(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_line_stays_whole(packaged: Package, examples: int) -> None:
     Line.package = packaged
+    steps = min(12, 2 * examples + 1)  # few lives are short ones
     run_state_machine_as_test(
         Line,
         settings=settings(
-            max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
         ),
     )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from trainload.launch.journal import Event
 from trainload.packaging.read import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
-from trainload.retraining import stages
+from trainload.retraining import lease, stages, training
 from trainload.retraining.config import Config
 from trainload.retraining.lease import Held, LeaseLostError, Leases
 from trainload.retraining.lineage import ancestry, read_line, rollback
@@ -102,7 +106,7 @@ def test_a_finished_tick_is_the_same_when_it_is_run_again(small: Package, lived:
     assert after == before
 
 
-@pytest.mark.matrix("adapters")
+@pytest.mark.matrix("frozen")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -124,7 +128,8 @@ def test_settings_of_the_training_change_what_is_trained_and_sent(small: Package
     assert changed == ({"2.weight", "2.bias"} if "frozen" in settings else {"2.weight"})
 
 
-def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Package, folder: Path) -> None:
+def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_BEATS", 1000)  # its owner looks whether it is asked as often as it says that it lives
     config = config_of(folder, small, train={"steps": 100_000}, lease={"seconds": "12s"})
     store = Store(folder / "store", create=True)
 
@@ -137,60 +142,124 @@ def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Packag
     assert list((folder / "runs" / LINE / name(0) / "run-1" / "checkpoints").glob("step-*"))
 
 
-def test_old_runs_are_removed_but_for_the_champions(small: Package, folder: Path) -> None:
-    config = config_of(folder, small, retention={"runs": 1})
-    tick(config, 0)
-    never = config_of(folder, small, retention={"runs": 1}, gate={"require": "eval.loss < 0"})
-    for number in (1, 2):
+@pytest.fixture(scope="module")
+def from_the_first(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A line of two ticks that train from the weights that it began with. No test changes it."""
+    folder = tmp_path_factory.mktemp("first")
+    config = config_of(folder, small, train={"steps": 2, "start": "first"}, gate={"require": "eval.loss < 99"})
+    for number in (0, 1):
         write_day(folder / "data" / f"{number}.arrow", rows=60, seed=number)
-        assert tick(never, number).outcome == "rejected"
-    assert sorted(path.name for path in (folder / "runs" / LINE).iterdir()) == [name(0), name(2)]
+        tick(config, number)
+    return folder
 
 
-def test_slices_have_bars_of_their_own(small: Package, folder: Path) -> None:
-    held = write_day(folder / "held.arrow", rows=60, seed=9, land=np.arange(60) % 2)
-    slices = {"column": "land", "require": "eval.loss < 0"}
-    ended = tick(config_of(folder, small, evaluation={"files": str(held), "slices": slices}), 0)
-    assert ended.outcome == "rejected"
-    assert ended.reason.startswith("land=0: eval.loss < 0: ")
-
-
-def test_the_optimizers_state_is_kept_where_that_is_asked_for(small: Package, folder: Path) -> None:
-    config = config_of(folder, small, train={"steps": 4, "optimizer": "kept"})
-    tick(config, 0)
-    write_day(folder / "data" / "1.arrow", rows=60, seed=1)
-    tick(config, 1)
-    specs = [json.loads((folder / "runs" / LINE / name(number) / "run-1" / "run.json").read_text()) for number in (0, 1)]
-    assert specs[0]["optimizer_from"] is None
-    assert specs[1]["optimizer_from"] == str(folder / "runs" / LINE / name(0) / "run-1" / "checkpoints" / "step-00000004")
-
-
-def test_or_from_the_weights_that_the_line_began_with(small: Package, folder: Path) -> None:
-    config = config_of(folder, small, train={"steps": 4, "start": "first"}, gate={"require": "eval.loss < 99"})
-    tick(config, 0)
-    write_day(folder / "data" / "1.arrow", rows=60, seed=1)
-    tick(config, 1)
-    store = Store(folder / "store")
+def test_or_from_the_weights_that_the_line_began_with(from_the_first: Path) -> None:
+    store = Store(from_the_first / "store")
     assert [state.release.parent for state in store.releases(LINE)] == [None, "00000001", "00000001"]
 
 
-@pytest.mark.parametrize(("start", "removed"), [("current", ["1"]), ("first", [])])
-def test_releases_that_were_current_keep_their_files(small: Package, folder: Path, start: str, removed: list[str]) -> None:
-    """The last two of them; a rejected challenger does not count, and other lines are nobody's business."""
+@dataclass(frozen=True)
+class Retained:
+    """A line of four ticks, the first and the last of which were promoted, that keeps little.
+
+    Attributes:
+        folder: where it is. No test changes it.
+        runs: whose runs were kept after the third tick.
+        began: the checkpoints that the first two began with the optimizer's state of.
+    """
+
+    folder: Path
+    runs: list[str]
+    began: list[str | None]
+
+
+def retained_line(small: Package, folder: Path, start: str) -> Retained:
     push(small.path, folder / "store", line="other")
     push(small.path, folder / "store", line="other", message="again", facts={"note": "two"})
     always, never = {"require": "eval.loss < 99"}, {"require": "eval.loss < 0"}
+    train: dict[str, Any] = {"steps": 2, "start": start}
+    if start == "current":
+        train["optimizer"] = "kept"
+    runs, kept, began = folder / "runs" / LINE, [], []
     for number, gate in enumerate((always, never, never, always)):
         write_day(folder / "data" / f"{number}.arrow", rows=60, seed=number)
-        train = {"steps": 2, "start": start}
-        assert tick(config_of(folder, small, train=train, gate=gate, retention={"releases": 2}), number).warnings == ()
-    store = Store(folder / "store")
+        config = config_of(folder, small, train=train, gate=gate, retention={"releases": 2, "runs": 1})
+        assert tick(config, number).warnings == ()
+        kept.append(sorted(path.name for path in runs.iterdir()))
+        began.append(json.loads((runs / name(number) / "run-1" / "run.json").read_text())["optimizer_from"])
+    return Retained(folder, kept[2], began[:2])
+
+
+@pytest.fixture(scope="module")
+def retained(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Retained]:
+    """The line that starts its training as it is told, made once."""
+    return cache(lambda start: retained_line(small, tmp_path_factory.mktemp("retained"), start))
+
+
+def test_old_runs_are_removed_but_for_the_champions(retained: Callable[[str], Retained]) -> None:
+    assert retained("current").runs == [name(0), name(2)]
+
+
+def test_the_optimizers_state_is_kept_where_that_is_asked_for(retained: Callable[[str], Retained]) -> None:
+    line = retained("current")
+    assert line.began == [None, str(line.folder / "runs" / LINE / name(0) / "run-1" / "checkpoints" / "step-00000002")]
+
+
+@pytest.mark.matrix("current-*")
+@pytest.mark.parametrize(("start", "removed"), [("current", ["1"]), ("first", [])])
+def test_releases_that_were_current_keep_their_files(
+    retained: Callable[[str], Retained], tmp_path: Path, start: str, removed: list[str]
+) -> None:
+    """The last two of them; a rejected challenger does not count, and other lines are nobody's business."""
+    store = Store(shutil.copytree(retained(start).folder / "store", tmp_path / "store"))
     states = store.releases(LINE)
     assert [state.release.name for state in states if state.status == "removed"] == [*removed, "3", "4"]
     assert rollback(store, LINE).release == "00000002"
     assert "removed" not in {state.status for state in store.releases("other")}
 
 
+@pytest.fixture(scope="module")
+def sliced(small: Package, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
+    """A line's store, and how its two ticks ended: of the same data, one was rejected for a slice, and the next one promoted."""
+    folder = tmp_path_factory.mktemp("sliced")
+    write_day(folder / "data" / "0.arrow", rows=60)
+    held = write_day(folder / "held.arrow", rows=60, seed=9, land=np.arange(60) % 2)
+    data = {"files": str(folder / "data" / "*.arrow"), "window": {"kind": "new", "since": "promoted"}}
+    ended = []
+    bars: tuple[dict[str, Any], ...] = ({"require": "eval.loss < 0"}, {"require": "eval.loss < 99", "values": [0, 7]})
+    for number, bar in enumerate(bars):
+        evaluation = {"files": str(held), "slices": {"column": "land", **bar}}
+        ended.append(tick(config_of(folder, small, data=data, evaluation=evaluation), number))
+    return folder / "store", ended
+
+
+def test_slices_have_bars_of_their_own(sliced: tuple[Path, list[Ended]]) -> None:
+    ended = sliced[1][0]
+    assert ended.outcome == "rejected"
+    assert ended.reason.startswith("land=0: eval.loss < 0: ")
+
+
+def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(sliced: tuple[Path, list[Ended]]) -> None:
+    checks = Ticks(Store(sliced[0]), LINE).demand(Decided, name(1)).checks
+    assert [(each.slice, each.judged, each.text) for each in checks if each.slice] == [
+        ("land=0", True, checks[-2].text),
+        ("land=7", False, "not judged: 0 rows, fewer than 1"),
+    ]
+
+
+def test_a_challenger_that_was_rejected_before_can_be_promoted_by_another_gate(sliced: tuple[Path, list[Ended]]) -> None:
+    """The same data and champion give the same bytes again."""
+    ended = sliced[1][1]
+    states = Store(sliced[0]).releases(LINE)
+    assert (ended.outcome, ended.release, [state.status for state in states]) == (
+        "promoted",
+        "00000003",
+        ["promoted", "rejected", "current"],
+    )
+    assert states[1].release.package == states[2].release.package
+
+
+@pytest.mark.slow
 def test_files_of_a_rejected_tick_come_again_where_only_promoted_ones_count(small: Package, folder: Path) -> None:
     data = {"files": str(folder / "data" / "*.arrow"), "window": {"kind": "new", "since": "promoted"}}
     tick(config_of(folder, small, data=data, gate={"require": "eval.loss < 0"}), 0)
@@ -222,8 +291,6 @@ def test_a_line_without_a_package_is_refused(small: Package, folder: Path) -> No
 @pytest.fixture
 def store(lived: Path, tmp_path: Path) -> Store:
     """A copy of the line's store."""
-    import shutil
-
     shutil.copytree(lived / "store", tmp_path / "store")
     return Store(tmp_path / "store")
 
@@ -341,16 +408,38 @@ def test_a_plan_and_a_setting_that_it_says_are_not_both_taken(small: Package, fo
     assert tick(config_of(folder, small, cluster=cluster, train={"steps": 2}), 0).outcome == "promoted"
 
 
-def test_a_tick_is_planned_once(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class Once:
+    """How a tick ended, the packages that were planned for it, and the folder of a run that was being removed when it began."""
+
+    ended: Ended
+    planned: list[str]
+    left: Path
+
+
+@pytest.fixture(scope="module")
+def once(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """A line's first tick, whose gate names drift, in a folder where somebody was removing a run."""
+    folder = tmp_path_factory.mktemp("once")
+    write_day(folder / "data" / "0.arrow", rows=60)
+    left = folder / "runs" / LINE / f".{name(0)}.4711"
+    left.mkdir(parents=True)
+    (left / "events.jsonl").write_text("")
     planned: list[str] = []
 
     def counted(config: Config, package: Package) -> Plan:
         planned.append(package.digest)
         return training_plan(config, package)
 
-    monkeypatch.setattr(stages, "training_plan", counted)
-    assert tick(config_of(folder, small), 0).outcome == "promoted"
-    assert planned == [small.digest]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "training_plan", counted)
+        ended = tick(config_of(folder, small, gate={"require": "drift.x < 0.5 and drift.cls < 0.5"}), 1)
+    return Once(ended, planned, left)
+
+
+def test_a_tick_is_planned_once(small: Package, once: Once) -> None:
+    assert once.ended.outcome == "promoted"
+    assert once.planned == [small.digest]
 
 
 def test_a_tick_that_cannot_be_right_is_not_begun(small: Package, folder: Path) -> None:
@@ -399,34 +488,8 @@ def test_a_file_that_is_no_report_is_not_written_over(store: Store, tmp_path: Pa
     assert (status, "it exists already, and is no report" in said) == (2, True)
 
 
-def test_a_challenger_that_was_rejected_before_can_be_promoted_by_another_gate(small: Package, folder: Path) -> None:
-    """The same data and champion give the same bytes again."""
-    data = {"files": str(folder / "data" / "*.arrow"), "window": {"kind": "new", "since": "promoted"}}
-    assert tick(config_of(folder, small, data=data, gate={"require": "eval.loss < 0"}), 0).outcome == "rejected"
-    ended = tick(config_of(folder, small, data=data), 1)
-    states = Store(folder / "store").releases(LINE)
-    assert (ended.outcome, ended.release, [state.status for state in states]) == (
-        "promoted",
-        "00000003",
-        ["promoted", "rejected", "current"],
-    )
-    assert states[1].release.package == states[2].release.package
-
-
-def test_drift_may_be_named_before_there_is_anything_that_it_could_be_told_against(small: Package, folder: Path) -> None:
-    ended = tick(config_of(folder, small, gate={"require": "drift.x < 0.5 and drift.cls < 0.5"}), 0)
-    assert (ended.outcome, ended.reason) == ("promoted", "drift.x < 0.5: 0 < 0.5 is true")
-
-
-def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(small: Package, folder: Path) -> None:
-    held = write_day(folder / "held.arrow", rows=60, seed=9, land=np.arange(60) % 2)
-    slices = {"column": "land", "require": "eval.loss < 99", "values": [0, 7]}
-    tick(config_of(folder, small, evaluation={"files": str(held), "slices": slices}), 0)
-    checks = Ticks(Store(folder / "store"), LINE).demand(Decided, name(0)).checks
-    assert [(each.slice, each.judged, each.text) for each in checks if each.slice] == [
-        ("land=0", True, checks[-2].text),
-        ("land=7", False, "not judged: 0 rows, fewer than 1"),
-    ]
+def test_drift_may_be_named_before_there_is_anything_that_it_could_be_told_against(once: Once) -> None:
+    assert (once.ended.outcome, once.ended.reason) == ("promoted", "drift.x < 0.5: 0 < 0.5 is true")
 
 
 def test_held_out_rows_that_change_between_two_evaluations_are_noticed(
@@ -445,38 +508,36 @@ def test_held_out_rows_that_change_between_two_evaluations_are_noticed(
         tick(config, 0)
 
 
-def test_a_champion_is_evaluated_in_a_folder_that_all_nodes_share(small: Package, folder: Path) -> None:
-    config = config_of(folder, small, train={"steps": 2, "start": "first"}, gate={"require": "eval.loss < 99"})
-    tick(config, 0)
-    assert (folder / "runs" / LINE / name(0) / "evaluation-1-1" / "run.json").is_file()
+def test_a_champion_is_evaluated_in_a_folder_that_all_nodes_share(from_the_first: Path) -> None:
+    assert (from_the_first / "runs" / LINE / name(0) / "evaluation-1-1" / "run.json").is_file()
 
 
-def test_folders_of_runs_that_were_being_removed_go_too(small: Package, folder: Path) -> None:
-    left = folder / "runs" / LINE / f".{name(0)}.4711"
-    left.mkdir(parents=True)
-    (left / "events.jsonl").write_text("")
-    tick(config_of(folder, small), 1)
-    assert not left.exists()
+def test_folders_of_runs_that_were_being_removed_go_too(once: Once) -> None:
+    assert not once.left.exists()
 
 
 def test_a_process_that_lost_its_lease_asks_no_run_to_stop(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has the lease now goes on with it."""
     asked = folder / "runs" / LINE / name(0) / "run-1" / "stop"
+    refused = threading.Semaphore(0)
     seen: list[bool] = []
 
     def heard(event: Event) -> None:
         if event.kind == "step" and event.data["step"] == 3:
             monkeypatch.setattr(Held, "demand", lost)
-        if event.kind == "step" and event.data["step"] >= 3:
-            time.sleep(0.1)
+            monkeypatch.setattr(Held, "asked_to_stop", "somebody")
+            for _ in range(2):  # by the second time all is done that follows the first
+                assert refused.acquire(timeout=60)
             seen.append(asked.exists())
 
     def lost(_held: Held) -> None:
+        refused.release()
         raise LeaseLostError("the lease is lost")
 
+    monkeypatch.setattr(training, "_WATCH_SECONDS", 0.01)
     with pytest.raises(LeaseLostError):
-        Scheduler(config_of(folder, small, train={"steps": 15}), Stages(Opening(), print, heard), print).tick(day(0))
-    assert set(seen) == {False}
+        Scheduler(config_of(folder, small, train={"steps": 4}), Stages(Opening(), print, heard), print).tick(day(0))
+    assert seen == [False]
 
 
 def test_a_migration_into_a_line_that_has_releases_publishes_nothing(wider: Package, store: Store, tmp_path: Path, commands: Any) -> None:

@@ -87,11 +87,11 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def captured() -> tuple[Program, StepGraph, Recipe, tuple[UpdateGraph, ...]]:
+def planned() -> tuple[Job, Program, Recipe, tuple[UpdateGraph, ...]]:
+    """What plans are made of."""
     torch.manual_seed(1)
-    model = Model()
     job = Job(
-        model=model,
+        model=Model(),
         batch=make_batch(),
         loss=loss,
         optimizer=optimizer,
@@ -102,12 +102,17 @@ def captured() -> tuple[Program, StepGraph, Recipe, tuple[UpdateGraph, ...]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = capture(job)
-    recipe, updates = capture_optimizer(job, program)
+    return job, program, *capture_optimizer(job, program)
+
+
+@functools.cache
+def captured() -> tuple[Program, StepGraph, Recipe, tuple[UpdateGraph, ...]]:
+    _, program, recipe, updates = planned()
     return program, derive(program, "train", torch.device("cpu")), recipe, updates
 
 
 def make_plan(strategy: Strategy, world: int, accumulate: int = 1, prefetch: int = 1, bucket_bytes: int = 1) -> Plan:
-    program, _, recipe, _ = captured()
+    _, program, recipe, _ = planned()
     buckets = make_buckets(
         program.parameters,
         {p: (g.name,) for g in recipe.groups for p in g.parameters},
@@ -223,12 +228,9 @@ CASES: list[tuple[Strategy, int, int, int]] = [
     ("hybrid", 2, 1, 600),
 ]
 """(strategy, accumulate, prefetch, bucket_bytes)"""
+WORLD = 4
+"""How many ranks each case has: hybrid two copies, on two ranks each."""
 ASKED = "asked.json"
-
-
-def world_of(strategy: Strategy) -> int:
-    """How many ranks a case has: hybrid two copies, on two ranks each."""
-    return 4 if strategy == "hybrid" else 2
 
 
 def write_asked(folder: Path, cases: Sequence[object]) -> None:
@@ -246,8 +248,8 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     program, _, recipe, updates = captured()
     state = dict(program.state)
     asked = json.loads((folder / ASKED).read_text())
-    cases = [case for case in CASES if list(case) in asked and world_of(case[0]) == world]
-    bind_groups(make_plan(cases[0][0], world).groups())  # all have the same
+    cases = [case for case in CASES if list(case) in asked]
+    bind_groups({name: ranks for case in cases for name, ranks in make_plan(case[0], world).groups().items()})
     for case in cases:
         strategy, accumulate, prefetch, bucket_bytes = case
         plan = make_plan(strategy, world, accumulate, prefetch, bucket_bytes)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.ranks import on_ranks
 from tests.selection import selected
-from tests.sharding.cases import CASES, prepare, rank_main, world_of, write_asked
+from tests.sharding import given
+from tests.sharding.cases import CASES, WORLD, prepare, rank_main, write_asked
 from tests.sharding.small import small_job
 from tests.shared import frozen_once
 
@@ -21,9 +22,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     folder = tmp_path_factory.mktemp("ranks")
     cases = [case for case in CASES if case in selected(request, "case")]
     write_asked(folder, cases)
-    for world in sorted({world_of(case[0]) for case in cases}):
-        on_ranks(world, rank_main, folder, prepare=prepare)
+    on_ranks(WORLD, rank_main, folder, prepare=prepare)
     return folder
+
+
+@pytest.fixture(scope="session")
+def frozen_gpt(gpt_source: Source) -> None:
+    """`given.captured` takes the GPT out of its package."""
+    given.FROZEN["gpt"] = gpt_source
 
 
 @pytest.fixture(scope="session")

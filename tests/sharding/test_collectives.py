@@ -129,6 +129,7 @@ FAULTS: list[Callable[[GraphModule, random.Random], None]] = [
 ]
 
 
+@pytest.mark.matrix(when=lambda strategy, phase: phase is Phase.ONLY or strategy == "hybrid")
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hybrid"])
 @pytest.mark.parametrize("phase", list(Phase))
 def test_every_rank_agrees_where_all_have_the_same_graph(strategy: Strategy, phase: Phase) -> None:
@@ -144,6 +145,7 @@ def test_the_collectives_of_an_update_are_read_too() -> None:
     assert collectives_of(graph, plan.groups(), "update") == (Collective("all_reduce", SHARD, "float32", 1, "sum"),)
 
 
+@pytest.mark.matrix(kind=lambda fault: fault)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_fault_in_one_rank_is_found(fault: Callable[[GraphModule, random.Random], None], seed: int) -> None:

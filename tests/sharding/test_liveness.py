@@ -19,6 +19,7 @@ from trainload.sharding.recompute import recomputed
 from trainload.sharding.strategies import RECOMPUTES, Recompute
 
 CASES = ("gpt", "llama", "mixtral", "t5", "LSTM")
+pytestmark = pytest.mark.usefixtures("frozen_gpt")
 
 
 def call_of(case: str, step: StepGraph) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Rewritten graphs on two and four real ranks give what one process gives."""
+"""Rewritten graphs on four real ranks give what one process gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.sharding.cases import CASES, ROWS, captured, case_file, make_plan, reference, unflatten, world_of
+from tests.sharding.cases import CASES, ROWS, WORLD, captured, case_file, make_plan, reference, unflatten
 from torch import Tensor
 
 from trainload.sharding.plan import Plan
@@ -21,11 +21,11 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(st
 
 def plan_of(case: Case) -> Plan:
     strategy, accumulate, prefetch, bucket_bytes = case
-    return make_plan(strategy, world_of(strategy), accumulate, prefetch, bucket_bytes)
+    return make_plan(strategy, WORLD, accumulate, prefetch, bucket_bytes)
 
 
 def found(folder: Path, case: Case) -> list[dict[str, Tensor]]:
-    return [load_file(case_file(folder, case, rank)) for rank in range(world_of(case[0]))]
+    return [load_file(case_file(folder, case, rank)) for rank in range(WORLD)]
 
 
 def gathered(folder: Path, case: Case, kind: str) -> dict[str, Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from tests.sharding.cases import captured, flat_buckets, make_batch, make_plan, reference, run_rank, unflatten
 from torch.fx import Node
 
 from trainload.autograd_trace.aot import derive
-from trainload.autograd_trace.graphs import TANGENT, Role
+from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.sharding.plan import REPLICATE, SHARD, Plan
 from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite, stored_length
@@ -23,9 +25,15 @@ WORLD = 8
 CPU = torch.device("cpu")
 
 
+@functools.cache
 def rewritten(strategy: Strategy, phase: Phase = Phase.ONLY, prefetch: int = 1, world: int = WORLD) -> tuple[Plan, RankGraph]:
     plan = make_plan(strategy, world, prefetch=prefetch)
     return plan, rewrite(captured()[1], plan, phase)
+
+
+@functools.cache
+def forward_only(name: str) -> StepGraph:
+    return derive(captured()[0], name, CPU)
 
 
 def calls(graph: RankGraph, target: object) -> list[Node]:
@@ -192,7 +200,8 @@ def test_a_reduction_starts_before_backward_is_over(strategy: Strategy) -> None:
 
 
 def test_no_rank_number_is_in_the_graph() -> None:
-    one, other = rewritten("zero3")[1], rewritten("zero3")[1]
+    plan, one = rewritten("zero3")
+    other = rewrite(captured()[1], plan)
     assert str(one.module.graph) == str(other.module.graph)
 
 
@@ -214,7 +223,7 @@ def test_every_node_has_a_shape() -> None:
 def test_a_prediction_may_be_a_parameter_itself(strategy: Strategy, world: int) -> None:
     program = captured()[0]
     plan = make_plan(strategy, world)
-    graph = rewrite(derive(program, "predict", CPU), plan)
+    graph = rewrite(forward_only("predict"), plan)
     flats = flat_buckets(plan, dict(program.state))
     tokens = make_batch()["tokens"]
     given = {Role.BUCKET: flats, Role.BATCH: {"tokens": tokens}, Role.BUFFER: dict(program.state)}
@@ -225,13 +234,13 @@ def test_a_prediction_may_be_a_parameter_itself(strategy: Strategy, world: int) 
 
 def test_a_parameter_that_is_an_output_is_gathered_too() -> None:
     plan = make_plan("zero3", WORLD)
-    graph = rewrite(derive(captured()[0], "predict", CPU), plan)
+    graph = rewrite(forward_only("predict"), plan)
     down = next(b.name for b in plan.buckets if b.slots[0].parameter == "down.weight")
     assert down in {source(n).name for n in calls(graph, GATHER)}
 
 
 def test_an_evaluation_graph_has_totals_and_no_gradients() -> None:
-    graph = rewrite(derive(captured()[0], "eval", CPU), make_plan("zero3", WORLD))
+    graph = rewrite(forward_only("eval"), make_plan("zero3", WORLD))
     assert {p.role for p in graph.outputs} == {Role.TOTALS, Role.BUFFER}
     assert calls(graph, SCATTER) == []
 

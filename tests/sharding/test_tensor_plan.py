@@ -130,7 +130,7 @@ def test_shards_edited_by_hand_say_what_does_not_fit(gpt: Package, plan: Plan, n
 @pytest.fixture(scope="module")
 def muon(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """Two matrices whose optimizer needs them whole."""
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
     made = job(model, optimizer=lambda m: torch.optim.Muon(m.parameters(), lr=0.01), global_batch=8)
     return trainload.freeze(made, tmp_path_factory.mktemp("muon") / "muon.tl")
 

@@ -17,6 +17,7 @@ from trainload.capture.trace import capture
 from trainload.sharding.pipeline.balance import choose_stages
 
 BLOCKS, WIDTH = 6, 32
+pytestmark = pytest.mark.usefixtures("frozen_gpt")
 
 
 class Block(nn.Module):

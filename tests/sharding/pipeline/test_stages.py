@@ -38,8 +38,9 @@ CASES = {
 }
 """A job, and into how many stages it is cut."""
 BOTH = [(case, count) for case, counts in CASES.items() for count in counts]
-LARGE = ("llama", "mixtral", "t5", "LSTM", "scan")
-in_two_or_as_the_gpt = pytest.mark.matrix(when=lambda case, count: case == "gpt" or (count == 2 and case not in LARGE))
+SOME = (("gpt", 2), ("gpt", 3), ("BatchNorm1d with momentum=None", 2), ("checkpoint_sequential", 2))
+some_of_both = pytest.mark.matrix(when=lambda case, count: (case, count) in SOME)
+pytestmark = pytest.mark.usefixtures("frozen_gpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def run(case: str, count: int, *, halves: bool) -> dict[Port, Tensor]:
     return found
 
 
-@in_two_or_as_the_gpt
+@some_of_both
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "in halves"])
 @pytest.mark.parametrize(("case", "count"), BOTH)
 def test_stages_compute_what_the_graph_computes(case: str, count: int, halves: bool) -> None:
@@ -111,7 +112,7 @@ def test_stages_compute_what_the_graph_computes(case: str, count: int, halves: b
         assert torch.equal(found[port], result), port
 
 
-@in_two_or_as_the_gpt
+@some_of_both
 @pytest.mark.parametrize(("case", "count"), BOTH)
 def test_what_is_sent_has_the_shape_that_is_said(case: str, count: int) -> None:
     stages, _ = stages_of(case, count)

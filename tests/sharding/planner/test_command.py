@@ -17,6 +17,7 @@ from trainload.sharding.plan import Plan
 Capture = pytest.CaptureFixture[str]
 FEW = ["--devices-per-node", "2", "--tensor", "1", "--pipeline", "1", "--recompute", "job", "--accumulate", "1"]
 """So little to choose from that a search is short."""
+ONE = [*FEW, "--strategy", "zero0"]
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +68,20 @@ def test_the_table_has_a_line_for_each_and_says_why_the_first_wins(small_package
 
 
 def test_a_candidate_is_explained_node_by_node(small_package: Package, capsys: Capture) -> None:
-    told: dict[str, Any] = json.loads(said(capsys, "plan", small_package.path, "--device", "l4", *FEW, "--explain", "1", "--json"))
+    told: dict[str, Any] = json.loads(said(capsys, "plan", small_package.path, "--device", "l4", *ONE, "--explain", "1", "--json"))
     assert set(told) == {"train.only", "train.update"}
     for graph in told.values():
         assert graph["seconds"] >= max(node["start"] + node["seconds"] for node in graph["nodes"]) - 1e-12
 
 
 def test_the_explanation_names_what_binds_a_node(small_package: Package, capsys: Capture) -> None:
-    shown = said(capsys, "plan", small_package.path, "--device", "l4", *FEW, "--explain", "1")
+    shown = said(capsys, "plan", small_package.path, "--device", "l4", *ONE, "--explain", "1")
     assert "bound by" in shown
     assert "launch" in shown
 
 
 def test_there_is_no_candidate_of_such_a_number(small_package: Package, capsys: Capture) -> None:
-    assert "--explain 99: there are" in said(capsys, "plan", small_package.path, "--device", "l4", *FEW, "--explain", "99", status=2)
+    assert "--explain 99: there are" in said(capsys, "plan", small_package.path, "--device", "l4", *ONE, "--explain", "99", status=2)
 
 
 def test_an_explanation_wants_a_devices_figures(small_package: Package, capsys: Capture) -> None:

@@ -58,6 +58,7 @@ def test_the_file_says_what_was_measured(measured: Path) -> None:
     assert set(found.flops) == {"float32", "bfloat16", "float16"}
 
 
+@pytest.mark.slow
 def test_the_planner_takes_the_file(measured: Path, small_package: Package, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--devices-per-node", "2", "--device", str(measured), "--pipeline", "1", "--tensor", "1", "--json"]
     assert cli.run(["plan", str(small_package.path), *options]) == 0

@@ -140,7 +140,7 @@ def test_costs_of_a_plan_are_those_of_its_candidate(source: Source) -> None:
 
 
 def test_with_fast_links_and_room_nothing_is_repeated(source: Source) -> None:
-    best = search(source, cluster(2), device(link=1e12)).best
+    best = search(source, cluster(2), device(link=1e12), Wanted(strategy="zero0", tensor=1, pipeline=1)).best
     assert best is not None
     assert best.choice.recompute == "job"
 
@@ -192,8 +192,9 @@ def test_what_cannot_be_made_is_told_with_its_reason(source: Source) -> None:
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them(source: Source) -> None:
-    room = sorted(c.costs.memory.peak for c in search(source, cluster(2), device(), exact=4).candidates)
-    found = search(source, cluster(2), device(memory=room[len(room) // 2]), exact=4)
+    asked = Wanted(pipeline=1, tensor=1)
+    room = sorted(c.costs.memory.peak for c in search(source, cluster(2), device(), asked, exact=4).candidates)
+    found = search(source, cluster(2), device(memory=room[len(room) // 2]), asked, exact=4)
     fits = [found.fits(c) for c in found.candidates]
     times = [c.costs.time.seconds for c in found.candidates if found.fits(c)]
     assert fits == sorted(fits, reverse=True)

@@ -91,6 +91,7 @@ def test_no_dim_of_the_batch_is_divided(gpt_step: StepGraph) -> None:
     assert all(candidate.shards.get("positions") != ROWS for candidate in candidates(gpt_step, 2))
 
 
+@pytest.mark.slow
 def test_grouped_heads_are_divided_by_their_groups() -> None:
     found = choose([step_of(Attending(), 4, 6, 16)], 2)
     weights = {name: shard for name, shard in found.items() if name.endswith("weight")}

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from tests.ranks import on_ranks
 from tests.selection import selected
-from tests.sharding.given import captured_step, distances, job_of
+from tests.sharding.given import FROZEN, captured, distances
 
+import trainload
 from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
+from trainload.packaging.read import Package
 from trainload.sharding.plan import TENSOR, Shard
 from trainload.sharding.source import Source
 from trainload.sharding.tensor.choose import choose
@@ -37,15 +39,16 @@ CASES = {
     "LSTM": 4,
 }
 """A job, and how many of its parameters two ranks divide."""
-ASKED = "asked.json"
-small_jobs = pytest.mark.matrix(when=lambda case: case not in ("llama", "gpt2", "olmoe", "bart", "clip"))
+ASKED, PACKAGE = "asked.json", "gpt"
+"""Files that tell ranks what they are asked for, and where the GPT's package is."""
+SOME = ("gpt", "sdpa with grouped queries", "a convolutional classifier")
+small_jobs = pytest.mark.matrix(when=lambda case: case in SOME)
 
 
 @functools.cache
 def given(case: str) -> tuple[Job, Program, StepGraph, dict[str, Shard], Partitioned]:
     """A job, its program, its step graph, how that is divided, and what its ranks call."""
-    job = job_of(case)
-    program, step = captured_step(job)
+    job, program, step = captured(case)
     shards = choose([step], WORLD)
     return job, program, step, shards, partition(step, WORLD, shards)
 
@@ -57,6 +60,7 @@ def asked(folder: Path) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
+    FROZEN["gpt"] = Source(trainload.open((folder / PACKAGE).read_text()))
     for case in asked(folder):
         given(case)
 
@@ -75,8 +79,9 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def ranks(gpt: Package, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
+    (folder / PACKAGE).write_text(str(gpt.path))
     (folder / ASKED).write_text(json.dumps([case for case in CASES if case in selected(request, "case")]))
     on_ranks(WORLD, rank_main, folder, prepare)
     return folder

@@ -201,7 +201,7 @@ def test_a_recurrence_is_refused_as_a_context_by_what_needs_all_positions() -> N
     assert "aten.mm.default" in told
 
 
-@pytest.mark.matrix("a convolutional classifier")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cond", "a convolutional classifier"])
 def test_features_of_the_data_are_no_positions(name: str) -> None:
     assert "no positions that so many ranks could share" in refusal(name, WORLD, "context")
@@ -238,6 +238,7 @@ def test_a_plan_lists_what_each_rank_does_whole(gpt_step: StepGraph) -> None:
     assert norms.bytes > 2 * 3 * 4 * 16 * 32 * 4
 
 
+@pytest.mark.slow
 def test_with_positions_norms_are_no_longer_among_it(gpt_step: StepGraph) -> None:
     found = {each.operator for each in divide([gpt_step], WORLD, (), None, "sequence").replicated}
     assert "aten.native_layer_norm.default" not in found
