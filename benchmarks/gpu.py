@@ -11,6 +11,7 @@ products. Dropout is 0 throughout. Without a GPU it does the same on the CPU, wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -162,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help="default: full on a GPU, tiny without")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--scratch", type=Path, help="keep packages and caches here, a folder that is made; default: one that is removed")
     parser.add_argument("--only", default=",".join(NAMES), help="runs, parted by commas: %(default)s")
     options = parser.parse_args(arguments)
     chosen = options.only.split(",")
@@ -173,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = screen()
     result: dict[str, Any] = {"machine": machine(), "device": device, "size": size, "cases": {}}
     broken: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="trainload-gpu-") as name:
-        scratch = Path(name)
+    with contextlib.ExitStack() as stack:
+        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainload-gpu-")))
         os.environ.setdefault("TRAINLOAD_STATE_DIR", str(scratch / "state"))
         sheet = next((value for key, value in DATA_SHEET.items() if device["name"] and key in device["name"]), None)
         result["device"]["data_sheet_flops_per_second"] = sheet
