@@ -12,6 +12,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Where it is set, every process that a test starts would compile the sources anew, and pytest the assertions of all tests.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 

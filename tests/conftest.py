@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import shutil
 import signal
 import warnings
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +21,7 @@ from tests.laws.gpt import gpt_job, write_rows
 from tests.laws.isolated import build_wheel
 from tests.packaging.jobs import Job, make_job
 from tests.packaging.signers import Signers, make_signers
+from tests.ranks import fork_server
 from tests.selection import mark_items, unmatched_patterns
 from tests.shared import frozen_once, made_once, run_folder
 from tests.timings import add_limit_option, report_timings
@@ -38,9 +41,14 @@ def pytest_configure() -> None:
 
     Garbage is collected less often: graphs are many objects that live for one test, and looking through them takes a tenth of the time.
     """
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(200_000, 20, 50)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and in_main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is no garbage."""
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,11 +71,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache for this run of the suite (what is compiled once serves all tests of all processes) and a key, in place of the user's."""
+    """A cache for this run of the suite (what is compiled once serves all tests of all processes) and a key, in place of the user's.
+
+    Where tests run in several processes, each starts the server that its ranks are forked from beside its first tests.
+    """
     folder = run_folder(tmp_path_factory) / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRAINLOAD_CACHE_DIR", str(folder))
         patch.setenv("TRAINLOAD_STATE_DIR", str(folder.with_name("state")))
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            fork_server()
+            forkserver.ensure_running()
         yield folder
 
 

@@ -367,6 +367,7 @@ def test_a_number_taken_out_of_a_tensor_is_refused_at_its_line(program: Program)
         captured(program, Looping)
 
 
+@pytest.mark.slow
 def test_groups_keep_their_own_options(program: Program) -> None:
     def make(model: nn.Module) -> optim.Optimizer:
         matrices = [p for p in model.parameters() if p.ndim > 1]

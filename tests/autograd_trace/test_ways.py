@@ -97,7 +97,7 @@ def program() -> Program:
 CHANGES = [(warmed, False), (looking_ahead, False), (nested, True), (trusted, True), (sized, True), (projected, True)]
 
 
-@pytest.mark.matrix("looking_ahead", "nested", "sized", "projected")
+@pytest.mark.matrix("looking_ahead", "sized", "projected")
 @pytest.mark.parametrize(("change", "whole"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
 def test_the_way_is_the_one_that_the_values_choose(program: Program, change: Change, whole: bool) -> None:
     update = captured(program, lambda p: Branching(p, change))[1][-1]

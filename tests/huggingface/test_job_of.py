@@ -12,22 +12,11 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-import transformers
+import transformers  # whose names are imported when they are asked for: every process of the suite imports this file
 from tests.huggingface.import_alone import tell_whether_transformers_is_imported
 from tests.ranks import ran
 from tests.shared import frozen_once
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    TrainingArguments,
-)
-from transformers.trainer_pt_utils import get_parameter_names
 
 import trainload
 from trainload.capture.errors import JobError
@@ -43,13 +32,13 @@ NORM_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model: nn.Module = GPT2LMHeadModel(GPT2Config(**SMALL, **sizes))
+    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes))
     return model
 
 
-def bert(kind: Any = BertForMaskedLM) -> nn.Module:
+def bert(head: str = "BertForMaskedLM") -> nn.Module:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 16}
-    model: nn.Module = kind(BertConfig(**SMALL, **sizes, num_labels=3))
+    model: nn.Module = getattr(transformers, head)(transformers.BertConfig(**SMALL, **sizes, num_labels=3))
     return model
 
 
@@ -66,7 +55,7 @@ def settings(**given: Any) -> Any:
     """Trainer's own defaults, and some that are given. (TrainingArguments itself wants accelerate to be made.)"""
     defaults = {
         f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory() if callable(f.default_factory) else None
-        for f in dataclasses.fields(TrainingArguments)
+        for f in dataclasses.fields(transformers.TrainingArguments)
     }
     return types.SimpleNamespace(**defaults | {"max_steps": STEPS} | given)
 
@@ -80,7 +69,7 @@ RUN = {"learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, 
 def eager_losses() -> list[float]:
     """What Trainer does with `RUN`: microbatches, each of whose loss is divided by the labels of all of them, clipping, AdamW, schedule."""
     model = gpt2().train()
-    decayed = get_parameter_names(model, [nn.LayerNorm], NORM_PATTERNS)
+    decayed = transformers.trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], NORM_PATTERNS)
     groups = [
         {"params": [p for n, p in model.named_parameters() if n in decayed], "weight_decay": 0.1},
         {"params": [p for n, p in model.named_parameters() if n not in decayed], "weight_decay": 0.0},
@@ -163,7 +152,7 @@ def test_biases_and_norms_do_not_decay() -> None:
     assert factory is not None
     optimizer = factory(model)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    decayed = get_parameter_names(model, [nn.LayerNorm], NORM_PATTERNS)
+    decayed = transformers.trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], NORM_PATTERNS)
     expected = {id(p): 0.3 if n in decayed else 0.0 for n, p in model.named_parameters()}
     assert {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]} == expected
 
@@ -173,7 +162,7 @@ def test_biases_and_norms_do_not_decay() -> None:
     [
         (gpt2, batch()["labels"], 18),
         (bert, batch()["labels"], 21),
-        (lambda: bert(BertForSequenceClassification), torch.tensor([0, 1, 2, 0]), 4),
+        (lambda: bert("BertForSequenceClassification"), torch.tensor([0, 1, 2, 0]), 4),
     ],
     ids=["shifted tokens", "tokens", "rows"],
 )
@@ -187,7 +176,7 @@ def test_the_weight_is_the_number_of_counted_labels(model: Any, labels: Tensor, 
 
 
 def test_labels_that_are_no_integers_count_by_rows() -> None:
-    model = bert(BertForSequenceClassification)
+    model = bert("BertForSequenceClassification")
     given = batch() | {"labels": torch.rand(ROWS, 3)}
     job = job_of(model, given, settings())
     assert job.loss is not None
@@ -243,7 +232,9 @@ def test_the_configuration_is_left_as_it_was() -> None:
 def mixtral(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, num_local_experts=2, max_position_embeddings=16)).to(dtype)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SMALL, **sizes, num_local_experts=2, max_position_embeddings=16)
+    ).to(dtype)
 
 
 @pytest.mark.slow

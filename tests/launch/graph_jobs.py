@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from tests.shared import frozen_once
 from torch import Tensor, nn, optim
 from torch.nn import functional
@@ -31,6 +30,8 @@ SIZE = 90
 @functools.cache
 def digits() -> dict[str, Tensor]:
     """scikit-learn's digits: images (90, 64) in [0, 1], labels (90,), and noise (90, 8) for a generator."""
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
+
     found = load_digits()
     generator = torch.Generator().manual_seed(1)
     images = torch.from_numpy(found.images[:SIZE]).float().flatten(1) / 16

@@ -172,7 +172,7 @@ def pair(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory,
     return folder
 
 
-@pytest.mark.matrix("zero3", "tensor")
+@pytest.mark.matrix("tensor")
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "tensor", "pipeline"])
 def test_two_workers_train_the_same_adapters(pair: Path, alone: Path, name: str) -> None:
     assert difference(curve(alone), curve(pair / name)) <= TOLERANCE
@@ -222,6 +222,7 @@ def test_a_gradient_of_a_frozen_matrix_is_nowhere_in_the_graph(package: Package)
     assert shapes and all(tuple(node.meta["val"].shape) not in [(12, 12), (8, 12)] for node in computed)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_the_same_bits(package: Package, alone: Path, rows: Path, tmp_path: Path) -> None:
     launched(package, rows, tmp_path / "run", ADAPTERS, steps=STEPS, checkpoint_every=5)
     for later in (tmp_path / "run" / "checkpoints").glob("step-*12"):

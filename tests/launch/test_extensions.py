@@ -124,6 +124,7 @@ def test_a_module_that_needs_what_the_wheel_lacks_is_not_bundled(source: Path, t
     assert "No module named 'beside'" in line
 
 
+@pytest.mark.slow
 def test_the_same_job_with_the_library_s_wheel_given_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
     for name in ("job.py", f"{MODULE}.py"):
         shutil.copy(source / name, tmp_path / name)
@@ -168,6 +169,7 @@ def test_one_place_decides(copied: Path) -> None:
     assert may_load_extensions(copied, manifest, trusted=True) == "the user or a policy said so"
 
 
+@pytest.mark.slow
 def test_a_policy_that_takes_signed_libraries_stands_for_the_word(copied: Path, elsewhere: Path, signers: Signers, tmp_path: Path) -> None:
     policy = tmp_path / "policy.toml"
     policy.write_text(f'extensions = "signed"\nidentities = ["{signers.alice.public}"]\n')

@@ -62,6 +62,7 @@ def launch(package: Package, data: Path, run_dir: Path, **options: Any) -> train
     return trainload.launch(package, plan, data, run_dir=run_dir, **usual | options)
 
 
+@pytest.mark.slow
 def test_a_release_trains_as_the_package_that_was_pushed(tiny: Package, tiny_data: Path, store: Path, tmp_path: Path) -> None:
     here = launch(tiny, tiny_data, tmp_path / "here", output=tmp_path / "here.tl")
     there = launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "there", output=tmp_path / "there.tl")

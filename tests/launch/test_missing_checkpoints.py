@@ -35,6 +35,7 @@ def test_a_run_that_never_had_one_begins_again(tiny: Package, tiny_data: Path, t
     assert trainload.resume(tmp_path / "run", backend="local").steps == 2
 
 
+@pytest.mark.slow
 def test_it_is_refused_under_torchrun(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(2, [Run(run_dir, tiny, trainload.plan(tiny, trainload.Cluster(devices_per_node=2)), tiny_data, {"steps": 2})], tmp_path)

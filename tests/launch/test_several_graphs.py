@@ -161,6 +161,7 @@ def own(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunR
     return trainload.launch(package, plan, data["gan"], run_dir=folder / "run", **options)
 
 
+@pytest.mark.slow
 def test_a_graphs_own_mean_is_of_its_own_parameters(own: RunResult) -> None:
     expected: dict[str, torch.Tensor] = {}
     for steps in range(1, STEPS + 1):
@@ -179,6 +180,7 @@ def test_every_graph_has_a_scale_of_its_own(own: RunResult, plain: dict[str, Eag
     assert {graph: entry["scale"] for graph, entry in kept.items()} == {"generator": 2.0**12, "discriminator": 2.0**14}  # 8 and 16 updates
 
 
+@pytest.mark.slow
 def test_graphs_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
     def drawn(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
         noise = torch.rand(batch["x"].shape[0])

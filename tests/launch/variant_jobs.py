@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional
@@ -53,6 +52,8 @@ class Reader(nn.Module):
 @functools.cache
 def parts() -> tuple[dict[str, Tensor], ...]:
     """The rows of each part: 40 large digits of 16 x 16; 30 small ones; 20 large ones of 20 x 20 with a hint; 26 large ones."""
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
+
     found = load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 16
     labels = torch.from_numpy(found.target)

@@ -129,6 +129,7 @@ def test_an_artifact_is_known_by_its_digest_before_it_is_fetched(packaged: Packa
         fetched(pinned[0], tmp_path / "cache", second.digest)
 
 
+@pytest.mark.slow
 def test_a_retrained_package_moves_only_what_changed(packaged: Package, second: Package, name: str, tmp_path: Path) -> None:
     push_oci(packaged.path, f"oci://{name}:1")
     pull_oci(f"oci://{name}:1", tmp_path / "1.tl")

@@ -123,6 +123,7 @@ def test_microbatches_hold_fewer_activations(source: Source) -> None:
     assert often.gradients > once.gradients == 0, "between microbatches gradients are held"
 
 
+@pytest.mark.slow
 def test_a_pipelines_ranks_hold_the_microbatches_that_are_under_way(source: Source) -> None:
     def held(schedule: str) -> int:
         choice = Choice("single", pipeline=2, accumulate=8, schedule=(schedule, None))  # type: ignore[arg-type]
@@ -179,6 +180,7 @@ def test_an_axis_that_is_asked_for_divides_what_is_asked_for(source: Source) -> 
     assert (found.plan.divide, found.plan.tensor_shards, str(found.choice)) == ("context", {}, "zero0, context 2")
 
 
+@pytest.mark.slow
 def test_sequence_parallel_holds_less_than_the_tensor_axis_alone(source: Source) -> None:
     choice = Choice("single", tensor=2)
     alone, also = (evaluate(source, cluster(2), device(), each, 8) for each in (choice, replace(choice, divide="sequence")))
