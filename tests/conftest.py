@@ -95,6 +95,7 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        patch.setenv("RAY_metrics_report_interval_ms", "1000")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own
             ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

@@ -268,6 +268,7 @@ def test_the_changed_package_is_made_once(package: Package) -> None:
     assert (overrides.apply(package).path / "manifest.json").stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 def test_its_bytes_follow_from_the_package_and_the_seed(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = trainload.Overrides(adapters=ADAPTERS).apply(package)
     other = trainload.Overrides(adapters=ADAPTERS, seed=11).apply(package)
@@ -379,6 +380,7 @@ def test_several_graphs_train_the_adapters_that_they_reach(tmp_path: Path, tmp_p
         assert event.data["metrics"]["rebuild.loss"] == pytest.approx(wanted["rebuild"], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_every_variant_has_the_adapters_that_it_reaches(tmp_path: Path) -> None:
     golden = next(each for each in goldens() if each.name == "variants")
     package = trainload.open(golden.package)

@@ -52,7 +52,7 @@ def needed(kept: Kept) -> set[str]:
     return found
 
 
-@pytest.mark.matrix("folder-zero1 of 3", "folder-zero3 of 5", "s3-hybrid of 4")
+@pytest.mark.matrix("folder-zero1 of 3", "folder-zero3 of 5")
 @pytest.mark.parametrize("read", OTHERS, ids=lambda plan: f"{plan.strategy} of {plan.world_size}")
 def test_what_was_written_is_read_under_another_plan(kept: Kept, read: object) -> None:
     assert read in OTHERS

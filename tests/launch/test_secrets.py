@@ -124,6 +124,7 @@ def test_an_event_is_told_without_credentials() -> None:
     assert Event("warning", {"message": f"https://me:{SECRET}@host/"}).data == {"message": "https://me:***@host/"}
 
 
+@pytest.mark.slow
 def test_a_tracking_server_that_is_away_is_named_without_its_password(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     server = {"MLFLOW_TRACKING_URI": f"http://me:{SECRET}@127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     status, out, err = command(

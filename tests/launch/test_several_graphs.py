@@ -174,6 +174,7 @@ def test_a_graphs_own_mean_is_of_its_own_parameters(own: RunResult) -> None:
         torch.testing.assert_close(weights.tensor(name), value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_graph_has_a_scale_of_its_own(own: RunResult, plain: dict[str, Eager]) -> None:
     assert_equal(own.run_dir, gan(), plain["gan"])
     kept = Checkpoint.open(own.checkpoint).index.user["loss scaling"]

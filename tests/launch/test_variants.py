@@ -184,6 +184,7 @@ def test_a_recording_finds_the_variants(recording: trainload.Job) -> None:
     assert list(recording.variants) == ["image_1_8_8", "with_hint", "task_parity"]
 
 
+@pytest.mark.slow
 def test_a_run_of_two_workers_continues_on_one(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
     package = trainload.open(either.package)
     run = Run(tmp_path / "run", package, trainload.plan(package, TWO, "zero3"), either.data, {"steps": 4})

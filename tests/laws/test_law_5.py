@@ -118,7 +118,7 @@ def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[P
     assert package_difference(first, second).same
 
 
-@pytest.mark.matrix("small.tl", "job.tl")
+@pytest.mark.matrix("job.tl")
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_flipped_bit_in_any_file_of_a_package_is_found(frozen_twice: tuple[Path, Path], name: str) -> None:
     package = frozen_twice[0] / name
