@@ -96,18 +96,13 @@ def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, tin
     assert (state.over, state.summary.error) == (True, "RunInterrupted")
 
 
+@pytest.mark.slow
+@pytest.mark.ray
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"])
-def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(
-    backend: str, tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(cache))
-    words: list[str | Path] = ["launch", tiny.path, "--data", tiny_data, "--run-dir", "run", "--backend", backend]
-    if backend == "local":
-        ended = interrupted(words, tmp_path, compiling(cache), signal.SIGINT)
-    else:
-        ended = interrupt([*words, "--workers", "2", "--strategy", "zero3"], tmp_path, compiling(cache), {})
+    options: list[str | Path] = ["launch", tiny.path, "--data", tiny_data, "--workers", "2", "--strategy", "zero3"]
+    ended = interrupt([*options, "--run-dir", "run"], tmp_path, compiling(cache), {"TRAINLOAD_CACHE_DIR": str(cache)})
     assert ended.status == 1, ended.err
     assert how_to_go_on(ended) == "trainload resume run"
     assert ended.left == []
