@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
 from trainload.launch.probe import demand_writable_folder
 from trainload.launch.reading import reading
+from trainload.launch.replacing import draft_beside
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import NO_LINKS
@@ -190,18 +190,12 @@ def read_spec(run_dir: Path) -> RunSpec:
     return spec.model_copy(update={"run_dir": str(run_dir.absolute()), **own})
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes a file beside `path` and renames it: readers see the old content or the new. `durable`: also after a loss of power."""
-    with _draft(path, data, durable=durable) as draft:
-        draft.replace(path)
-
-
 def _create_file(path: Path, data: bytes) -> bool:
     """Writes a file beside `path` and links it there: readers see all of it or none. Where the file system has no links it is renamed.
 
     Returns: whether it is there now; False: another one is.
     """
-    with _draft(path, data, durable=True) as draft:
+    with draft_beside(path, data) as draft:
         try:
             os.link(draft, path)
         except FileExistsError:  # over a network perhaps this very link, which was made again after its answer was lost
@@ -211,18 +205,3 @@ def _create_file(path: Path, data: bytes) -> bool:
                 raise
             draft.replace(path)
         return True
-
-
-@contextmanager
-def _draft(path: Path, data: bytes, *, durable: bool) -> Iterator[Path]:
-    """A file beside `path` with this content. It is removed unless it was renamed."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from trainload.launch.activity import Doing
 from trainload.launch.journal import Event
 from trainload.launch.processes import has_ended, this_process
-from trainload.launch.spec import replace_file
+from trainload.launch.replacing import replace_file
 from trainload.packaging.canonical import canonical_json
 
 STATE_FILE = "state.json"

@@ -16,7 +16,7 @@ from trainload.autograd_trace.rounds import calls_of
 from trainload.capture.program import Mode, graph_name
 from trainload.launch.cache import private_folder
 from trainload.launch.measure import products
-from trainload.launch.spec import replace_file
+from trainload.launch.replacing import replace_file
 from trainload.packaging.canonical import canonical_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.planner.costs import sizes_of

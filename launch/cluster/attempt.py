@@ -24,13 +24,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from trainload.capture.errors import RunInterrupted, TrainloadError
-from trainload.launch.ahead import compile_ahead
 from trainload.launch.cluster.mailbox import Mailbox, RayContact
 from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
 from trainload.launch.cluster.output import heard
 from trainload.launch.journal import POLL_SECONDS
 from trainload.launch.spec import RunSpec
-from trainload.launch.worker import Place, prepare_node, run_worker
 from trainload.packaging.credentials import no_secrets_raised
 
 _ANSWER_SECONDS = 3.0
@@ -140,6 +138,8 @@ def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
 
 
 def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
+    from trainload.launch.worker import prepare_node  # takes seconds: Ray Train's controller imports this module, and does not need it
+
     contact = orders.contact(ranks[0], f"node of {ranks[0]}")
     try:
         with no_secrets_raised():
@@ -153,6 +153,9 @@ def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
 
 def _loop(config: dict[str, Any]) -> None:
     """What Ray Train runs on every worker."""
+    from trainload.launch.ahead import compile_ahead
+    from trainload.launch.worker import Place, run_worker
+
     orders: Orders = config["orders"]
     rank, local_world = map(int, os.environ[_PLACE].split("/"))
     place = Place(rank, len(orders.seats), local_world, orders.seats[rank])

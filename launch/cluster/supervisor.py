@@ -34,7 +34,8 @@ from trainload.launch.cluster.tasks import Questions, end_workers, last_line, on
 from trainload.launch.contact import Request, asked_by_file, asked_since_lost, demand_taken_back, take_back
 from trainload.launch.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor, in_words
-from trainload.launch.spec import RunSpec, least_plan, replace_file, resume_command
+from trainload.launch.replacing import replace_file
+from trainload.launch.spec import RunSpec, least_plan, resume_command
 from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
 from trainload.sharding.plan import Plan
 

@@ -7,16 +7,18 @@ import signal
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from trainload.capture.errors import ClusterError, TrainingError, TrainloadError
 from trainload.launch.cluster.nodes import NODE_LABEL
-from trainload.launch.spec import RunSpec
-from trainload.launch.trial import Trial, try_out
 from trainload.packaging.credentials import no_secrets_raised
+
+if TYPE_CHECKING:
+    from trainload.launch.spec import RunSpec
+    from trainload.launch.trial import Trial
 
 _ANSWER_SECONDS = 5.0
 
@@ -96,6 +98,8 @@ def end_workers(workers: Iterable[tuple[str, int]]) -> None:
 
 
 def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
+    from trainload.launch.trial import try_out  # takes seconds, for which other tasks of this module do not wait
+
     try:
         with no_secrets_raised():
             return try_out(spec, local_world)

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from trainload.capture.errors import PolicyError
 from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.manifest import MANIFEST, Identifier, Manifest, Sha256
-from trainload.packaging.read import read_manifest
 from trainload.packaging.signatures.keys import identity_of, read_pem
 from trainload.packaging.signatures.vouching import Refused, vouched_for
 
@@ -146,6 +145,8 @@ def demand_policies(path: Path, policies: Sequence[Policy]) -> str:
         SignatureError: the libraries that check signatures are missing.
         PackageError: the manifest cannot be read.
     """
+    from trainload.packaging.read import read_manifest  # imports torch's serialization, and every file that names a policy this one
+
     data = read_manifest(path)
     digest = sha256_bytes(data)
     manifest = Manifest.from_bytes(data, MANIFEST)

@@ -19,6 +19,7 @@ from trainload.launch.journal import Event, followed
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
 from trainload.launch.processes import interrupted_by_signals
+from trainload.launch.replacing import replace_file
 from trainload.launch.result import RunResult, check_output, finish
 from trainload.launch.sinks.sink import SinkName, demand_sink_libraries, demand_sinks, told
 from trainload.launch.spec import (
@@ -28,7 +29,6 @@ from trainload.launch.spec import (
     default_cache_dir,
     least_plan,
     read_spec,
-    replace_file,
     write_spec,
 )
 from trainload.launch.trial import Trial, try_out

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import types
 
+import pytest
+
 import trainload
 
 
@@ -36,6 +38,17 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_importing_it_imports_neither_torch_nor_ray() -> None:
     assert child("import sys, trainload; print(sorted({'torch', 'ray', 'numpy', 'pyarrow'} & set(sys.modules)))") == "[]"
+
+
+def test_what_holds_a_runs_messages_starts_without_torch() -> None:
+    """Ray starts it, and tasks on nodes, in processes of their own, for which a launch waits."""
+    modules = "trainload.launch.cluster.mailbox, trainload.launch.cluster.tasks"
+    assert child(f"import sys, {modules}; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.slow  # it imports torch
+def test_ray_trains_controller_imports_no_compiler() -> None:
+    assert child("import sys, trainload.launch.cluster.attempt; print('torch._dynamo' in sys.modules)") == "False"
 
 
 def test_launch_is_a_verb_before_its_stage_is_imported() -> None:

@@ -16,8 +16,9 @@ from tests.selection import selected
 
 import trainload
 from trainload.launch.journal import read_events
+from trainload.launch.replacing import replace_file
 from trainload.launch.result import RunResult
-from trainload.launch.spec import RUN_FILE, read_spec, replace_file
+from trainload.launch.spec import RUN_FILE, read_spec
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.sharding.strategies import Strategy

@@ -20,7 +20,7 @@ from trainload.capture.errors import DataError, RequestError, StorageError
 from trainload.launch.data.columns_arrow import record_batches
 from trainload.launch.data.dataset import READERS
 from trainload.launch.data.files import DataFile, find_files
-from trainload.launch.spec import replace_file
+from trainload.launch.replacing import replace_file
 from trainload.retraining.config import Config
 from trainload.retraining.windows import TABLES
 
