@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-_NOT_OF_MODELS = frozenset({"torch", "trainload", "sympy", "mpmath", "numpy", "networkx"}) | sys.stdlib_module_names
-"""Packages that are used below the tracer, or that take no tensor's length."""
+from trainload.capture.patched import may_hold_models
 
 
 @contextlib.contextmanager
@@ -25,7 +24,10 @@ def lengths() -> Iterator[None]:
         vars(module)
         for path, module in list[tuple[str, Any]](sys.modules.items())  # where anything may stand
         # by its type: what cffi puts there (OpenSSL's functions, for one) says that it is a module, and takes no attributes
-        if issubclass(type(module), ModuleType) and path.partition(".")[0] not in _NOT_OF_MODELS and "len" not in vars(module)
+        if issubclass(type(module), ModuleType)
+        and may_hold_models(path)
+        and path.partition(".")[0] != "trainload"
+        and "len" not in vars(module)
     ]
     for space in spaces:
         space["len"] = _length

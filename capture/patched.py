@@ -9,9 +9,19 @@ from typing import Any
 
 OPERATORS = "torch._higher_order_ops"
 """torch's module of operators that take functions."""
+_NOT_OF_MODELS = sys.stdlib_module_names | {
+    *("torch", "sympy", "mpmath", "numpy", "networkx", "scipy", "pandas", "pyarrow", "matplotlib", "sklearn"),
+    *("ray", "pydantic", "rich", "click", "requests", "urllib3", "aiohttp", "botocore", "google", "grpc", "huggingface_hub", "tokenizers"),
+    *("pytest", "_pytest", "hypothesis"),
+}
+"""Packages that no model is written in, of those that are often in a process and are large."""
 _SEARCHED = frozenset({"torch", "torch.func", OPERATORS})
-_SKIPPED = frozenset({"torch", "sympy", "mpmath", "numpy", "networkx"}) | sys.stdlib_module_names
-"""Packages whose other modules hold no function of torch by a name that a model uses."""
+"""torch's modules that functions are looked for in all the same."""
+
+
+def may_hold_models(path: str) -> bool:
+    """Whether code of models may be written in a module of this name."""
+    return path.partition(".")[0] not in _NOT_OF_MODELS or path.startswith("ray.rllib.")
 
 
 @contextlib.contextmanager
@@ -39,15 +49,13 @@ def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]
         replacements: function -> what stands for it.
     """
     values = {id(function): value for function, value in replacements.items()}
-    places = [
-        (module, name, values[id(held)])
-        for path, module in list(sys.modules.items())
-        if path in _SEARCHED or path.partition(".")[0] not in _SKIPPED
-        for names in (getattr(module, "__dict__", {}).copy(),)  # which another thread may add to
-        if not values.keys().isdisjoint(map(id, names.values()))
-        for name, held in names.items()
-        if id(held) in values and not name.startswith("__")
-    ]
+    places = []
+    for path, module in list(sys.modules.items()):
+        if path not in _SEARCHED and not may_hold_models(path):
+            continue
+        names = getattr(module, "__dict__", {})
+        if not values.keys().isdisjoint(map(id, [*names.values()])):  # a list, since another thread may add to it
+            places += [(module, name, values[id(held)]) for name, held in names.copy().items() if id(held) in values and name[:2] != "__"]
     with contextlib.ExitStack() as stack:
         for module, name, value in places:
             stack.enter_context(replaced(module, name, value))
