@@ -75,7 +75,7 @@ def operators(step: StepGraph) -> Counter[str]:
     return Counter(name.replace("aten.detach.", "aten.alias.") for name in names)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "attention" else pytest.mark.slow) for name in MODELS])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "views" else pytest.mark.slow) for name in MODELS])
 def program(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return program_of(job(MODELS[request.param](), loss=loss_and_metric, predict=lambda model, batch: model(batch["x"])))

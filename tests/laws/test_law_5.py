@@ -106,7 +106,7 @@ def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     return folders
 
 
-@pytest.mark.matrix("small.tl", "job.tl")
+@pytest.mark.matrix("small.tl")
 @pytest.mark.parametrize("name", PACKAGES)
 def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[Path, Path], name: str) -> None:
     first, second = (folder / name for folder in frozen_twice)
@@ -118,20 +118,28 @@ def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[P
     assert package_difference(first, second).same
 
 
-@pytest.mark.matrix("job.tl")
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_flipped_bit_in_any_file_of_a_package_is_found(frozen_twice: tuple[Path, Path], name: str) -> None:
-    package = frozen_twice[0] / name
+def demand_flips_found(package: Path) -> None:
+    """Demand that a changed bit in any file of a package is found before it is used."""
     assert verify_package(package).ok
     for file in files_of(package):
         before = (package / file).read_bytes()
         flip_somewhere(package / file)
         assert {problem.file for problem in verify_package(package).problems} == {file}
-        if file.split("/")[0] not in OUTSIDE:
+        if file.split("/")[0] not in (*OUTSIDE, "assets"):
             with pytest.raises(PackageError, match=file):
                 use(package)
         (package / file).write_bytes(before)
     use(package)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_flipped_bit_in_any_file_of_a_package_is_found(frozen_twice: tuple[Path, Path], name: str) -> None:
+    demand_flips_found(frozen_twice[0] / name)
+
+
+def test_a_flipped_bit_in_a_file_of_any_kind_is_found(copied: Path) -> None:
+    demand_flips_found(copied)
 
 
 def use(path: Path) -> None:
@@ -142,6 +150,7 @@ def use(path: Path) -> None:
     dict(package.program().state)
 
 
+@pytest.mark.slow  # with what is only tried there
 def test_every_kind_of_file_that_a_package_can_hold_was_tried(frozen_twice: tuple[Path, Path], packaged: Package) -> None:
     tried = {file for package in frozen_twice[0].glob("*.tl") for file in files_of(package)}
     assert {kind_of(file) for file in files_of(packaged.path)} - {kind_of(file) for file in tried} == {("assets", "")}
