@@ -20,7 +20,7 @@ _SEARCHED = frozenset({"torch", "torch.func", OPERATORS})
 
 
 def may_hold_models(path: str) -> bool:
-    """Whether code of models may be written in a module of this name."""
+    """Return whether a module of this name may contain the code of a model."""
     return path.partition(".")[0] not in _NOT_OF_MODELS or path.startswith("ray.rllib.")
 
 
@@ -55,7 +55,8 @@ def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]
             continue
         names = getattr(module, "__dict__", {})
         if not values.keys().isdisjoint(map(id, [*names.values()])):  # a list, since another thread may add to it
-            places += [(module, name, values[id(held)]) for name, held in names.copy().items() if id(held) in values and name[:2] != "__"]
+            held = [(name, values[id(value)]) for name, value in names.copy().items() if id(value) in values]
+            places += [(module, name, value) for name, value in held if not name.startswith("__")]
     with contextlib.ExitStack() as stack:
         for module, name, value in places:
             stack.enter_context(replaced(module, name, value))

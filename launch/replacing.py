@@ -1,4 +1,4 @@
-"""Replaces a small file as a whole. Imports nothing that takes time: the actor that holds what workers say needs it as it starts."""
+"""Write a small file atomically. Imports nothing that is slow to import, because the mailbox actor imports this module at start-up."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes a file beside `path` and renames it: readers see the old content or the new. `durable`: also after a loss of power."""
+    """Write a temporary file beside `path` and rename it: readers see the old content or the new. `durable`: also after a power failure."""
     with draft_beside(path, data, durable=durable) as draft:
         draft.replace(path)
 
 
 @contextmanager
 def draft_beside(path: Path, data: bytes, *, durable: bool = True) -> Iterator[Path]:
-    """A file beside `path` with this content. It is removed unless it was renamed."""
+    """Yield a temporary file beside `path` with this content. It is removed unless the caller renames it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:

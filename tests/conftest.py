@@ -47,7 +47,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported is no garbage."""
+    """Exclude the imported modules from garbage collection: they live as long as the process."""
     gc.freeze()
 
 

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -55,14 +56,18 @@ def start(act: Callable[..., None], *arguments: Any, cwd: Path, log: Path, varia
     return process
 
 
-def ran(act: Callable[..., None], *arguments: Any, cwd: Path, seconds: float = SECONDS) -> tuple[int | None, str]:
-    """Call `act(*arguments)`, a function of a module, in a process of its own, which is killed where it takes longer.
+def ran(
+    act: Callable[..., None], *arguments: Any, cwd: Path, seconds: float = SECONDS, variables: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int | None, str]:
+    """Call `act(*arguments)`, a function of a module, in a process of its own, which is killed if it takes longer than `seconds`.
+
+    variables: of the environment, beside those of this process.
 
     Returns:
         its exit status, and what it printed.
     """
     log = cwd / "told"
-    process = start(act, *arguments, cwd=cwd, log=log, variables=os.environ)
+    process = start(act, *arguments, cwd=cwd, log=log, variables={**os.environ, **variables})
     process.join(seconds)
     end([process])
     return process.exitcode, log.read_text()

@@ -12,10 +12,9 @@ import torch
 from filelock import FileLock
 
 import trainload
-from trainload.autograd_trace.aot import derive
-from trainload.packaging.derived import write_derived
 from trainload.packaging.read import Package
-from trainload.sharding.step_graphs import derived_key
+from trainload.proving import keep_steps
+from trainload.sharding.step_graphs import step_graphs
 
 
 def run_folder(factory: pytest.TempPathFactory) -> Path:
@@ -42,9 +41,9 @@ def frozen_once(factory: pytest.TempPathFactory, name: str, job: Callable[[], tr
     """
 
     def make(folder: Path) -> None:
-        package, device = trainload.freeze(job(), folder / f"{name}.tl"), torch.device("cpu")
-        for graph in set(package.manifest.step_graphs()) - set(package.manifest.training_graphs()):
-            write_derived(package, derived_key(graph, device), derive(package.program(), graph, device))
+        package = trainload.freeze(job(), folder / f"{name}.tl")
+        steps, trained = step_graphs(package, torch.device("cpu")), package.manifest.training_graphs()
+        keep_steps(package, {graph: step for graph, step in steps.items() if graph not in trained})
 
     return trainload.open(_filled(factory, name, job, make) / f"{name}.tl")
 

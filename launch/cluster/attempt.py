@@ -138,7 +138,7 @@ def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
 
 
 def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
-    from trainload.launch.worker import prepare_node  # takes seconds: Ray Train's controller imports this module, and does not need it
+    from trainload.launch.worker import prepare_node  # slow to import, and Ray Train's controller imports this module without needing it
 
     contact = orders.contact(ranks[0], f"node of {ranks[0]}")
     try:

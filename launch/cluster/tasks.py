@@ -98,7 +98,7 @@ def end_workers(workers: Iterable[tuple[str, int]]) -> None:
 
 
 def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
-    from trainload.launch.trial import try_out  # takes seconds, for which other tasks of this module do not wait
+    from trainload.launch.trial import try_out  # slow to import, and the other tasks of this module do not need it
 
     try:
         with no_secrets_raised():

@@ -89,7 +89,7 @@ def write_to_parameter(module: GraphModule) -> None:
 
 @pytest.fixture(scope="module")
 def unchanged(job: Job) -> Difference:
-    """What a graph compared with itself differs by."""
+    """The difference between a graph and itself."""
     return compared(job, nothing)
 
 

@@ -43,8 +43,8 @@ CONSTRUCTS = {
 }
 """Model -> an operator of its graph."""
 some_constructs = pytest.mark.matrix("function_under_a_bound_name", "checkpoint_with_dropout")
-"""Of the others, test_export.py freezes a gradient in forward; test_gradient_forms.py and the functions below derive hooks and functions of
-torch; the job that is captured by hand has cond, autocast and no_grad."""
+"""Other tests cover the rest: test_export.py freezes a gradient in forward, test_gradient_forms.py and the functions below derive hooks and
+functions of torch, and the job that is captured by hand has cond, autocast and no_grad."""
 
 
 @functools.cache

@@ -89,7 +89,7 @@ def masks() -> tuple[Tensor, Tensor]:
 
 
 def encoder() -> nn.Module:
-    """Its mask torch would look at, to see whether it is causal."""
+    """Torch would read the mask's values to see whether it is causal."""
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 1).train()
 
 

@@ -24,7 +24,7 @@ BLOCKS = {kind: (said, code) for kind, said, code in re.findall(r"```python\n# (
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the page has defined after its first example."""
+    """The names that the page's first example defines."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("page") / "example.py"
     path.write_text(BLOCKS["works"][1])

@@ -46,7 +46,7 @@ def everything(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> e
 
 @pytest.fixture(scope="module")
 def elsewhere(pt2: Path, everything: exporting.Exported, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What one process that cannot import trainload got of both."""
+    """The results of both exports in one process that cannot import trainload."""
     exports = [(pt2, ROWS), (everything.path, ROWS_OF_EVERYTHING)]
     return opened_elsewhere(outside, "pt2", exports, tmp_path_factory.mktemp("elsewhere"), CALLS)
 

@@ -33,7 +33,7 @@ EVERYWHERE = {
     "one tensor more",
     "a pickle",
 }
-"""What is tried of every file; of what else is tried of several files that are read alike, the first one stands for all."""
+"""Attacks that are tried on every file. Any other attack is tried on the first of the files that are read in the same way."""
 FIRST_OF = {case.what: case for case in reversed(CASES)}
 
 

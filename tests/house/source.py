@@ -28,7 +28,9 @@ Names = tuple[tuple[int, str], ...]
 
 @functools.cache
 def read(text: str) -> tuple[Names, Names]:
-    """What the module `text` imports, inside functions too, and what it uses: attributes, and what it gives to import_module.
+    """Return the names that the module `text` imports, inside functions too, and those that it uses.
+
+    Uses are attributes, and arguments of import_module.
 
     `from a import b` imports both a and a.b. Several tests look through each file; none keeps its tree.
     """

@@ -1,4 +1,4 @@
-"""What a process does that must not have imported transformers, as this folder's tests have."""
+"""Import the helper in a process that has not imported transformers yet, as the tests of this folder have."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def gpt2_job() -> trainload.Job:
 
 
 def frozen_gpt2(factory: pytest.TempPathFactory) -> Package:
-    """Its package, which the tests of exports use too."""
+    """Return the package of `gpt2_job`, which the tests of exports use too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own
         return frozen_once(factory, "gpt2", gpt2_job)

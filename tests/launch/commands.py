@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 from trainload import cli
 
@@ -128,19 +129,26 @@ def close_terminal(arguments: list[str | Path], cwd: Path, ready: Callable[[], b
 
 def wait_until_gone(mark: str, seconds: float = 20.0) -> list[str]:
     """The command lines of processes with `mark` in their environment that are alive after so many seconds."""
+    return left_after(lambda: list(_marked(mark).values()), seconds)
+
+
+def left_after(alive: Callable[[], list[str]], seconds: float) -> list[str]:
+    """Return what `alive` still lists after so many seconds; nothing as soon as it lists nothing."""
     deadline = time.monotonic() + seconds
-    while (left := list(_marked(mark).values())) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    while (left := alive()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return left
 
 
 def kill_all(mark: str) -> None:
-    """Kills the processes with `mark` in their environment, and those that they begin meanwhile, and returns when there are none."""
-    while left := _marked(mark):
-        for pid in left:
+    """Kill the processes with `mark` in their environment, and those that they start meanwhile. Return when there are none."""
+
+    def kill() -> None:
+        for pid in _marked(mark):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
+
+    wait_until(lambda: not _marked(mark), meanwhile=kill)
 
 
 def _new_mark() -> tuple[str, dict[str, str]]:

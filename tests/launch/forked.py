@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,8 +19,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.launch.commands import Interrupted, contents, the_line
+from tests.launch.commands import Interrupted, contents, left_after, the_line
 from tests.ranks import SECONDS, end, fork_server, start
+from tests.waiting import wait_until
 
 
 class Command:
@@ -103,9 +103,11 @@ def interrupted(
     with _started(words, cwd, os.setsid, {}, _torchrun if torchrun else _command) as started:
         leader = started.process.pid
         assert leader is not None
-        while not ready():
+
+        def demand_alive() -> None:
             assert started.process.is_alive(), started.err
-            time.sleep(0.02)
+
+        wait_until(ready, meanwhile=demand_alive)
         (os.killpg if number == signal.SIGINT else os.kill)(leader, number)
         status = started.wait()
         return Interrupted(status, started.err, left_in(leader))
@@ -119,11 +121,13 @@ def terminal_closed(words: Sequence[str | Path], cwd: Path, ready: Callable[[], 
         assert leader is not None
         shown = bytearray()
         os.set_blocking(master, False)
-        while not ready():
+
+        def show() -> None:
             assert started.process.is_alive(), shown.decode()
             with suppress(BlockingIOError):
-                shown += os.read(master, 1 << 16)
-            time.sleep(0.02)
+                shown.extend(os.read(master, 1 << 16))
+
+        wait_until(ready, meanwhile=show)
         for end_of_it in (slave, master):
             os.close(end_of_it)
         status = started.wait()
@@ -153,10 +157,7 @@ def torchrun_done(*words: str | Path, cwd: Path) -> tuple[int, str, str]:
 
 def left_in(leader: int, seconds: float = 20.0) -> list[str]:
     """Return the command lines of a session's processes that are alive after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while (left := _of_session(leader)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+    return left_after(lambda: _of_session(leader), seconds)
 
 
 def _of_session(leader: int) -> list[str]:

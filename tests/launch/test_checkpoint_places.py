@@ -16,6 +16,7 @@ from tests.launch.checkpoint_places import Kept, wire_to
 from tests.launch.test_checkpoint_reading import assert_same, large
 from tests.packaging.places import BUCKET
 from tests.ranks import ran
+from tests.waiting import wait_until
 
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.launch.checkpoints import remote
@@ -273,8 +274,7 @@ def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
         began = time.monotonic()
         saver.save(2, make_state(ONE, 0, salt=1), DATA, {})
         assert time.monotonic() - began < 10.0  # of the 60 for which it is tried again
-        while not saver.wanted:
-            time.sleep(0.01)
+        wait_until(lambda: saver.wanted)
         wire.refuse = False
         saver.finish(lambda: saver.save(3, make_state(ONE, 0, salt=2), DATA, {}))
         assert list(place.published()) == [1, 3]
@@ -298,15 +298,14 @@ def test_a_place_that_cannot_be_reached_is_asked_again_and_no_older_checkpoint_i
 
         before = wire.refused
 
-        def mend() -> None:
-            while wire.refused == before:
-                time.sleep(0.01)
+        def repair() -> None:
+            wait_until(lambda: wire.refused > before)
             wire.refuse = False
 
-        mending = threading.Thread(target=mend)
-        mending.start()
+        repairing = threading.Thread(target=repair)
+        repairing.start()
         assert usable_checkpoint(place, patience=60.0).path == newest
-        mending.join()
+        repairing.join()
 
 
 def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
@@ -321,8 +320,7 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
         for step in range(1, 4):
             saver.save(step, make_state(ONE, 0), DATA, {})
             assert saver._writer.writing  # it has not ended: none was waited for
-        while not saver.wanted:
-            time.sleep(0.01)
+        wait_until(lambda: saver.wanted)
         wire.silent = False
         wire.cut()
         saver.finish(lambda: saver.save(4, make_state(ONE, 0), DATA, {}))

@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Plain(dict[str, Eager]):
-    """What the plain loops come to, by the names of their jobs: each is run when it is first asked for."""
+    """Job name -> the results of the plain loop, which runs when they are first needed."""
 
     def __missing__(self, name: str) -> Eager:
         self[name] = eager(JOBS[name]())

@@ -15,6 +15,7 @@ from typing import Any
 from tests.laws.worker import train_as_rank
 from tests.ports import free_port
 from tests.ranks import end, start
+from tests.waiting import wait_until
 
 from trainload.launch.journal import read_events
 from trainload.packaging.read import Package
@@ -114,8 +115,8 @@ def difference(first: Sequence[float], second: Sequence[float]) -> float:
 
 def wait_for_step(run_dir: Path, step: int, are_alive: Callable[[], bool], seconds: float = 120.0) -> None:
     """Returns as soon as a run has done `step`."""
-    deadline = time.monotonic() + seconds
-    while not any(event.kind == "step" and event.data["step"] >= step for event in read_events(run_dir)):
+
+    def demand_alive() -> None:
         assert are_alive(), f"a rank has ended before step {step}"
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.01)
+
+    wait_until(lambda: any(event.kind == "step" and event.data["step"] >= step for event in read_events(run_dir)), seconds, demand_alive)

@@ -58,7 +58,7 @@ def as_other_user(command: list[str]) -> list[str]:
 
 
 def circumstances(folder: Path) -> dict[str, str]:
-    """What differs from this process's beside folder and user: names, home, locale, time zone, hash seed, width, cache and key."""
+    """Return an environment that differs from this process's in names, home, locale, time zone, hash seed, width, cache and key."""
     own = {"HOME": "home", "TRAINLOAD_CACHE_DIR": "cache", "TRAINLOAD_STATE_DIR": "state", "XDG_CACHE_HOME": "xdg", "TMPDIR": "temporary"}
     for place in own.values():
         (folder / place).mkdir()
@@ -74,7 +74,7 @@ def circumstances(folder: Path) -> dict[str, str]:
 
 
 def freeze_here(folder: Path, names: Sequence[str]) -> None:
-    """In a process that was forked: what `freezer.py` does in an interpreter of its own."""
+    """Run `freezer.py`, in a forked process."""
     sys.path.insert(0, str(folder))
     sys.argv = ["freezer.py", str(folder), *names]
     runpy.run_path("freezer.py", run_name="__main__")

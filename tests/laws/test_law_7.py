@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def killed(act: Callable[..., None], folder: Path, *arguments: object) -> list[dict[str, Any]]:
-    """What a function of `killed.py` says of each child, of a seed that is printed."""
+    """Return the reports of a function of `killed.py` on its children, with a random seed that is printed."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     status, said = ran(act, folder, seed, *arguments, cwd=folder)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 from tests.launch.commands import kill_all
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Cluster:
     dashboard: int = field(default_factory=free_port)
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     own: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp")))
-    """Ray's, of a name so short that sockets can lie in it."""
+    """Ray's temporary folder. Its path is short because it contains sockets."""
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
         ray = Path(sys.executable).with_name("ray")
@@ -88,19 +89,21 @@ class Cluster:
     def ended(self, name: str, seconds: float) -> tuple[str, str]:
         """A job's status when it is over, and what it printed."""
         over = ("SUCCEEDED", "FAILED", "STOPPED")
-        job = self.until(lambda: next((job for job in (self.asked(f"/api/jobs/{name}"),) if job["status"] in over), None), seconds)
+
+        def ended() -> dict[str, Any]:
+            job: dict[str, Any] = self.asked(f"/api/jobs/{name}")
+            return job if job["status"] in over else {}
+
+        job = self.until(ended, seconds)
         return job["status"], self.asked(f"/api/jobs/{name}/logs")["logs"]
 
     @staticmethod
-    def until(ready: Any, seconds: float) -> Any:
-        end = time.monotonic() + seconds
-        while not (found := ready()):
-            assert time.monotonic() < end, "it takes too long"
-            time.sleep(0.2)
-        return found
+    def until(condition: Callable[[], Any], seconds: float) -> Any:
+        """Wait for a condition that takes a request, or reads a run's journal, to evaluate."""
+        return wait_until(condition, seconds, every=0.2)
 
     def close(self) -> None:
-        """Ends all that has the nodes' token, at once: a worker that is told to end first waits for what runs on it."""
+        """Kill every process that has the nodes' token. A worker that receives SIGTERM would wait for the work that runs on it first."""
         kill_all(f"RAY_AUTH_TOKEN={self.variables['RAY_AUTH_TOKEN']}")
         for process in self.started:
             process.wait()

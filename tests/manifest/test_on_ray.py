@@ -96,7 +96,7 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def second(story: Story) -> tuple[str, str]:
-    """How the same job ended that was submitted once more, and what it printed."""
+    """Status and output of the same job, submitted once more."""
     story.cluster.submit(story.entrypoint, "second")
     return story.cluster.ended("second", 400)
 

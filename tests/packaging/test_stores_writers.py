@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.packaging.places import Place, child, retrained, s3_place
 from tests.packaging.pushing import told_by
-from tests.ranks import SECONDS, end, ran, start
+from tests.ranks import ran
 
 from trainload.capture.errors import ConflictError
 from trainload.packaging.read import Package
@@ -39,12 +39,10 @@ def writer(place: Place, *packages: Path, environment: Mapping[str, str] | None 
 
 
 def told(*words: str | Path, cwd: Path, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """What `pushing.py` says of each push, in a process that was forked."""
-    process = start(told_by, [str(word) for word in words], cwd=cwd, log=cwd / "told", variables={**os.environ, **(environment or {})})
-    process.join(SECONDS)
-    end([process])
-    assert process.exitcode == 0, (cwd / "told").read_text()
-    return [json.loads(line) for line in (cwd / "told").read_text().splitlines()]
+    """Return the report of `pushing.py` on each push, from a forked process."""
+    status, said = ran(told_by, [str(word) for word in words], cwd=cwd, variables=environment or {})
+    assert status == 0, said
+    return [json.loads(line) for line in said.splitlines()]
 
 
 @pytest.fixture(scope="session")

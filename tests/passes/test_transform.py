@@ -50,13 +50,13 @@ def decomposed(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def work(packaged: Package) -> Transformation:
-    """What passes are applied to. No test keeps one."""
+    """The package that passes are applied to."""
     return Transformation(packaged)
 
 
 @pytest.fixture(scope="module")
 def told() -> list[Applied]:
-    """What was told of the pass that made `core`."""
+    """The progress events of the pass that made `core`."""
     return []
 
 

@@ -48,19 +48,19 @@ def page(run_dir: Path) -> Read:
 
 @pytest.fixture(scope="module")
 def befallen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that much befell. No test changes it."""
+    """A run with failures, restarts and warnings. No test changes it."""
     return made_run(tmp_path_factory.mktemp("befallen") / "run", BEFALLEN, world=2)
 
 
 @pytest.fixture(scope="module")
 def befallen(befallen_run: Path) -> Read:
-    """Its page."""
+    """The page of that run."""
     return page(befallen_run)
 
 
 @pytest.fixture(scope="module")
 def charts(befallen_run: Path) -> Sequence[Chart]:
-    """Its charts."""
+    """The charts of that run."""
     return charts_of(read_run(befallen_run).history)
 
 

@@ -221,7 +221,7 @@ def test_two_ticks_of_a_line_do_not_run_at_once(work: Pretended, tmp_path: Path,
     assert inside.wait(30)
 
     class Said(list[str]):
-        """What the second one says: the first one goes on when it hears that it is waited for."""
+        """Handle the second scheduler's message: the first one continues once the second waits for it."""
 
         def append(self, line: str) -> None:
             super().append(line)

@@ -88,7 +88,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def planned() -> tuple[Job, Program, Recipe, tuple[UpdateGraph, ...]]:
-    """What plans are made of."""
+    """The package as plans are made of it."""
     torch.manual_seed(1)
     job = Job(
         model=Model(),
