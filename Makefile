@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Two tests at a time; then those on Ray, whose workers need both cores. `make test-long` has what is marked `slow`.
-APART := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+APART := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ON_RAY := $(BIN)/python -m pytest
 
 test: env

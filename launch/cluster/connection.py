@@ -30,13 +30,13 @@ def connect(address: str | None) -> bool:
 
     Raises: ClusterError if the address does not answer, or turns this process away.
     """
-    if ray.is_initialized():
-        return False
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Workers keep the working directory of the driver, so that an import or a path means the same there.
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # Ray Train waits out the time that is left; the supervisor uses it
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     began = time.monotonic()
     try:
         if address is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tests.selection import mark_items, selected, unmatched_patterns
+from tests.selection import mark_items, may_be_selected, selected, unmatched_patterns
 
 
 def is_slow(request: pytest.FixtureRequest) -> bool:
@@ -62,3 +64,21 @@ def asked(request: pytest.FixtureRequest) -> set[str]:
 def test_a_fixture_of_a_module_hears_of_the_cases_of_its_module_alone(asked: set[str]) -> None:
     """`strategy` is a parameter of other files."""
     assert asked == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "kept"),
+    [("not slow and ray", False), ("slow and ray", False), ("ray", False), ("not slow and not ray", True), ("not ray", True), ("", True)],
+)
+def test_a_run_of_tests_on_ray_alone_leaves_out_files_without_any(expression: str, kept: bool, tmp_path: Path) -> None:
+    (tmp_path / "test_without.py").write_text("def test_it(): pass\n")
+    (tmp_path / "test_with.py").write_text("def test_it(ray_cluster): pass\n")
+    assert may_be_selected(tmp_path / "test_without.py", expression) == kept
+    assert may_be_selected(tmp_path / "test_with.py", expression)
+
+
+def test_a_test_on_ray_whose_file_does_not_say_so_is_an_error(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.selection.mentions_ray", lambda _: False)
+    request.node.fixturenames.append("ray_cluster")
+    with pytest.raises(pytest.UsageError, match="needs a Ray cluster by a fixture of another file"):
+        mark_items([request.node])

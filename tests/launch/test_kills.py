@@ -30,6 +30,7 @@ def done_steps(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(data["step"], data["loss"], data["gradient_norm"]) for data in events]
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(400)
 def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_left_alone(
     gpt: Package, gpt_data: Path, undisturbed: RunResult, cache_dir: Path, tmp_path: Path

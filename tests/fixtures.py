@@ -1,0 +1,137 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+from tests.hostile.prepared import make_base
+from tests.launch.tiny import tiny_job
+from tests.launch.tiny import write_rows as write_tiny_rows
+from tests.laws.gpt import gpt_job, write_rows
+from tests.laws.isolated import build_wheel
+from tests.packaging.jobs import Job, make_job
+from tests.packaging.signers import Signers, make_signers
+from tests.ranks import fork_server
+from tests.shared import frozen_once, made_once, run_folder
+
+from trainload.packaging.read import Package
+from trainload.packaging.write import write_package
+from trainload.sharding.source import Source
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache for this run of the suite (what is compiled once serves all tests of all processes) and a key, in place of the user's.
+
+    Where tests run in several processes, each starts the server that its ranks are forked from beside its first tests.
+    """
+    folder = run_folder(tmp_path_factory) / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINLOAD_CACHE_DIR", str(folder))
+        patch.setenv("TRAINLOAD_STATE_DIR", str(folder.with_name("state")))
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            fork_server()
+            forkserver.ensure_running()
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(cache_dir: Path) -> Iterator[None]:
+    """A Ray cluster of two CPUs on this machine, which `trainload.launch` finds by itself. Its workers use the session's cache."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        patch.setenv("RAY_metrics_report_interval_ms", "1000")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The laws' GPT, frozen, with the step graphs of training and evaluation kept in it. No test changes it."""
+    return frozen_once(tmp_path_factory, "gpt", gpt_job)
+
+
+@pytest.fixture(scope="session")
+def gpt_source(gpt: Package) -> Source:
+    """It as plans are made of it, so that they derive and divide its graphs once."""
+    return Source(gpt)
+
+
+@pytest.fixture(scope="session")
+def gpt_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows to train it on: not a multiple of its global batch, so that steps cross epochs."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.npz", 91, seed=1)
+
+
+@pytest.fixture(scope="session")
+def gpt_held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows to evaluate it on."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "held-out.npz", 21, seed=2)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """A model of three layers, frozen, for what has nothing to do with the model. No test changes it."""
+    return frozen_once(tmp_path_factory, "tiny", tiny_job)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows to train it on: not a multiple of its global batch, so that steps cross epochs."""
+    return write_tiny_rows(tmp_path_factory.mktemp("rows") / "train.npz", 91)
+
+
+@pytest.fixture(scope="session")
+def job() -> Job:
+    """A job captured by hand, of everything that a graph file must keep."""
+    return make_job()
+
+
+@pytest.fixture(scope="session")
+def packaged(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """Its package, with every kind of file. No test changes it."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "LICENSE").write_text("do as you like\n")
+    return write_package(folder / "job.tl", job.program, job.updates, job.recipe, assets={"LICENSE": folder / "LICENSE"}, max_shard=600)
+
+
+@pytest.fixture(scope="session")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same job's package with a derived graph, for what lies about packages. No test changes it."""
+    return made_once(tmp_path_factory, "attacked", make_base) / "base.tl"
+
+
+@pytest.fixture
+def copied(packaged: Package, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    target = tmp_path / "copy.tl"
+    shutil.copytree(packaged.path, target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def signers(tmp_path_factory: pytest.TempPathFactory) -> Signers:
+    """People who sign packages."""
+    return make_signers(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy of its source."""
+    (built,) = made_once(tmp_path_factory, "wheel", build_wheel).glob("trainload-*.whl")
+    return built
