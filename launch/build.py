@@ -37,7 +37,7 @@ from trainload.sharding.rank_graphs import RankGraphs, phases, rank_graphs, stag
 from trainload.sharding.rewrite import BETWEEN, Phase
 from trainload.sharding.step_graphs import step_graphs
 
-BUILD_VERSION = 10
+BUILD_VERSION = 11
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 _SHAPING = {
     "strategy",
@@ -123,14 +123,15 @@ def device_of(plan: Plan) -> torch.device:
     return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
 
 
-def build_key(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> str:
-    """What a compiled build depends on, hashed: the program, the plan's graph-shaping parts, torch and the hardware."""
+def build_key(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True) -> str:
+    """Return what a compiled build depends on, hashed: the program, its graphs, what of the plan shapes them, torch and the hardware."""
     hardware = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
     )
     parts = {
         "build": BUILD_VERSION,
         "program": _without_rates(package.manifest).program_digest,
+        "graphs": package.manifest.step_graphs(evaluates=evaluates),
         "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size, "index": pipeline_index},
         "torch": torch.__version__,
         "device": [device.type, hardware, torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
@@ -145,6 +146,12 @@ def _without_rates(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"recipe": recipe})
 
 
+def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: bool) -> bool:
+    """Return whether this node's cache holds a build for a run on CPUs, with evaluation or, where that is not needed, without."""
+    keys = {build_key(package, plan, device_of(plan), evaluates=whole) for whole in (True, evaluates)}
+    return any((cache_dir / "compiled" / key).is_dir() for key in keys)
+
+
 def compile_build(
     package: Package,
     plan: Plan,
@@ -152,8 +159,12 @@ def compile_build(
     cache_dir: Path,
     on_stage: Callable[[str, float], None],
     pipeline_index: int = 0,
+    *,
+    evaluates: bool = True,
 ) -> Path:
     """Makes sure that the node's cache holds the build; the first of the node's processes compiles, others wait for it.
+
+    A build without evaluation is not made where one with it is there.
 
     Args:
         package: what is trained.
@@ -162,12 +173,16 @@ def compile_build(
         cache_dir: the node's cache.
         on_stage: told (stage, seconds) as each part is done.
         pipeline_index: of the ranks that it is for.
+        evaluates: whether the run has held-out data.
 
     Returns:
         The build's folder, complete.
     """
     root = private_folder(cache_dir / "compiled")
-    final = root / build_key(package, plan, device, pipeline_index)
+    final = root / build_key(package, plan, device, pipeline_index, evaluates=evaluates)
+    larger = root / build_key(package, plan, device, pipeline_index)
+    if final != larger and _is_whole(larger):
+        return larger
     with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
         if _is_whole(final):
             return final
@@ -178,7 +193,7 @@ def compile_build(
         try:
             draft.mkdir()
             with _own_kernels(cache_dir, draft), deterministic():
-                graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage)
+                graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
                 _compile_into(draft, graphs, work, plan, on_stage)
             draft.rename(final)
         except OSError as error:
@@ -211,9 +226,9 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
     return _built(package, plan, set(index["graphs"]), graph, cuts, updates, collectives, _read_work(index["work"]), compiled=True)
 
 
-def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> Built:
+def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True) -> Built:
     """The same callables, interpreted: for machines without a compiler, and for tests."""
-    graphs, work = _make_graphs(package, plan, device, pipeline_index)
+    graphs, work = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
 
     def graph(name: str) -> BuiltGraph:
         return BuiltGraph(name, graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs)
@@ -223,10 +238,16 @@ def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipelin
 
 
 def _make_graphs(
-    package: Package, plan: Plan, device: torch.device, pipeline_index: int, on_stage: Callable[[str, float], None] = lambda *_: None
+    package: Package,
+    plan: Plan,
+    device: torch.device,
+    pipeline_index: int,
+    on_stage: Callable[[str, float], None] = lambda *_: None,
+    *,
+    evaluates: bool,
 ) -> tuple[RankGraphs, Work]:
     began = time.perf_counter()
-    steps = step_graphs(package, device)
+    steps = step_graphs(package, device, package.manifest.step_graphs(evaluates=evaluates))
     on_stage("derive joint graphs", time.perf_counter() - began)
     began = time.perf_counter()
     local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}
@@ -252,7 +273,7 @@ def _built(
     named = {name: update_name(owner) for name, owner in owners.items()}
     if plan.pipeline is None:
         train = {name: {phase: graph(train_name(name, phase)) for phase in phases(plan)} for name in owners}
-        forward = {name: graph(name) for name in package.manifest.step_graphs() if name not in owners}
+        forward = {name: graph(name) for name in package.manifest.step_graphs() if name not in owners and name in names}
         return Built(train, forward, update, named, compiled, collectives, work)
     places = [(stage, part) for stage in range(len(plan.pipeline.stage_ranks)) for part in Part]
     stages = {

@@ -85,7 +85,9 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
     if spec.compile and can_compile():
         began = time.perf_counter()
         for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index)
+            compile_build(
+                package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index, evaluates=spec.eval_data is not None
+            )
         if not quiet:
             contact.write("stage", name="compile", seconds=time.perf_counter() - began)
 
@@ -99,11 +101,11 @@ def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]
 
 def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> Built:
     """What a rank calls: compiled, where the run wants it and the machine can; from the node's cache."""
-    device = device_of(spec.plan)
+    device, evaluates = device_of(spec.plan), spec.eval_data is not None
     if spec.compile and can_compile():
-        folder = compile_build(package, spec.plan, device, default_cache_dir(), lambda *_: None, pipeline_index)
+        folder = compile_build(package, spec.plan, device, default_cache_dir(), lambda *_: None, pipeline_index, evaluates=evaluates)
         return load_build(folder, package, spec.plan, default_cache_dir())
-    return uncompiled_build(package, spec.plan, device, pipeline_index)
+    return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates)
 
 
 def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:

@@ -389,10 +389,14 @@ class Manifest(Record):
         found = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
         return sorted(found, key=lambda name: (graph_of(name) != self.recipe.main, name))
 
-    def step_graphs(self) -> list[str]:
-        """The names of the graphs that a run calls: all but those that predict, the training graphs first."""
-        training = self.training_graphs()
-        return [*training, *(name for name, mode in self.modes().items() if mode in (Mode.EVAL, Mode.COMPUTE))]
+    def step_graphs(self, *, evaluates: bool = True) -> list[str]:
+        """Return the names of the graphs that a run calls, the training graphs first.
+
+        Args:
+            evaluates: whether the run has held-out data. Without them no graph of evaluation is called.
+        """
+        called = (Mode.EVAL, Mode.COMPUTE) if evaluates else (Mode.COMPUTE,)
+        return [*self.training_graphs(), *(name for name, mode in self.modes().items() if mode in called)]
 
     def data_inputs(self, variant: str | None = None) -> dict[str, InputEntry]:
         """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them.

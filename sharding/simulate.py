@@ -60,8 +60,7 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
     """
     source = package if isinstance(package, Source) else Source(package)
     check_plan(plan, source.package)
-    training = source.package.manifest.training_graphs()
-    local = {name: step for name, step in source.local(Local.of(plan)).items() if name in training or not training_only}
+    local = source.local(Local.of(plan), source.package.manifest.training_graphs() if training_only else None)
     given = source.package, plan, local, source.updates, source.device
     ranks = tuple(rank_graphs(*given, index) for index in range(plan.pipeline_ranks))
     calls = tuple(graphs.collectives(plan) for graphs in ranks)

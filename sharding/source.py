@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -38,12 +38,14 @@ class Source:
         self.trained = groups_of(package)
         self.whole = {u.group for u in package.manifest.updates if not u.elementwise}
         self._axes: dict[tuple[int, tuple[tuple[str, Shard | None], ...], Divide], TensorAxis] = {}
+        self._steps: dict[str, StepGraph] = {}
         self._local: dict[Local, dict[str, StepGraph]] = {}
 
-    @functools.cached_property
-    def steps(self) -> dict[str, StepGraph]:
-        """The package's step graphs by name."""
-        return step_graphs(self.package, self.device)
+    def steps(self, names: Iterable[str]) -> dict[str, StepGraph]:
+        """Return the package's step graphs of these names. Each is derived when it is first asked for."""
+        wanted = tuple(names)
+        self._steps |= step_graphs(self.package, self.device, [name for name in wanted if name not in self._steps])
+        return {name: self._steps[name] for name in wanted}
 
     @functools.cached_property
     def updates(self) -> tuple[UpdateGraph, ...]:
@@ -53,7 +55,7 @@ class Source:
     @property
     def training(self) -> list[StepGraph]:
         """The training graphs, the main one first."""
-        return [self.steps[name] for name in self.package.manifest.training_graphs()]
+        return list(self.steps(self.package.manifest.training_graphs()).values())
 
     @functools.cached_property
     def order(self) -> list[str]:
@@ -73,11 +75,18 @@ class Source:
             self._axes[key] = divide(self.training, ranks, whole, rules, what)
         return self._axes[key]
 
-    def local(self, axes: Local) -> dict[str, StepGraph]:
-        """The step graphs as one rank has them, before anything is sharded over the data axis or cut into stages."""
-        if axes not in self._local:
-            self._local[axes] = {name: local_step(step, axes) for name, step in self.steps.items()}
-        return self._local[axes]
+    def local(self, axes: Local, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
+        """Return step graphs as one rank has them, before anything is sharded over the data axis or cut into stages.
+
+        Args:
+            axes: what they are divided by.
+            names: of the graphs; None: of all that are called in training or evaluation.
+        """
+        made = self._local.setdefault(axes, {})
+        wanted = tuple(self.package.manifest.step_graphs() if names is None else names)
+        steps = self.steps(name for name in wanted if name not in made)
+        made |= {name: local_step(step, axes) for name, step in steps.items()}
+        return {name: made[name] for name in wanted}
 
     def forget(self) -> None:
         """Frees what `local` has made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
@@ -22,18 +23,19 @@ def derived_key(graph: str, device: torch.device) -> str:
     return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
 
 
-def step_graphs(package: Package, device: torch.device) -> dict[str, StepGraph]:
-    """The step graph of each graph of a package that is called in training or evaluation, by its name.
+def step_graphs(package: Package, device: torch.device, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
+    """Return the step graphs of a package by the names of its graphs.
 
     What is derived of a package that came from a store is kept in the node's cache. Of others a freeze keeps the training graphs'.
 
     Args:
         package: what is trained.
         device: where.
+        names: of the graphs; None: of all that are called in training or evaluation.
     """
     found: dict[str, StepGraph] = {}
     program: Program | None = None
-    for name in package.manifest.step_graphs():
+    for name in package.manifest.step_graphs() if names is None else names:
         key = derived_key(name, device)
         kept = read_derived(package, key)
         if kept is None:

@@ -303,7 +303,9 @@ class _Judge:
         shards = tuple(sorted(axis.shards.items()))
         package = source.package
         main = package.manifest.training_graphs()[0]
-        self._steps = {how: source.local(Local(tensor, shards, recompute=how, positions=divide != "tensor"))[main] for how in RECOMPUTES}
+        self._steps = {
+            how: source.local(Local(tensor, shards, recompute=how, positions=divide != "tensor"), [main])[main] for how in RECOMPUTES
+        }
         self._calls: dict[tuple[Recompute, int], tuple[float, float]] = {}
         states = state_counts(package)
         self._stored = self._kept = 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from trainload.capture.errors import StorageError
-from trainload.launch.build import build_key, device_of
+from trainload.launch.build import is_compiled
 from trainload.launch.changes import changed
 from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
@@ -223,8 +223,7 @@ def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptio
         changed = spec.overrides.apply(package, spec.steps)
         simulate(changed, plan)
         seconds["simulate"] = time.perf_counter() - began
-        key = build_key(changed, plan, device_of(plan)) if plan.cluster.device == "cpu" else ""
-        already = bool(key) and (default_cache_dir() / "compiled" / key).is_dir()
+        already = plan.cluster.device == "cpu" and is_compiled(changed, plan, default_cache_dir(), evaluates=eval_rows is not None)
         trial = _tried_out(spec, options.get("backend", "ray"), options.get("address"))
         if trial is not None:
             seconds |= {name: value for name, value in asdict(trial).items() if name != "compiled"}

@@ -144,7 +144,7 @@ def runs(folder: Path, seed: int, package: Path, data: Path, steps: int) -> None
     rng, source = random.Random(seed), trainload.open(package)
     plan = trainload.plan(source, trainload.Cluster(), "single", bucket_bytes=6_000)
     built = uncompiled_build(source, plan, torch.device("cpu"))
-    patch.object(worker, "uncompiled_build", lambda *_: built).start()  # children need not derive the same graphs again
+    patch.object(worker, "uncompiled_build", lambda *_, **__: built).start()  # children need not derive the same graphs again
 
     def train_in(run_dir: Path) -> Callable[[], None]:
         def act() -> None:

@@ -64,7 +64,7 @@ def captured(case: str) -> tuple[Job, Program, StepGraph]:
     """A job with its program and its step graph, which the test files of one process share. Nobody changes them."""
     job = job_of(case)
     if case in FROZEN:
-        return job, FROZEN[case].package.program(), FROZEN[case].steps["train"]
+        return job, FROZEN[case].package.program(), FROZEN[case].steps(["train"])["train"]
     return job, *captured_step(job)
 
 

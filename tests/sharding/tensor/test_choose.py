@@ -75,7 +75,7 @@ def step_of(model: nn.Module, *shape: int) -> StepGraph:
 
 @pytest.fixture(scope="module")
 def gpt_step(gpt_source: Source) -> StepGraph:
-    return gpt_source.steps["train"]
+    return gpt_source.steps(["train"])["train"]
 
 
 def test_heads_hidden_features_and_vocabulary_are_found(gpt_step: StepGraph) -> None:

@@ -89,7 +89,7 @@ def ranks(gpt: Package, tmp_path_factory: pytest.TempPathFactory, request: pytes
 
 @pytest.fixture(scope="module")
 def step(gpt_source: Source) -> StepGraph:
-    return gpt_source.steps["train"]
+    return gpt_source.steps(["train"])["train"]
 
 
 @small_jobs

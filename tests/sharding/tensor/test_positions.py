@@ -125,7 +125,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.fixture(scope="module")
 def gpt_step(gpt_source: Source) -> StepGraph:
-    return gpt_source.steps["train"]
+    return gpt_source.steps(["train"])["train"]
 
 
 @pytest.mark.matrix("norm first, context-*")
