@@ -16,9 +16,14 @@ from trainload.packaging.read import Package
 from trainload.proving import keep_steps
 from trainload.sharding.step_graphs import step_graphs
 
+SHARED = "SHARED_FOLDER"
+"""The variable that names a folder which the runs of pytest of one `make test` share."""
+
 
 def run_folder(factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that all processes of this run of pytest share."""
+    """Return the folder that all processes of this run of pytest share, with those of the other runs of `make test`."""
+    if SHARED in os.environ:
+        return Path(os.environ[SHARED])
     base = factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

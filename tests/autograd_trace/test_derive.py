@@ -315,6 +315,7 @@ def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -
         derive(program, "train", CPU)
 
 
+@pytest.mark.slow
 def test_a_random_operator_in_control_flow_is_refused() -> None:
     def branch(m: Any, x: Tensor) -> Tensor:
         result: Tensor = torch.cond(x.sum() > 0, lambda t: functional.dropout(t, 0.5, True), lambda t: t * 1, (x,))
@@ -356,6 +357,7 @@ def test_masked_select_is_derived_for_any_number_of_rows() -> None:
     check_step(program, "train", derive(program, "train", CPU), given.batch)
 
 
+@pytest.mark.slow
 def test_another_device_leaves_the_captured_graph_as_it_is() -> None:
     program = program_of(job(Model(lambda _, x: torch.cond(x.sum() > 0, lambda t: t + torch.ones(8), lambda t: t * 1, (x,)))))
     before = [str(m.graph) for m in program.graphs["eval"].exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]

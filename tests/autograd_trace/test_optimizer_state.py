@@ -71,7 +71,7 @@ def of_matrices(make: Make) -> UpdateGraph:
     return update
 
 
-@pytest.mark.matrix("moments in a dict", "numbers that never change", "an optimizer in another")
+@pytest.mark.matrix("moments in a dict", "numbers that never change")
 @pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_state_of_any_form_runs_on_slices(program: Program, make: Make) -> None:
     (update,) = captured(program, make)[1]

@@ -189,6 +189,7 @@ def region() -> Program:
     return capture(under_autocast(2))
 
 
+@pytest.mark.slow
 def test_any_number_of_layers_under_autocast_has_one_structure(region: Program) -> None:
     assert difference(capture(under_autocast(3)), region) is None
 
@@ -235,6 +236,7 @@ def test_another_dtype_is_refused(proven: Program) -> None:
     assert "bfloat16" in refusal(job, proven)
 
 
+@pytest.mark.slow
 def test_a_tie_that_the_reduced_job_lacks_is_refused() -> None:
     untied = small()
     untied.model.head.weight = nn.Parameter(torch.randn(32, 8))  # type: ignore[union-attr]  # a module
@@ -269,6 +271,7 @@ def stack_of(kind: type[Block], width: int, depth: int) -> Job:
     return job_of(stack)
 
 
+@pytest.mark.matrix("Restarting-Block")
 @pytest.mark.parametrize(("kind", "reduced"), [(Restarting, Block), (AlongWidth, AlongTime)])
 def test_the_same_operators_on_other_values_or_dims_are_refused(kind: type[Block], reduced: type[Block], proven: Program) -> None:
     torch.manual_seed(0)

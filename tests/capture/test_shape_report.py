@@ -196,6 +196,7 @@ def test_a_declared_limit_says_to_raise_it() -> None:
     assert dim(report, "x", 1).relax == "Raise the max of Dim('seq', min=4, max=64). Lower the min of Dim('seq', min=4, max=64)."
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_for_another_reason_is_an_error() -> None:
     def data_dependent(m: Any, b: Batch) -> Any:
         return m.linear(b["x"]) if b["x"].sum() > 0 else m.linear(-b["x"])

@@ -351,6 +351,7 @@ def test_adapters_that_do_not_fit_are_refused(strange: Package, options: dict[st
         trainload.Overrides(adapters=Adapters(**{"rank": 2, **options})).apply(strange)
 
 
+@pytest.mark.slow
 def test_an_update_of_whole_parameters_is_none_for_adapters(tmp_path: Path) -> None:
     golden = next(each for each in goldens() if each.name == "turns")  # of two graphs, one of which Muon updates
     package = trainload.open(golden.package)

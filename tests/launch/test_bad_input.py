@@ -220,6 +220,7 @@ def test_a_dry_run_where_somebody_uses_the_devices_says_so_at_once(gpt: Package,
         ray.kill(busy)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer(gpt: Package, gpt_data: Path, here: Path, capfd: Capture) -> None:
     line = refused(launch(gpt, gpt_data, "--address", "127.0.0.1:1"), here, capfd)
     assert "address 127.0.0.1:1: no Ray cluster answers" in line

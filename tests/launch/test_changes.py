@@ -83,6 +83,7 @@ def test_the_run_keeps_what_was_changed_and_from_which_step(package: Package, be
     ]
 
 
+@pytest.mark.slow
 def test_the_trained_package_tells_the_changes_that_it_was_trained_by(
     package: Package, rows: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -237,6 +237,7 @@ def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(buck
         assert found.nbytes <= sum(counted) <= found.nbytes + 5 * 2**16 < length * 4
 
 
+@pytest.mark.slow
 def test_a_large_shard_is_sent_in_parts_and_not_copied_whole(bucket: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "_STREAM_PART", 5 * 2**20)
     count = 12 * 2**20

@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_whose_loss_is(
     assert not (tmp_path / "out.tl").exists()
 
 
-@pytest.mark.matrix("zero3", "a pipeline")
+@pytest.mark.matrix("zero3")
 @pytest.mark.parametrize("name", PLANS)
 def test_all_ranks_of_a_plan_end_alike(package: Package, data: Path, tmp_path: Path, name: str) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), **PLANS[name])

@@ -115,6 +115,7 @@ def test_a_wheel_that_lacks_the_module_is_found_by_verify(copied: Path) -> None:
     assert "has no module other" in problem.problem
 
 
+@pytest.mark.slow
 def test_a_module_that_needs_what_the_wheel_lacks_is_not_bundled(source: Path, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("")
     (tmp_path / f"{MODULE}.py").write_text(f"import beside\n{(source / f'{MODULE}.py').read_text()}")

@@ -87,6 +87,7 @@ def test_launch_on_ray_even_where_a_worker_dies(
     assert found["restarts"] == 1
 
 
+@pytest.mark.slow
 def test_torchrun_speaks_through_rank_0_alone(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     run_dir, output = tmp_path / "run", tmp_path / "trained.tl"
     options = ("--run-dir", run_dir, "--output", output, "--steps", "4", "--strategy", "zero3", "--no-compile", "--backend", "torchrun")

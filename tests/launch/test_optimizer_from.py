@@ -102,7 +102,7 @@ def pairs(
     return dict(zip(strategies, train(2, runs, folder), strict=True))
 
 
-@pytest.mark.matrix("2-zero3")
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("zero3", id="2-zero3"), pytest.param("zero1", id="2-zero1")])
 def test_it_goes_on_under_another_plan(whole: list[float], pairs: dict[Strategy, list[float]], strategy: Strategy) -> None:
     assert pairs[strategy] == pytest.approx(whole[3:], rel=TOLERANCE)

@@ -120,7 +120,7 @@ def test_a_gan_trains_compiled_on_two_ray_workers(
     assert_equal(tmp_path / "run", JOBS["gan"](), plain["gan"])
 
 
-@pytest.mark.matrix("actor_critic")
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [pytest.param(pair, id=pair.partition("-")[0]) for pair in CONTINUED])
 def test_a_run_of_two_workers_continues_on_one(pair: str, pairs: Path, plain: dict[str, Eager], tmp_path: Path) -> None:
     name, _, _ = pair.partition("-")

@@ -46,6 +46,7 @@ def test_calls_are_counted_by_graph(uses: dict[str, OperatorUse]) -> None:
     assert UPDATE in {graph for use in uses.values() for graph in use.counts}
 
 
+@pytest.mark.slow
 def test_calls_in_bodies_are_counted(packaged: Package) -> None:
     uses = {use.name: use for use in operator_uses(packaged)}
     assert uses["aten.sin.default"].counts["train"] == 1  # in a branch of cond

@@ -104,6 +104,7 @@ def test_weights_and_assets_are_shared(packaged: Package, decomposed: Package) -
     assert decomposed.asset("LICENSE") == packaged.asset("LICENSE")
 
 
+@pytest.mark.slow
 def test_the_same_passes_give_the_same_bytes(exact: Package, core: Package, tmp_path: Path) -> None:
     assert trainload.transform(exact, [passes.decompose], tmp_path / "again.tl").digest == core.digest
 

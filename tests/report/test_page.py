@@ -208,13 +208,14 @@ def test_a_run_whose_driver_is_gone_is_lost(tmp_path: Path) -> None:
 
 
 MANY = [
-    pytest.param(50_000, "0.5", marks=pytest.mark.slow),
-    pytest.param(500_000, "0.0588", marks=pytest.mark.slow),
+    (50_000, "0.5"),
+    (500_000, "0.0588"),
     (25_000, "0.858"),
 ]
 """(steps, least loss): more steps than a chart has places."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("count", "least"), MANY)
 def test_many_steps_are_a_small_page_that_keeps_its_spike(tmp_path: Path, count: int, least: str) -> None:

@@ -106,7 +106,7 @@ def test_a_finished_tick_is_the_same_when_it_is_run_again(small: Package, lived:
     assert after == before
 
 
-@pytest.mark.matrix("frozen")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -153,6 +153,7 @@ def from_the_first(small: Package, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+@pytest.mark.slow
 def test_or_from_the_weights_that_the_line_began_with(from_the_first: Path) -> None:
     store = Store(from_the_first / "store")
     assert [state.release.parent for state in store.releases(LINE)] == [None, "00000001", "00000001"]
@@ -196,6 +197,7 @@ def retained(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return cache(lambda start: retained_line(small, tmp_path_factory.mktemp("retained"), start))
 
 
+@pytest.mark.slow
 def test_old_runs_are_removed_but_for_the_champions(retained: Callable[[str], Retained]) -> None:
     assert retained("current").runs == [name(0), name(2)]
 
