@@ -261,7 +261,7 @@ DRAWS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-SOME = ("dropout", "multinomial", "rows merged inside", "views stacked inside of a region")
+SOME = ("dropout", "multinomial", "views stacked inside of a region")
 some_draws = pytest.mark.matrix(when=lambda name: name in SOME)
 
 

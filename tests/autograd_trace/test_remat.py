@@ -34,7 +34,7 @@ ROWS, WIDTH, HIDDEN, COUNT = 256, 16, 64, 4
 BATCH = {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))}
 
 
-SOME = ("dropout", "nested")
+SOME = ("nested",)
 some_models = pytest.mark.matrix(when=lambda name: name in SOME)
 
 

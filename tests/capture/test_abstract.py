@@ -162,7 +162,7 @@ def test_any_number_of_equal_layers_has_one_structure(depth: int, proven: Progra
     assert structure_of(capture_abstract(large(depth=depth), proven)[0]) == structure_of(proven)
 
 
-@pytest.mark.matrix("6")
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [4, 6, 10])
 def test_layers_of_two_kinds_in_turn_have_one_structure(depth: int, in_turn: Program) -> None:
     capture_abstract(large(depth=depth, special=2), in_turn)

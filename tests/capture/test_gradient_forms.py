@@ -158,7 +158,7 @@ FORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.matrix("written", "all outputs used", "differentiated in forward", "hooked twice")
+@pytest.mark.matrix("all outputs used", "differentiated in forward", "hooked twice")
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_is_captured_and_derived(name: str) -> None:
     program = capture(job(FORMS[name]()))

@@ -123,6 +123,7 @@ def test_a_transformers_mask_is_taken_as_it_is() -> None:
     assert_taken(Decoder().train(), loss)
 
 
+@pytest.mark.slow
 def test_an_encoders_mask_is_taken_as_it_is() -> None:
     assert_taken(encoder(), lambda model, batch: model(batch["x"], masks()[1]).square().mean())
 

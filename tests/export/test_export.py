@@ -144,7 +144,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.matrix(kind=lambda name: "operators")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(INSIDE))
 def test_operators_of_trainload_are_traced_away(name: str, tmp_path: Path) -> None:
     package = trainload.freeze(job(INSIDE[name](), predict=lambda model, batch: model(batch["x"])), tmp_path / "a.tl")

@@ -243,6 +243,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return trainload.freeze(dataclasses.replace(job, optimizer=adam_of_trained), tmp_path_factory.mktemp("held") / "job.tl")
 
 
+@pytest.mark.slow
 def test_layers_in_regions_get_adapters(held: Package, rows: Path, tmp_path: Path) -> None:
     adapters = Adapters(rank=2, layers=("second.weight", "last.weight"))
     plain = eager(by_hand(make_job(adam_of_trained, Regions), held, adapters))
@@ -280,6 +281,7 @@ def test_its_bytes_follow_from_the_package_and_the_seed(package: Package, tmp_pa
     assert build_key(other, plan, torch.device("cpu")) == build_key(here, plan, torch.device("cpu"))  # nothing is compiled again
 
 
+@pytest.mark.slow
 def test_one_that_was_damaged_is_made_again(package: Package) -> None:
     adapters = trainload.Overrides(adapters=ADAPTERS.model_copy(update={"rank": 2}))
     made = adapters.apply(package)
@@ -363,6 +365,7 @@ def test_an_update_of_whole_parameters_is_none_for_adapters(tmp_path: Path) -> N
     assert {name for name in before if not torch.equal(before[name], now[name])} == {"judge.0.weight", "maker.weight", "maker.bias"}
 
 
+@pytest.mark.slow
 def test_a_layer_that_was_frozen_with_the_job_can_have_an_adapter(held: Package, rows: Path, tmp_path: Path) -> None:
     adapters = Adapters(rank=2, layers=("third.weight",))
     plain = eager(by_hand(make_job(adam_of_trained, Regions), held, adapters))

@@ -42,8 +42,8 @@ def test_a_build_with_evaluation_serves_a_run_without(
     cache = tmp_path / "cache"
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(cache))
 
-    def builds(name: str, **options: Path) -> int:
-        trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / name, steps=1, backend="local", **options)
+    def builds(name: str, eval_data: Path | None = None) -> int:
+        trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / name, steps=1, eval_data=eval_data, backend="local")
         return sum(path.is_dir() for path in (cache / "compiled").iterdir())
 
     assert builds("without") == 1

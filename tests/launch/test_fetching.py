@@ -119,6 +119,7 @@ def test_step_graphs_are_derived_once_for_all_releases_of_a_program(
     assert derived == ["train"]
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_node_fetch_it_once(tiny: Package, s3: str, cache: Path, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"
     trainload.push(tiny.path, url, line="gpt")

@@ -63,6 +63,7 @@ def test_a_line_that_a_killed_writer_has_torn_costs_the_next_one_nothing(tmp_pat
     assert numbers(read_events(tmp_path)) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_long_journal_is_not_held_in_memory(tmp_path: Path) -> None:
     Journal(tmp_path).append(steps(0, 20_000))
     tracemalloc.start()

@@ -48,6 +48,7 @@ def test_plan(gpt: Package, capfd: Capture) -> None:
     assert said(capfd, "plan", gpt.path, "--devices-per-node", "2", "--strategy", "zero1")["strategy"] == "zero1"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_dry_run_starts_nothing_and_leaves_nothing(gpt: Package, gpt_data: Path, tmp_path: Path, capfd: Capture) -> None:
     found = said(

@@ -71,7 +71,7 @@ def assert_equal(run_dir: Path, job: trainload.Job, expected: Eager, steps: int 
             assert got == pytest.approx(loss, rel=TOLERANCE, abs=1e-7), (number, graph)
 
 
-@pytest.mark.matrix("distillation")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_run_has_the_losses_and_weights_of_a_plain_loop(
     name: str, packages: Callable[[str], Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path

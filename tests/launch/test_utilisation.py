@@ -64,6 +64,7 @@ def test_the_work_of_a_step_is_that_of_its_products(package: Package, rows: int)
     assert fixed + each_row * rows == pytest.approx(products(rows))
 
 
+@pytest.mark.slow
 def test_convolutions_whose_input_needs_no_gradient_are_counted(tmp_path: Path) -> None:
     torch.manual_seed(0)
     job = trainload.Job(

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "zero3, one bucket": ("zero3", FEWER, 1, WHOLE),
     "tensor": (None, STEPS, 1, SMALL),
     "tensor, microbatches": (None, FEWER, 2, SMALL),
-    "sequence": (None, FEWER, 1, SMALL),
+    "sequence": (None, FEWER // 2, 1, SMALL),
     "context": (None, FEWER, 1, SMALL),
     "1f1b": (None, STEPS, 4, SMALL),
     "zbv": (None, FEWER, 4, SMALL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import runpy
@@ -9,13 +10,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from tests.launch.checkpoint_cases import make_plan, save_all
 from tests.laws.runs import ROOT
 from tests.packaging.tampering import flip
-from tests.ranks import ran
 from tests.selection import selected
 
 import trainload
@@ -73,11 +74,18 @@ def circumstances(folder: Path) -> dict[str, str]:
     }
 
 
-def freeze_here(folder: Path, names: Sequence[str]) -> None:
-    """Run `freezer.py`, in a forked process."""
-    sys.path.insert(0, str(folder))
-    sys.argv = ["freezer.py", str(folder), *names]
-    runpy.run_path("freezer.py", run_name="__main__")
+def freeze_here(folder: Path, names: Sequence[str]) -> str:
+    """Run `freezer.py` in this process. Return what it prints."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        patch.setattr(sys, "argv", ["freezer.py", str(folder), *names])
+        for module in ("gpt", "jobs"):
+            patch.delitem(sys.modules, module, raising=False)
+        runpy.run_path("freezer.py", run_name="__main__")
+        for module in ("gpt", "jobs"):
+            sys.modules.pop(module, None)
+    return printed.getvalue()
 
 
 PACKAGES = ("gpt.tl", "small.tl", "job.tl")
@@ -85,8 +93,8 @@ PACKAGES = ("gpt.tl", "small.tl", "job.tl")
 
 @pytest.fixture(scope="module")
 def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """Folders with the same packages, made by two processes from two copies of the source: by two users, with other names, homes, hash
-    seeds, locales, time zones and umasks.
+    """Folders with the same packages, made by this process and another one from two copies of the source: by two users, with other names,
+    homes, hash seeds, locales, time zones and umasks.
     """
     asked = sorted(selected(request, "name")) or PACKAGES
     here, there = folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
@@ -98,9 +106,9 @@ def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     who = as_other_user(command)
     print(f"run by {who[0]}")
     with subprocess.Popen(who, cwd=there, env=circumstances(there), umask=0o077, stdout=subprocess.PIPE, text=True) as other:
-        status, told = ran(freeze_here, here, asked, cwd=here)
-        printed = (told.splitlines()[-1 - len(asked) :], other.communicate()[0].splitlines())
-    assert (status, other.returncode) == (0, 0), told
+        own = freeze_here(here, asked)
+        printed = (own.splitlines(), other.communicate()[0].splitlines())
+    assert other.returncode == 0
     assert printed[0][1:] == printed[1][1:]
     assert [lines[0] for lines in printed] == [str(os.getuid()), str(OTHER) if who[0] == "unshare" else str(os.getuid())]
     return folders

@@ -116,6 +116,7 @@ def ask(package: Package, answers: str, monkeypatch: pytest.MonkeyPatch, *more: 
     assert cli.run(["ops", str(package.path), "--interactive", *map(str, more)]) == 0
 
 
+@pytest.mark.slow
 def test_what_is_chosen_by_hand_is_kept_and_what_is_not_is_left(
     package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_users_pass_is_recorded_with_its_options(exact: Package, tmp_path: Pat
     assert count(made, "aten.neg.default") == 4
 
 
+@pytest.mark.slow
 def test_passes_are_recorded_in_order_after_those_of_the_parent(core: Package, tmp_path: Path) -> None:
     made = trainload.transform(core, [passes.eliminate_dead_code, passes.eliminate_common_subexpressions], tmp_path / "2.tl")
     names = ["decompose", "eliminate_dead_code", "eliminate_common_subexpressions"]

@@ -202,6 +202,7 @@ def test_old_runs_are_removed_but_for_the_champions(retained: Callable[[str], Re
     assert retained("current").runs == [name(0), name(2)]
 
 
+@pytest.mark.slow
 def test_the_optimizers_state_is_kept_where_that_is_asked_for(retained: Callable[[str], Retained]) -> None:
     line = retained("current")
     assert line.began == [None, str(line.folder / "runs" / LINE / name(0) / "run-1" / "checkpoints" / "step-00000002")]
@@ -314,6 +315,7 @@ def test_a_rollback_goes_where_it_is_told(store: Store) -> None:
     assert rollback(store, LINE, to=1).release == "00000001"
 
 
+@pytest.mark.slow
 def test_weights_are_carried_to_new_code_by_name(wider: Package, store: Store, tmp_path: Path) -> None:
     old = trainload.open(f"{store.url}#{LINE}/3")
     found = migrate(wider, old, tmp_path / "carried.tl")
@@ -510,6 +512,7 @@ def test_held_out_rows_that_change_between_two_evaluations_are_noticed(
         tick(config, 0)
 
 
+@pytest.mark.slow
 def test_a_champion_is_evaluated_in_a_folder_that_all_nodes_share(from_the_first: Path) -> None:
     assert (from_the_first / "runs" / LINE / name(0) / "evaluation-1-1" / "run.json").is_file()
 

@@ -87,6 +87,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "held"])
 def test_gradients_of_two_ranks_are_those_of_one_process(ranks: Path, kind: str) -> None:
     alone = plan_of(1)

@@ -61,6 +61,7 @@ def test_more_stages_than_places_to_cut_are_refused() -> None:
         choose_stages([step_of(nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 4)))], 3)
 
 
+@pytest.mark.slow
 def test_what_another_graph_alone_uses_comes_where_its_values_are() -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -140,6 +140,7 @@ def test_costs_of_a_plan_are_those_of_its_candidate(source: Source) -> None:
 # The search
 
 
+@pytest.mark.slow
 def test_with_fast_links_and_room_nothing_is_repeated(source: Source) -> None:
     best = search(source, cluster(2), device(link=1e12), Wanted(strategy="zero0", tensor=1, pipeline=1)).best
     assert best is not None
@@ -169,11 +170,13 @@ def test_what_is_decided_already_stays(source: Source) -> None:
     assert {(c.choice.strategy, c.choice.tensor, c.choice.recompute) for c in found.candidates} == {("zero3", 2, "selective")}
 
 
+@pytest.mark.slow
 def test_a_tensor_axis_stays_within_a_node(source: Source) -> None:
     found = search(source, cluster(2, nodes=2), device(), Wanted(strategy="zero0", pipeline=1, recompute="job"))
     assert {c.choice.tensor for c in found.candidates} == {1, 2}
 
 
+@pytest.mark.slow
 def test_an_axis_that_is_asked_for_divides_what_is_asked_for(source: Source) -> None:
     wanted = Wanted(strategy="zero0", tensor=2, divide="context", pipeline=1, recompute="job", accumulate=1)
     (found,) = search(source, cluster(4), device(), wanted).candidates
