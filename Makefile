@@ -30,22 +30,22 @@ $(STAMP): pyproject.toml constraints.txt
 		|| echo "Debian's docker-registry cannot be had here: the tests that need a registry will be skipped."
 	touch $@
 
-# Two tests at a time; then those on Ray, whose workers need both cores. `make test-long` has what is marked `slow`.
-APART := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-ON_RAY := $(BIN)/python -m pytest
+# Two tests at a time; then those that need both cores, on Ray for one. `make test-long` has what is marked `slow`.
+TWO := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+ONE := $(BIN)/python -m pytest
 # What one part has frozen and compiled serves the other.
 SHARE = SHARED_FOLDER=$$(mktemp -d); export SHARED_FOLDER; trap 'rm -rf "$$SHARED_FOLDER"' EXIT
 
 test: env
 	@status=0; $(SHARE); \
-	$(APART) -m "not slow and not ray" $(OPTIONS) || status=1; \
-	$(ON_RAY) -m "not slow and ray" $(OPTIONS) || status=1; \
+	$(TWO) -m "not slow and not alone" $(OPTIONS) || status=1; \
+	$(ONE) -m "not slow and alone" $(OPTIONS) || status=1; \
 	exit $$status
 
 test-long: env
 	@status=0; $(SHARE); \
-	$(APART) -m "slow and not ray" $(OPTIONS) || status=1; \
-	$(ON_RAY) -m "slow and ray" $(OPTIONS) || status=1; \
+	$(TWO) -m "slow and not alone" $(OPTIONS) || status=1; \
+	$(ONE) -m "slow and alone" $(OPTIONS) || status=1; \
 	exit $$status
 
 test-report:

@@ -164,7 +164,7 @@ def compile_build(
 ) -> Path:
     """Makes sure that the node's cache holds the build; the first of the node's processes compiles, others wait for it.
 
-    A build without evaluation is not made where one with it is there.
+    A build without evaluation is not made where one with it is there, and one with evaluation takes over what one without has compiled.
 
     Args:
         package: what is trained.
@@ -179,10 +179,10 @@ def compile_build(
         The build's folder, complete.
     """
     root = private_folder(cache_dir / "compiled")
-    final = root / build_key(package, plan, device, pipeline_index, evaluates=evaluates)
-    larger = root / build_key(package, plan, device, pipeline_index)
-    if final != larger and _is_whole(larger):
+    smaller, larger = (root / build_key(package, plan, device, pipeline_index, evaluates=each) for each in (False, True))
+    if not evaluates and _is_whole(larger):
         return larger
+    final = larger if evaluates else smaller
     with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
         if _is_whole(final):
             return final
@@ -194,7 +194,7 @@ def compile_build(
             draft.mkdir()
             with _own_kernels(cache_dir, draft), deterministic():
                 graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
-                _compile_into(draft, graphs, work, plan, on_stage)
+                _compile_into(draft, graphs, work, plan, on_stage, smaller if _is_whole(smaller) else None)
             draft.rename(final)
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -288,14 +288,22 @@ def can_compile() -> bool:
     return has_cpp_compiler()
 
 
-def _compile_into(draft: Path, graphs: RankGraphs, work: Work, plan: Plan, on_stage: Callable[[str, float], None]) -> None:
+def _compile_into(
+    draft: Path, graphs: RankGraphs, work: Work, plan: Plan, on_stage: Callable[[str, float], None], other: Path | None
+) -> None:
+    """Compile the graphs of a build into its folder. Those that `other` has, a build of fewer of the same graphs, are taken from there."""
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     modules = {name: graph.module for name, graph in graphs.ranks.items()}
     modules |= {update_name(owner): update for owner, update in graphs.updates.items()}
     for name, module in modules.items():
         began = time.perf_counter()
-        compile_graph(module, draft / f"{name}.bin", groups)
+        file = draft / f"{name}.bin"
+        if other is not None:
+            with suppress(FileNotFoundError):  # it has no such graph, or has just made room for another build
+                shutil.copyfile(other / file.name, file)
+        if not file.exists():
+            compile_graph(module, file, groups)
         on_stage(f"compile {name}", time.perf_counter() - began)
     index = {
         "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -25,18 +24,21 @@ from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
 from trainload.sharding.source import Source
 
+MANY = 10
+"""Tests, some of which have ranks."""
+
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A cache for this run of the suite (what is compiled once serves all tests of all processes) and a key, in place of the user's.
 
-    Where tests run in several processes, each starts the server that its ranks are forked from beside its first tests.
+    A process that has many tests starts the server that its ranks are forked from beside the first ones.
     """
     folder = run_folder(tmp_path_factory) / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRAINLOAD_CACHE_DIR", str(folder))
         patch.setenv("TRAINLOAD_STATE_DIR", str(folder.with_name("state")))
-        if "PYTEST_XDIST_WORKER" in os.environ:
+        if request.session.testscollected > MANY:
             fork_server()
             forkserver.ensure_running()
         yield folder

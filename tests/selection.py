@@ -6,8 +6,9 @@
     @pytest.mark.parametrize("case", CASES)
     def test_...
 
-Every other case of a matrix is marked `slow`, so `make test-long` runs it. Whatever uses the fixture `ray_cluster` is marked `ray`; its
-file says `ray_cluster` or `mark.ray` somewhere, so that a run of these tests alone imports no other files.
+Every other case of a matrix is marked `slow`, so `make test-long` runs it. Whatever uses the fixture `ray_cluster` is marked `ray`, and
+whatever is marked `ray` is marked `alone`: it runs when no other test does. A file with such tests says so somewhere (`ray_cluster`,
+`mark.ray`, `mark.alone`), so that a run of these tests imports no other files.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CLUSTER_FIXTURE = "ray_cluster"
 
 
 def mark_items(items: Sequence[pytest.Item]) -> None:
-    """Add `ray` and `slow` to the tests that need them.
+    """Add `ray`, `alone` and `slow` to the tests that need them.
 
     Raises:
         pytest.UsageError: a matrix is not parametrized, or names neither ids nor a kind; or the file of a test on Ray does not say so.
@@ -36,23 +37,25 @@ def mark_items(items: Sequence[pytest.Item]) -> None:
             continue
         if CLUSTER_FIXTURE in item.fixturenames:
             item.add_marker(pytest.mark.ray)
-        if item.get_closest_marker("ray") is not None and not mentions_ray(item.path):
+        if item.get_closest_marker("ray") is not None:
+            item.add_marker(pytest.mark.alone)
+        if item.get_closest_marker("alone") is not None and not may_have_alone(item.path):
             raise pytest.UsageError(f"{item.nodeid} needs a Ray cluster by a fixture of another file: mark it with pytest.mark.ray")
         matrix = item.get_closest_marker("matrix")
         if matrix is not None and not _is_representative(item, matrix, seen.setdefault(_function_of(item), set())):
             item.add_marker(pytest.mark.slow)
 
 
-def mentions_ray(path: Path) -> bool:
-    """Return whether a test file may have tests on Ray."""
+def may_have_alone(path: Path) -> bool:
+    """Return whether a test file may have tests that are marked `alone`."""
     text = path.read_text()
-    return CLUSTER_FIXTURE in text or "mark.ray" in text
+    return any(word in text for word in (CLUSTER_FIXTURE, "mark.ray", "mark.alone"))
 
 
 def may_be_selected(path: Path, expression: str) -> bool:
-    """Return whether a file may have tests that `-m expression` selects: False where all of these are on Ray and the file has none."""
-    wants_ray = re.fullmatch(r"(.+ and )?ray", expression) is not None and " or " not in expression
-    return not wants_ray or not path.name.startswith("test_") or path.suffix != ".py" or mentions_ray(path)
+    """Return whether a file may have tests that `-m expression` selects: False where all of these are `alone` and the file has none."""
+    wants_alone = re.fullmatch(r"(.+ and )?(alone|ray)", expression) is not None and " or " not in expression
+    return not wants_alone or not path.name.startswith("test_") or path.suffix != ".py" or may_have_alone(path)
 
 
 def unmatched_patterns(items: Sequence[pytest.Item]) -> list[str]:

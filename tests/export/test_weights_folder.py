@@ -111,6 +111,19 @@ class Elsewhere:
     ids: list[int]
 
 
+def test_a_folder_holds_what_it_should_and_no_path_of_this_machine(folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md", "trainload.json"}
+    assert "huggingface.json" not in names
+    text = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
+    assert "/tmp" not in text and str(Path.home()) not in text
+
+
+def test_tied_weights_are_written_once_and_named(folder: Path) -> None:
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert json.loads((folder / "trainload.json").read_bytes())["aliases"] == {"lm_head.weight": "transformer.wte.weight"}
+
+
 @pytest.fixture(scope="module")
 def elsewhere(
     gpt: Package, folder: Path, outside: Environment, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
@@ -161,19 +174,6 @@ def test_a_configuration_does_not_go_with_the_weights_of_another_module(tmp_path
 def test_a_configuration_does_not_go_with_the_weights_of_a_part(gpt: Package, tmp_path: Path) -> None:
     folder = trainload.export(gpt, tmp_path / "part", to="huggingface", part="transformer").path
     assert not {"config.json", "generation_config.json"} & {path.name for path in folder.iterdir()}
-
-
-def test_a_folder_holds_what_it_should_and_no_path_of_this_machine(folder: Path) -> None:
-    names = {path.name for path in folder.iterdir()}
-    assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md", "trainload.json"}
-    assert "huggingface.json" not in names
-    text = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
-    assert "/tmp" not in text and str(Path.home()) not in text
-
-
-def test_tied_weights_are_written_once_and_named(folder: Path) -> None:
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    assert json.loads((folder / "trainload.json").read_bytes())["aliases"] == {"lm_head.weight": "transformer.wte.weight"}
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_condition_chooses_cases(number: int, request: pytest.FixtureRequest) 
 def test_what_uses_the_cluster_is_marked(request: pytest.FixtureRequest) -> None:
     request.node.fixturenames.append("ray_cluster")
     mark_items([request.node])
-    assert request.node.get_closest_marker("ray") is not None
+    assert {"ray", "alone"} <= {mark.name for mark in request.node.iter_markers()}
 
 
 @pytest.mark.parametrize("mark", [pytest.mark.matrix, pytest.mark.matrix()])
@@ -68,9 +68,16 @@ def test_a_fixture_of_a_module_hears_of_the_cases_of_its_module_alone(asked: set
 
 @pytest.mark.parametrize(
     ("expression", "kept"),
-    [("not slow and ray", False), ("slow and ray", False), ("ray", False), ("not slow and not ray", True), ("not ray", True), ("", True)],
+    [
+        ("not slow and alone", False),
+        ("slow and ray", False),
+        ("alone", False),
+        ("not slow and not alone", True),
+        ("not ray", True),
+        ("", True),
+    ],
 )
-def test_a_run_of_tests_on_ray_alone_leaves_out_files_without_any(expression: str, kept: bool, tmp_path: Path) -> None:
+def test_a_run_of_tests_that_run_alone_leaves_out_files_without_any(expression: str, kept: bool, tmp_path: Path) -> None:
     (tmp_path / "test_without.py").write_text("def test_it(): pass\n")
     (tmp_path / "test_with.py").write_text("def test_it(ray_cluster): pass\n")
     assert may_be_selected(tmp_path / "test_without.py", expression) == kept
@@ -78,7 +85,7 @@ def test_a_run_of_tests_on_ray_alone_leaves_out_files_without_any(expression: st
 
 
 def test_a_test_on_ray_whose_file_does_not_say_so_is_an_error(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.selection.mentions_ray", lambda _: False)
+    monkeypatch.setattr("tests.selection.may_have_alone", lambda _: False)
     request.node.fixturenames.append("ray_cluster")
     with pytest.raises(pytest.UsageError, match="needs a Ray cluster by a fixture of another file"):
         mark_items([request.node])

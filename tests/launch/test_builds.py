@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tests.launch.tiny import write_rows
 
 import trainload
+from trainload.autograd_trace.aot import compile_graph
+from trainload.launch import build
 from trainload.launch.build import is_compiled, uncompiled_build
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
@@ -35,24 +38,44 @@ def test_graphs_of_evaluation_are_made_for_a_run_with_held_out_data_alone(
     assert list(built.forward) == expected
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, empty."""
+    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the graphs that are compiled from now on."""
+    names: list[str] = []
+
+    def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+        names.append(path.stem)
+        compile_graph(module, path, groups)
+
+    monkeypatch.setattr(build, "compile_graph", noted)
+    return names
+
+
 @pytest.mark.slow
-def test_a_build_with_evaluation_serves_a_run_without(
-    tiny: Package, plan: Plan, tiny_data: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_with_held_out_data_takes_over_what_one_without_has_compiled(
+    tiny: Package, plan: Plan, tiny_data: Path, held_out: Path, tmp_path: Path, cache: Path, compiled: list[str]
 ) -> None:
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(cache))
+    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "without", steps=1, backend="local")
+    assert compiled == ["train.only", "train.update"]
+    assert (is_compiled(tiny, plan, cache, evaluates=False), is_compiled(tiny, plan, cache, evaluates=True)) == (True, False)
+    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "with", eval_data=held_out, steps=1, backend="local")
+    assert compiled == ["train.only", "train.update", "eval"]
+    assert is_compiled(tiny, plan, cache, evaluates=True)
 
-    def builds(name: str, eval_data: Path | None = None) -> int:
-        trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / name, steps=1, eval_data=eval_data, backend="local")
-        return sum(path.is_dir() for path in (cache / "compiled").iterdir())
 
-    assert builds("without") == 1
+@pytest.mark.slow
+def test_a_run_without_held_out_data_takes_the_build_of_one_with_some(
+    tiny: Package, plan: Plan, tiny_data: Path, held_out: Path, tmp_path: Path, cache: Path, compiled: list[str]
+) -> None:
+    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "with", eval_data=held_out, steps=1, backend="local")
+    compiled.clear()
     assert is_compiled(tiny, plan, cache, evaluates=False)
-    assert not is_compiled(tiny, plan, cache, evaluates=True)
-    assert builds("with", eval_data=held_out) == 2
-    (smaller,) = (path for path in (cache / "compiled").iterdir() if path.is_dir() and not list(path.glob("eval*")))
-    for path in smaller.iterdir():
-        path.unlink()
-    smaller.rmdir()
-    assert is_compiled(tiny, plan, cache, evaluates=False)
-    assert builds("without again") == 1
+    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "without", steps=1, backend="local")
+    assert compiled == []

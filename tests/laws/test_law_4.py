@@ -21,6 +21,8 @@ from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 from trainload.sharding.strategies import Strategy
 
+pytestmark = pytest.mark.alone
+
 STEPS = 24
 EVERY = 4
 BUCKET = 6_000

@@ -114,6 +114,7 @@ def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     return folders
 
 
+@pytest.mark.alone  # another interpreter begins beside this one
 @pytest.mark.matrix("small.tl")
 @pytest.mark.parametrize("name", PACKAGES)
 def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[Path, Path], name: str) -> None:
@@ -140,6 +141,7 @@ def demand_flips_found(package: Path) -> None:
     use(package)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_flipped_bit_in_any_file_of_a_package_is_found(frozen_twice: tuple[Path, Path], name: str) -> None:
