@@ -199,6 +199,7 @@ def test_assets_of_the_job_take_the_place_of_those_that_are_made() -> None:
     assert {"LICENSE", "huggingface.json"} <= made.assets.keys()
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_loads_it_by_safetensors(trained: Package, tmp_path: Path) -> None:
     made = trainload.export(trained, tmp_path / "small", to="huggingface")
     model = Small()

@@ -172,7 +172,7 @@ def pair(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory,
     return folder
 
 
-@pytest.mark.matrix("tensor")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "tensor", "pipeline"])
 def test_two_workers_train_the_same_adapters(pair: Path, alone: Path, name: str) -> None:
     assert difference(curve(alone), curve(pair / name)) <= TOLERANCE

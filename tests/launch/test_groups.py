@@ -40,6 +40,7 @@ def raise_with(control: dist.ProcessGroup | None) -> None:
     raise errors[0]  # whose frame holds it, and the group
 
 
+@pytest.mark.slow
 def test_no_thread_of_a_group_is_left_that_garbage_holds(alone: None, others: set[str]) -> None:
     with pytest.raises(ValueError, match="ProcessGroup"):
         raise_with(dist.group.WORLD)

@@ -135,7 +135,7 @@ def test_the_scale_of_the_loss_moves_as_gradscalers_does(alone: Callable[[str], 
     assert any(a < b for a, b in pairwise(found)), "the scale never grew"
 
 
-@pytest.mark.matrix("scaled-zero1")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PAIRS, ids="-".join)
 def test_two_workers_and_then_one_do_as_a_plain_loop(
     pair: Path, plain: dict[str, Eager], packages: dict[str, Package], rows: Path, case: tuple[str, Strategy]

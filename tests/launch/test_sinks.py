@@ -49,6 +49,7 @@ def test_tensorboard_has_the_losses_of_the_journal(gpt: Package, gpt_data: Path,
     assert sorted(found["evaluation/loss"]) == [0, STEPS]
 
 
+@pytest.mark.slow
 def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
     tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
