@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,45 +110,39 @@ def on_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def pair(on_ray: OnRay) -> tuple[RunResult, Path]:
-    """A run of it on Ray, one of whose workers was killed, and the folder of one on two ranks without Ray, which nobody interrupts.
+def whole(on_ray: OnRay) -> Path:
+    """An uninterrupted run of it, on two compiled ranks without Ray."""
+    run = Run(on_ray.folder / "whole", on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, on_ray.options("whole.tl") | {"compile": True})
+    train(2, [run], on_ray.folder)
+    return run.run_dir
 
-    The second one begins when the first one has compiled their graphs.
-    """
+
+@pytest.fixture(scope="module")
+def killed(on_ray: OnRay) -> RunResult:
+    """A run of it on Ray, one of whose workers was killed."""
     chosen = drawn(on_ray.every, on_ray.steps // 2)
-    plan = on_ray.plan(2, "zero3")
-    whole = Run(on_ray.folder / "whole", on_ray.package, plan, on_ray.data, on_ray.options("whole.tl") | {"compile": True})
-    begun: list[Future[list[list[float]]]] = []
     victims: list[int] = []
 
-    def see(event: Event) -> None:
-        if event.kind == "stage" and event.data["name"] == "compile" and not begun:
-            begun.append(pool.submit(train, 2, [whole], on_ray.folder))
+    def kill(event: Event) -> None:
         if event.kind == "step" and event.data["step"] >= chosen and not victims:
             victims.append(random.choice(ray_workers()))
             os.kill(victims[0], signal.SIGKILL)
 
-    where: dict[str, Any] = {"run_dir": on_ray.folder / "killed", "on_event": see}
-    with ThreadPoolExecutor(1) as pool:
-        killed = trainload.launch(on_ray.package, plan, on_ray.data, **where, **on_ray.options("killed.tl"))
-        begun[0].result()
+    where: dict[str, Any] = {"run_dir": on_ray.folder / "killed", "on_event": kill}
+    result = trainload.launch(on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, **where, **on_ray.options("killed.tl"))
     assert victims
-    return killed, whole.run_dir
+    return result
 
 
 @pytest.mark.timeout(600)  # of which compiling takes most
-def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
-    on_ray: OnRay, pair: tuple[RunResult, Path], tmp_path: Path
-) -> None:
+def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(on_ray: OnRay, killed: RunResult, tmp_path: Path) -> None:
     alone = Run(tmp_path / "single", on_ray.package, on_ray.plan(1, "single"), on_ray.data, {"steps": on_ray.steps})
     (single,) = train(1, [alone], tmp_path)
-    killed, _ = pair
     assert difference(single, curve(killed.run_dir)) <= TOLERANCE
 
 
 @pytest.mark.timeout(600)
-def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, pair: tuple[RunResult, Path]) -> None:
-    killed, whole = pair
+def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, whole: Path, killed: RunResult) -> None:
     assert killed.restarts == 1
     assert started_at(killed.run_dir)[1] >= on_ray.every
     assert curve(killed.run_dir) == curve(whole)
