@@ -49,12 +49,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is `slow` and what is `ray`. A matrix whose representatives do not exist is an error where all of it was collected.
-
-    The laws come first: they take longest, and what is last keeps one process busy while the other has nothing left.
-    """
+    """Mark what is `slow` and what is `alone`. A matrix whose representatives do not exist is an error where all of it was collected."""
     mark_items(items)
-    items.sort(key=lambda item: "laws" not in item.path.parts)
     if not any("::" in argument for argument in config.args) and (unmatched := unmatched_patterns(items)):
         raise pytest.UsageError("mark.matrix names cases that do not exist:\n" + "\n".join(unmatched))
 

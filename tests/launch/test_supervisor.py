@@ -212,3 +212,52 @@ def test_the_last_words_of_an_attempt_are_not_missed(supervisor: Supervisor, mon
     attempt = SimpleNamespace(ended=SimpleNamespace(is_set=lambda: True), error=None, seats=("node",))
     assert supervisor._follow(attempt, Monitor(1, 1.0, 1.0, 1.0), None) is None  # type: ignore[arg-type]  # it is over
     assert len(calls.numbers) == 3
+
+
+class Leaving:
+    """A node of the attempt's that will be gone in a minute, and whether there is another one."""
+
+    def __init__(self, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.another = False
+        monkeypatch.setattr(supervisor, "_room_elsewhere", lambda leave: self.another or None)
+
+    def told(self) -> dict[str, float | None]:
+        return {"node": 60.0}
+
+
+def preemptions(run_dir: Path) -> list[str]:
+    return [str(event.data["message"]) for event in read_events(run_dir) if event.kind == "preemption"]
+
+
+WARNED = "node node will be gone in 60 s: a checkpoint is written; there is no other node yet"
+LEFT = "node node will be gone in 60 s: the run goes to other nodes, with a checkpoint"
+
+
+def test_a_run_whose_node_will_be_gone_saves_at_once_and_says_so_once(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave: Any = Leaving(supervisor, monkeypatch)
+    supervisor._book.take([STEP])
+    for _ in range(3):
+        supervisor._heed(leave)
+    assert preemptions(tmp_path) == [WARNED]
+    assert (tmp_path / Request.CHECKPOINT.file).exists()
+    assert not supervisor._moving
+
+
+def test_it_goes_to_another_node_as_soon_as_there_is_one(supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave: Any = Leaving(supervisor, monkeypatch)
+    supervisor._book.take([STEP])
+    supervisor._heed(leave)
+    leave.another = True
+    for _ in range(3):
+        supervisor._heed(leave)
+    assert preemptions(tmp_path) == [WARNED, LEFT]
+    assert supervisor._moving
+
+
+def test_a_run_that_has_not_stepped_yet_does_not_go(supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave: Any = Leaving(supervisor, monkeypatch)
+    leave.another = True
+    supervisor._heed(leave)
+    assert not supervisor._moving

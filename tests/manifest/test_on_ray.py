@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
@@ -21,7 +20,7 @@ from trainload.launch.journal import Event, losses, read_events
 from trainload.launch.state import read_state
 from trainload.packaging.read import Package
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 2500
 """Five times as many as there are before the run is stopped."""
@@ -31,18 +30,14 @@ SECRET = "hunter2000"
 
 @dataclass(frozen=True)
 class Story:
-    """What happened to a job's run.
-
-    left: what its driver has said when it left the node that will be gone; None: there was no other node.
-    ray_ended: seconds after which Ray ended on that node; None: likewise.
-    """
+    """What happened to a job's run."""
 
     run_dir: Path
     folder: Path
     warned: Event
+    left: Event
     seconds_to_warn: float
-    left: Event | None
-    ray_ended: float | None
+    ray_ended: float
     first: tuple[str, str]
     stranger: int
     cluster: Cluster
@@ -54,16 +49,13 @@ def announced(run_dir: Path) -> list[Event]:
     return [event for event in read_events(run_dir) if event.kind == "preemption"]
 
 
-@contextmanager
-def told(package: Package, data: Path, factory: pytest.TempPathFactory, *, another: bool) -> Iterator[Story]:
-    """A job's node gets SIGTERM; the job goes on on one that comes later, or has none, and is stopped. Its cluster is there.
-
-    another: whether there comes another node.
-    """
-    folder, volume = factory.mktemp("ray"), factory.mktemp("volume")
-    shutil.copytree(package.path, volume / "gpt.tl")
+@pytest.fixture(scope="module")
+def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """A job's node gets SIGTERM; the job goes on on one that comes later, and is stopped. Its cluster is there."""
+    folder, volume = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("volume")
+    shutil.copytree(gpt.path, volume / "gpt.tl")
     (volume / SECRET).mkdir()
-    shutil.copy(data, volume / SECRET / "train.npz")
+    shutil.copy(gpt_data, volume / SECRET / "train.npz")
     manifest = made(
         "manifest",
         "kuberay",
@@ -76,7 +68,6 @@ def told(package: Package, data: Path, factory: pytest.TempPathFactory, *, anoth
     settings = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(DRAIN_SECONDS), "DATA": str(volume / SECRET)}
     cluster = Cluster(folder, variables(folder, **settings))
     run_dir = volume / "runs" / "gpt"
-    left, ray_ended = None, None
     try:
         cluster.start_head()
         worker = cluster.start_worker()
@@ -90,32 +81,17 @@ def told(package: Package, data: Path, factory: pytest.TempPathFactory, *, anoth
         asked = time.time()
         worker.send_signal(signal.SIGTERM)
         (warned,) = cluster.until(lambda: announced(run_dir), 30)
-        if another:
-            cluster.start_worker()
-            left = cluster.until(lambda: announced(run_dir)[1:], 60)[0]
-            cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 60)
-            worker.wait(DRAIN_SECONDS)
-            ray_ended = time.time() - asked
+        cluster.start_worker()
+        left = cluster.until(lambda: announced(run_dir)[1:], 60)[0]
+        cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 60)
+        worker.wait(DRAIN_SECONDS)
+        ray_ended = time.time() - asked
         before_end = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]
         subprocess.run([*TRAINLOAD, *before_end["exec"]["command"][3:]], env=cluster.variables, check=True, capture_output=True, timeout=60)
         first = cluster.ended("first", 60)
-        yield Story(run_dir, volume, warned, warned.time - asked, left, ray_ended, first, stranger, cluster, entrypoint)
+        yield Story(run_dir, volume, warned, left, warned.time - asked, ray_ended, first, stranger, cluster, entrypoint)
     finally:
         cluster.close()
-
-
-@pytest.fixture(scope="module")
-def short(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """A job whose node will be gone, and that is stopped before there is another."""
-    with told(gpt, gpt_data, tmp_path_factory, another=False) as story:
-        yield story
-
-
-@pytest.fixture(scope="module")
-def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """A job that goes to another node, and is stopped there."""
-    with told(gpt, gpt_data, tmp_path_factory, another=True) as story:
-        yield story
 
 
 @pytest.fixture(scope="module")
@@ -126,35 +102,28 @@ def second(story: Story) -> tuple[str, str]:
 
 
 @pytest.mark.timeout(900)
-def test_a_node_that_gets_sigterm_is_saved_from_at_once(short: Story) -> None:
-    assert short.warned.data["message"].endswith(": a checkpoint is written; there is no other node yet")
-    assert 0 < short.warned.data["seconds_left"] <= DRAIN_SECONDS
-    assert short.seconds_to_warn < 15
+def test_a_node_that_gets_sigterm_is_saved_from_at_once(story: Story) -> None:
+    assert story.warned.data["message"].endswith(": a checkpoint is written; there is no other node yet")
+    assert 0 < story.warned.data["seconds_left"] <= DRAIN_SECONDS
+    assert story.seconds_to_warn < 15
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_goes_to_a_node_that_comes_after_the_warning(story: Story) -> None:
-    assert story.left is not None
     assert story.left.data["node"] == story.warned.data["node"]
     assert "the run goes to other nodes, with a checkpoint" in story.left.data["message"]
     assert 0 < story.left.data["seconds_left"] < story.warned.data["seconds_left"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_ray_waits_for_the_run_to_leave_and_no_longer(story: Story) -> None:
-    assert story.ray_ended is not None
     assert story.ray_ended < DRAIN_SECONDS
 
 
-def test_what_runs_before_the_head_ends_stops_the_run_with_a_checkpoint(short: Story) -> None:
-    assert short.first[0] == "FAILED"
-    kinds = [each.kind for each in read_events(short.run_dir)]
+def test_what_runs_before_the_head_ends_stops_the_run_with_a_checkpoint(story: Story) -> None:
+    assert story.first[0] == "FAILED"
+    kinds = [each.kind for each in read_events(story.run_dir)]
     assert kinds.index("checkpoint") < kinds.index("stopped")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_same_job_again_goes_on_where_the_first_was(story: Story, second: tuple[str, str]) -> None:
     status, printed = second
@@ -170,7 +139,6 @@ def test_the_same_job_again_goes_on_where_the_first_was(story: Story, second: tu
     assert done == list(range(STEPS)), "no step was done twice"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_has_ended_is_no_failure_of_a_third_job(story: Story, second: tuple[str, str]) -> None:
     assert second[0] == "SUCCEEDED"
@@ -179,11 +147,11 @@ def test_a_run_that_has_ended_is_no_failure_of_a_third_job(story: Story, second:
     assert status == "SUCCEEDED", printed
 
 
-def test_who_has_no_token_submits_nothing(short: Story) -> None:
-    assert short.stranger in (401, 403)
+def test_who_has_no_token_submits_nothing(story: Story) -> None:
+    assert story.stranger in (401, 403)
 
 
-def test_neither_the_run_nor_the_jobs_output_has_the_secret(short: Story) -> None:
-    files = [path for path in short.folder.rglob("*") if path.is_file() and path.parent.name != SECRET]
+def test_neither_the_run_nor_the_jobs_output_has_the_secret(story: Story) -> None:
+    files = [path for path in story.folder.rglob("*") if path.is_file() and path.parent.name != SECRET]
     assert [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
-    assert SECRET not in short.first[1]
+    assert SECRET not in story.first[1]
