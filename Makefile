@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 TWO := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ONE := $(BIN)/python -m pytest
 # What one part has frozen and compiled serves the other.
-SHARE = SHARED_FOLDER=$$(mktemp -d); export SHARED_FOLDER; trap 'rm -rf "$$SHARED_FOLDER"' EXIT
+SHARE = SHARED_FOLDER=$$(mktemp -d); export SHARED_FOLDER; trap 'rm -rf "$$SHARED_FOLDER"' EXIT; trap 'exit 130' INT TERM
 
 test: env
 	@status=0; $(SHARE); \
