@@ -58,10 +58,9 @@ def main() -> None:
     spec = RunSpec.model_validate(request["spec"])
     set_threads(request["local_world"])
     package = trained_package(spec)
-    evaluates = spec.eval_data is not None
     for plan in spec.plans:
         for index in range(plan.pipeline_ranks):
-            compile_build(package, plan, device_of(plan), default_cache_dir(), lambda *_: None, index, evaluates=evaluates)
+            compile_build(package, plan, device_of(plan), default_cache_dir(), lambda *_: None, index, evaluates=spec.evaluates)
 
 
 if __name__ == "__main__":

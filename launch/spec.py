@@ -97,6 +97,11 @@ class RunSpec(BaseModel):
     """What the driver found. Every worker holds the package to them, and to its own machine's."""
 
     @property
+    def evaluates(self) -> bool:
+        """Whether the run has held-out data."""
+        return self.eval_data is not None
+
+    @property
     def retention(self) -> Retention:
         """Which checkpoints are kept."""
         return Retention(self.keep, self.keep_best, self.keep_every)

@@ -85,9 +85,7 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
     if spec.compile and can_compile():
         began = time.perf_counter()
         for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            compile_build(
-                package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index, evaluates=spec.eval_data is not None
-            )
+            compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index, evaluates=spec.evaluates)
         if not quiet:
             contact.write("stage", name="compile", seconds=time.perf_counter() - began)
 
@@ -101,7 +99,7 @@ def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]
 
 def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> Built:
     """What a rank calls: compiled, where the run wants it and the machine can; from the node's cache."""
-    device, evaluates = device_of(spec.plan), spec.eval_data is not None
+    device, evaluates = device_of(spec.plan), spec.evaluates
     if spec.compile and can_compile():
         folder = compile_build(package, spec.plan, device, default_cache_dir(), lambda *_: None, pipeline_index, evaluates=evaluates)
         return load_build(folder, package, spec.plan, default_cache_dir())

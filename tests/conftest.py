@@ -1,4 +1,4 @@
-"""How pytest runs the suite. The fixtures that all tests share are in fixtures.py."""
+"""Configure pytest: select tests by markers, import the shared fixtures of fixtures.py, report slow tests."""
 
 from __future__ import annotations
 

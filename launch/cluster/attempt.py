@@ -123,8 +123,7 @@ def _death(worker_group: Any) -> RayActorError | None:
 def _take_place(rank: int, local_world: int) -> None:
     """Tell a worker its rank, and have it import what it will run, beside the worker that prepares its node."""
     os.environ[_PLACE] = f"{rank}/{local_world}"
-    import trainload.launch.ahead
-    import trainload.launch.worker  # noqa: F401  # slow to import, and Ray Train's controller imports this module without needing it
+    import trainload.launch.ahead  # noqa: F401  # imports the worker too. Slow, and Ray Train's controller does not need it
 
 
 def _open_door() -> str:

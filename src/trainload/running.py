@@ -223,7 +223,7 @@ def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptio
         changed = spec.overrides.apply(package, spec.steps)
         simulate(changed, plan)
         seconds["simulate"] = time.perf_counter() - began
-        already = plan.cluster.device == "cpu" and is_compiled(changed, plan, default_cache_dir(), evaluates=eval_rows is not None)
+        already = plan.cluster.device == "cpu" and is_compiled(changed, plan, default_cache_dir(), evaluates=spec.evaluates)
         trial = _tried_out(spec, options.get("backend", "ray"), options.get("address"))
         if trial is not None:
             seconds |= {name: value for name, value in asdict(trial).items() if name != "compiled"}

@@ -1,4 +1,4 @@
-"""What a run has derived and compiled: its own graphs, and those of evaluation where it has held-out data."""
+"""Evaluation graphs are derived and compiled only for runs with held-out data; builds share compiled graphs."""
 
 from __future__ import annotations
 

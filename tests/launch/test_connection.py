@@ -1,4 +1,4 @@
-"""How a driver connects to a Ray cluster: what it sets before, and what is said where nobody answers."""
+"""Connecting a driver to a Ray cluster: the environment variables that are set, and the error when no cluster answers."""
 
 from __future__ import annotations
 
