@@ -23,7 +23,8 @@ import torch.distributed as dist
 from trainload.launch.groups import leave_groups
 
 PRELOADED = ("torch", "torch.distributed", "trainload.api", "trainload.running", "trainload.launch.worker", "tests.laws.gpt")
-SECONDS = 200.0
+SECONDS = 500.0
+"""How long a process may take: below pytest's own limit, and far above what any takes on a machine that is busy with other things."""
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
