@@ -50,6 +50,7 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # 15 by default: beside busy processes a run took more than pytest's ten minutes
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
