@@ -276,7 +276,7 @@ def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: P
 
     def train(trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
         first.inside.set()
-        while not any("waiting for tick" in line for line in said):
+        while not any("waiting for tick" in line for line in said) and trail.held.asked_to_stop is None:
             time.sleep(0.01)
         asked.append(trail.held.asked_to_stop)
         return Pretended.train(first, trail, snapshot)
