@@ -156,7 +156,7 @@ KEEPING: tuple[Mutation, ...] = (
         "            self._final.rename(self._replaced)\n"
         "        self._draft.rename(self._final)\n"
         "        (self._folder / INDEX).rename(self._final / INDEX)\n",
-        "test_law_7.py::test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all",
+        "../launch/test_checkpoint_writing.py::test_a_kill_at_every_file_operation_leaves_whole_checkpoints_only",
     ),
     Mutation(
         5,
