@@ -21,7 +21,7 @@ from tests.retraining.ticking import LINE, config_of, day, name, tick
 
 import trainload
 from trainload.capture.errors import PackageError, RequestError, StorageError
-from trainload.launch.journal import Event
+from trainload.launch.journal import Event, read_events
 from trainload.packaging.read import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
@@ -157,6 +157,17 @@ def from_the_first(small: Package, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_or_from_the_weights_that_the_line_began_with(from_the_first: Path) -> None:
     store = Store(from_the_first / "store")
     assert [state.release.parent for state in store.releases(LINE)] == [None, "00000001", "00000001"]
+
+
+def test_a_champion_is_scored_in_the_precision_of_the_challenger(small: Package, folder: Path) -> None:
+    config = config_of(
+        folder, small, train={"steps": 2, "start": "first", "set": {"precision": "bf16"}}, gate={"require": "eval.loss < 99"}
+    )
+    tick(config, 0)
+    run = folder / "runs" / LINE / name(0) / "run-1"
+    of_the_run = {event.data["step"]: event.data["loss"] for event in read_events(run) if event.kind == "eval"}
+    scored = Ticks(Store(folder / "store"), LINE).demand(Evaluated, name(0))
+    assert (scored.champion.loss, scored.challenger.loss) == (of_the_run[0], of_the_run[2])
 
 
 @dataclass(frozen=True)

@@ -99,13 +99,17 @@ def test_a_window_by_hours_of_which_some_have_no_files(small: Package, tmp_path:
     assert [Path(file.name).name for file in snapshot.files] == ["10T01.arrow", "10T04.arrow"]
 
 
-@pytest.mark.parametrize("kind", ["seconds", "timestamps", "zoned"])
+@pytest.mark.parametrize("kind", ["seconds", "timestamps", "zoned", "nanoseconds", "milliseconds"])
 def test_a_column_with_the_time_chooses_rows(small: Package, tmp_path: Path, kind: str) -> None:
     seconds = WHEN.timestamp() + np.arange(-100, 20) * 3600.0
     path = write_day(tmp_path / "data" / "1.arrow", rows=120)
     table = pa.ipc.open_file(str(path)).read_all()
     times: Any = pa.array(seconds)
-    if kind != "seconds":
+    if kind == "nanoseconds":
+        times = pa.array(seconds.astype(np.int64) * 10**9 + 1).cast(pa.timestamp("ns"))
+    elif kind == "milliseconds":
+        times = pa.array(seconds.astype(np.int64) * 10**3).cast(pa.timestamp("ms"))
+    elif kind != "seconds":
         times = pa.array((seconds * 1e6).astype(np.int64)).cast(pa.timestamp("us", tz=None if kind == "timestamps" else "Asia/Tokyo"))
     pq.write_table(table.append_column("time", times), tmp_path / "data" / "1.parquet")
     window = {"kind": "column", "column": "time", "span": "2d"}
@@ -177,6 +181,19 @@ def test_slices_are_parts_with_names(small: Package, tmp_path: Path) -> None:
     parts = json.loads(Path(evaluation_source(config, snapshot, tmp_path / "tick")).read_text())["parts"]
     assert [part["name"] for part in parts] == ["land=0", "land=2", "land=other"]
     assert len(rows_of(evaluation_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["cls"]) == 30
+
+
+def test_slices_whose_long_names_begin_alike_stay_apart(small: Package, tmp_path: Path) -> None:
+    write_day(tmp_path / "data" / "1.arrow")
+    held = write_day(tmp_path / "held" / "h.arrow", rows=30, seed=9)
+    table = pa.ipc.open_file(str(held)).read_all()
+    long = pa.array([f"{'country' * 30}{number % 3}" for number in range(30)])
+    with pa.OSFile(str(held), "wb") as sink, pa.ipc.new_file(sink, table.append_column("land", long).schema) as writer:
+        writer.write_table(table.append_column("land", long))
+    config = config_of(tmp_path, evaluation={"files": str(held), "slices": {"column": "land", "require": "eval.loss < 9"}})
+    snapshot = taken(config, small, tmp_path)
+    assert sorted(snapshot.slices.values()) == [10, 10, 10]
+    assert max(map(len, snapshot.slices)) == 128
 
 
 def test_too_many_slices_are_refused(small: Package, tmp_path: Path) -> None:

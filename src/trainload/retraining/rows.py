@@ -33,6 +33,10 @@ TRAIN, HELD, OTHER = "train", "held-out", "other"
 _MOST_SLICES = 64
 _BATCH = 65_536
 _DONE = "rows.json"
+_LONGEST_SLICE, _DIGEST = 128, 16
+"""Characters of a name of a slice, which is that of a part of a mixture, and of the digest that a longer one ends in."""
+_TICKS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""Unit of an Arrow timestamp -> how many are a second."""
 
 
 def chosen_rows(config: Config) -> bool:
@@ -247,8 +251,13 @@ def _file(name: str) -> str:
 
 
 def _slice(column: str, value: object, wanted: set[str] | None) -> str:
+    """Return the name of a slice. One that is too long for a mixture's part ends in a digest, so that two values never share a name."""
     text = str(value)
-    return f"{column}={OTHER}" if wanted is not None and text not in wanted else f"{column}={text}"[:128]
+    name = f"{column}={OTHER}" if wanted is not None and text not in wanted else f"{column}={text}"
+    if len(name) <= _LONGEST_SLICE:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
+    return f"{name[: _LONGEST_SLICE - _DIGEST - 1]}#{digest}"
 
 
 def _as_first(batch: Any, schema: Any, where: str) -> Any:
@@ -301,8 +310,8 @@ def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
         raise DataError("the column that tells the time holds nulls", where=where, cure="Fill them in or leave the rows out.")
     kind = column.type
     if pa.types.is_timestamp(kind):
-        micro: npt.NDArray[np.int64] = column.cast(pa.timestamp("us", tz=kind.tz)).cast(pa.int64()).to_numpy(zero_copy_only=False)
-        return micro.astype(np.float64) / 1e6
+        ticks: npt.NDArray[np.int64] = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        return ticks.astype(np.float64) / _TICKS[kind.unit]
     if pa.types.is_date(kind):
         return _seconds(column.cast(pa.timestamp("s")), where)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
