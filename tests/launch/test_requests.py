@@ -12,6 +12,8 @@ import trainload
 from trainload import cli
 from trainload.capture.errors import ClusterError, RequestError
 from trainload.commands import runs
+from trainload.commands.settings import SETTINGS
+from trainload.evaluating import EvaluationOptions
 from trainload.launch.spec import RunSpec
 
 Capture = pytest.CaptureFixture[str]
@@ -29,11 +31,27 @@ EVALUATE = ["evaluate", "none.tl", "--data", "d.parquet"]
         (["resume", ".", "--backend", "local", "--address", "h:1"], "--address goes with Ray"),
         ([*LAUNCH, "--plan", "p.json", "--nodes", "2"], "--plan says how many nodes"),
         ([*EVALUATE, "--plan", "p.json", "--nodes", "2"], "--plan says how many nodes"),
+        ([*EVALUATE, "--set", "keep=2"], "--set keep: an evaluation has no such setting"),
+        ([*EVALUATE, "--set", "lr=0.1"], "--set lr: an evaluation has no such setting"),
+        ([*EVALUATE, "--set", "adapters.rank=2", "--set", "adapters.layers=a"], "--set adapters: an evaluation has no such setting"),
+        ([*EVALUATE, "--batches", "2", "--set", "eval_batches=3"], "--batches and --set eval_batches say different things"),
     ],
 )
 def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsys: Capture) -> None:
     assert cli.run(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted({*EvaluationOptions.__annotations__} & {*SETTINGS}))
+def test_a_setting_of_an_evaluation_reaches_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: dict[str, Any] = {}
+    monkeypatch.setattr("trainload.commands.shared.open_to_run", lambda package: NONE)
+    monkeypatch.setattr("trainload.launch.overrides.Overrides.apply", lambda *given: NONE)
+    monkeypatch.setattr(runs, "make_plan", lambda *given, **options: NONE)
+    monkeypatch.setattr(runs, "show_record", lambda *given: None)
+    monkeypatch.setattr("trainload.evaluating.evaluate", lambda *given, **options: heard.update(options))
+    assert cli.run([*EVALUATE, "--set", f"{name}=7"]) == 0
+    assert heard[name] == 7
 
 
 NONE: Any = None

@@ -21,7 +21,7 @@ from trainload.capture.versions import demand_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
-from trainload.commands.settings import Settings
+from trainload.commands.settings import BATCH, SETTINGS, Settings
 from trainload.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
 from trainload.sharding.strategies import STRATEGIES
 
@@ -138,6 +138,7 @@ def launch(
     if backend == "ray" and address is not None:
         with _nothing_left(run_dir.absolute()) as prepared:
             api.prepare(opened, made, data, **options)
+            prepared.made = True
             return _detach(prepared, address, as_json) if detach else _keep(prepared.run_dir, address, as_json)
     result = _watch(lambda report: api.launch(opened, made, data, **options, on_event=report), run_dir)
     if _leads(backend):
@@ -177,6 +178,9 @@ def evaluate(
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
     _demand_ray(backend, address)
     chosen = Settings(given)
+    settings = _of_an_evaluation(chosen)
+    if eval_batches is not None and settings.setdefault("eval_batches", eval_batches) != eval_batches:
+        raise click.UsageError("--batches and --set eval_batches say different things: give one of them.")
     _demand_one_plan(plan_file, workers, strategy, chosen, nodes)
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
@@ -190,7 +194,6 @@ def evaluate(
             made,
             data,
             run_dir=run_dir,
-            eval_batches=eval_batches,
             overrides=chosen.changes,
             compile=not no_compile,
             backend=backend,
@@ -198,8 +201,21 @@ def evaluate(
             libraries=shared.libraries(),
             trust_extensions=shared.trusts_extensions(),
             policy=shared.policy(),
+            **settings,
         )
     show_record(result, as_json)
+
+
+def _of_an_evaluation(chosen: Settings) -> dict[str, Any]:
+    """Return the settings of a run that an evaluation has as well; those that would have no effect are refused."""
+    from trainload.evaluating import EvaluationOptions
+
+    known = {*(name for name in SETTINGS if name in EvaluationOptions.__annotations__), "precision", "seed"}
+    wrong = next((name for name in (*chosen.run, *chosen.overrides) if name not in known), None)
+    if wrong is not None:
+        there = ", ".join(sorted({*known, *BATCH}))
+        raise click.UsageError(f"--set {wrong}: an evaluation has no such setting; there are {there}.")
+    return dict(chosen.run)
 
 
 def _largest(package: Package, least: int, most: int, per_node: int, chosen: Settings) -> int:
@@ -243,9 +259,10 @@ def _keep(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()
 
 @dataclass(slots=True)
 class _Prepared:
-    """The folder of a run that somebody is to drive. handed: somebody else has been asked to, and may do so."""
+    """The folder of a run that somebody is to drive. made: by this process. handed: somebody else has been asked to drive it, and may."""
 
     run_dir: Path
+    made: bool = False
     handed: bool = False
 
 
@@ -271,7 +288,10 @@ def _detach(prepared: _Prepared, address: str, as_json: bool) -> int:
 
 @contextmanager
 def _nothing_left(run_dir: Path) -> Iterator[_Prepared]:
-    """After it the run's folder, and those above that were made for it, are gone if no run has begun there, and none can begin."""
+    """Remove a run's folder on exit, and those above that were made for it, if this process made it and no run has begun there or can.
+
+    The block sets `made` once the folder is its own: of two launches into one folder, the one that loses leaves the other's alone.
+    """
     from trainload.launch.journal import JOURNAL
     from trainload.launch.state import STATE_FILE
 
@@ -280,7 +300,8 @@ def _nothing_left(run_dir: Path) -> Iterator[_Prepared]:
     try:
         yield prepared
     finally:
-        if made and not prepared.handed and run_dir.exists() and not (run_dir / JOURNAL).exists() and not (run_dir / STATE_FILE).exists():
+        begun = (run_dir / JOURNAL).exists() or (run_dir / STATE_FILE).exists()
+        if made and prepared.made and not prepared.handed and not begun:
             shutil.rmtree(run_dir)
             for path in made[1:]:
                 with suppress(OSError):  # somebody else uses it meanwhile
