@@ -45,7 +45,12 @@ class TrainloadError(Exception):
         expected: what would have been right.
         got: what was found instead.
         cure: what to do about it.
+
+    Attributes:
+        work_began: a run had made steps when this ended it, so that the command line exits with 1 whatever the class.
     """
+
+    work_began = False
 
     def __init__(self, problem: str, *, where: str = "", expected: str = "", got: str = "", cure: str = "") -> None:
         self.problem = redacted(problem)

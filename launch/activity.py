@@ -34,7 +34,7 @@ class Doing:
 
     Attributes:
         phase: see `Phase`.
-        step: the one that it is at, None before the first.
+        step: the one that it is at, from 0 (people are told the count, from 1); None before the first.
         marks: how often it has gone on to something else.
         graph: the last graph that it called, "" before the first.
         issued: collectives that it has begun in that call.
@@ -53,7 +53,7 @@ class Doing:
     memory: int = 0
 
     def __str__(self) -> str:
-        at = "" if self.step is None else f" at step {self.step}"
+        at = "" if self.step is None else f" at step {self.step + 1}"
         said = self.collective or (f"no collective of {self.graph} yet" if self.graph else "no collective yet")
         return f"{self.phase}{at}, last collective: {said}" + (f", at {self.place}" if self.place else "")
 

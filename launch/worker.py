@@ -314,7 +314,7 @@ class _Worker:
                 continue
             raise DivergedError(
                 f"the {what} is {value}",
-                where=f"step {step}" + (f", graph {graph}" if result.others else ""),
+                where=f"step {step + 1}" + (f", graph {graph}" if result.others else ""),
                 expected="a finite number",
                 got=str(value),
                 cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",

@@ -1,7 +1,7 @@
 """The command line.
 
-Exit status: 0 done, 1 the work failed, 2 the request was wrong. Results go to stdout; progress and errors go to stderr. With
-`--json` stdout holds exactly one JSON value, for an error `{"error": {...}}`.
+Exit status: 0 done; 1 the work failed, and whatever ended a run that had made steps; 2 the request was wrong. Results go to stdout;
+progress and errors go to stderr. With `--json` stdout holds exactly one JSON value, for an error `{"error": {...}}`.
 
 torch is imported by the commands, not by this module, so that `--help` and wrong options answer at once.
 """
@@ -232,7 +232,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         status = commands.main(list(arguments), prog_name="trainload", standalone_mode=False)
     except TrainloadError as error:
-        status = WRONG if isinstance(error, RequestError) else FAILED
+        status = WRONG if isinstance(error, RequestError) and not error.work_began else FAILED
         details: dict[str, object] = {"where": error.where, "expected": error.expected, "got": error.got, "cure": error.cure}
         if isinstance(error, CaptureError):
             details["findings"] = [finding.as_json() for finding in error.findings]

@@ -102,7 +102,7 @@ def ranks_table(state: RunState, most: int | None = None) -> Table:
         made.add_column(title, justify="right" if title in ("rank", "pid", "memory") else "left", overflow="fold")
     behind = sorted(state.ranks.items(), key=lambda each: (each[1].step if each[1].step is not None else -1, -round(each[1].age), each[0]))
     for rank, seen in sorted(behind[:most]):
-        does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step}"
+        does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step + 1}"
         made.add_row(str(rank), seen.node[:12], str(seen.pid), f"{seen.age:.0f}s ago", size(seen.memory), does)
     if most is not None and len(behind) > most:
         made.add_row("", f"and {len(behind) - most} more")

@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_whose_loss_is(
     package: Package, data: Path, tmp_path: Path, clip_norm: float | None
 ) -> None:
     overrides = trainload.Overrides(clip_norm=clip_norm)
-    with pytest.raises(DivergedError, match=rf"step {STEPS - 1}: the gradient's norm is nan \(expected a finite number, got nan\)"):
+    with pytest.raises(DivergedError, match=rf"step {STEPS}: the gradient's norm is nan \(expected a finite number, got nan\)"):
         alone(package, data, tmp_path, checkpoint_every=1, overrides=overrides)
     events = read_events(tmp_path / "run")
     assert [each.data["step"] for each in events if each.kind == "step"] == list(range(STEPS - 1))
@@ -104,7 +104,7 @@ def test_all_ranks_of_a_plan_end_alike(package: Package, data: Path, tmp_path: P
             process.join(300)
         assert [process.exitcode for process in started] == [1, 1]
     for rank in range(2):
-        assert f"DivergedError: step {STEPS - 1}: the gradient's norm is nan" in (tmp_path / f"rank-{rank}.log").read_text()
+        assert f"DivergedError: step {STEPS}: the gradient's norm is nan" in (tmp_path / f"rank-{rank}.log").read_text()
     assert {each.data["step"] for each in read_events(tmp_path / "run") if each.kind == "checkpoint"} <= set(range(1, STEPS))
 
 
@@ -132,7 +132,7 @@ def test_an_infinite_gradient_that_is_clipped_by_value_is_trained_on(rooted: Pac
 
 
 def test_an_infinite_gradient_that_is_not_clipped_ends_the_run(rooted: Package, steep: Path, tmp_path: Path) -> None:
-    with pytest.raises(DivergedError, match="step 0: the gradient's norm is inf"):
+    with pytest.raises(DivergedError, match="step 1: the gradient's norm is inf"):
         alone(rooted, steep, tmp_path, steps=1)
 
 
@@ -163,5 +163,5 @@ def test_of_several_updates_in_a_step_the_first_that_broke_is_named(tmp_path: Pa
         seed=SEED,
     )
     package = trainload.freeze(job, tmp_path / "job.tl")
-    with pytest.raises(DivergedError, match="step 0, graph often: the gradient's norm is nan"):
+    with pytest.raises(DivergedError, match="step 1, graph often: the gradient's norm is nan"):
         alone(package, written(tmp_path / "rows.npz", 1, np.zeros(8, np.float32)), tmp_path)  # the first turn's; 0 is that of "once"

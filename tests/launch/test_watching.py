@@ -13,8 +13,11 @@ from tests.launch.forked import command
 
 import trainload
 from trainload import cli
+from trainload.capture.errors import StorageError
 from trainload.launch.journal import LOGS, log_name, read_events
+from trainload.launch.spec import read_spec
 from trainload.packaging.read import Package
+from trainload.running import _recorded
 
 Capture = pytest.CaptureFixture[str]
 
@@ -45,6 +48,25 @@ def test_status_of_a_run_that_has_ended(ended: Path, capsys: Capture) -> None:
     shown = said(capsys, "status", ended)
     assert "4 of 4" in shown
     assert "step 4, " in shown
+
+
+def full_disk(run_dir: Path) -> StorageError:
+    """The error of a disk that is found full while a run is driven."""
+    try:
+        with _recorded(read_spec(run_dir), lambda event: None, new=False):
+            raise StorageError("the disk is full")
+    except StorageError as error:
+        return error
+
+
+def test_what_ends_a_run_that_has_made_steps_is_no_wrong_request(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = full_disk(ended)
+
+    def fail(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("trainload.launch.state.read_state", fail)
+    assert cli.run(["status", str(ended)]) == 1
 
 
 def test_status_of_a_run_that_stopped_says_why(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
