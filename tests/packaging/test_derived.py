@@ -15,6 +15,7 @@ from trainload.packaging.derived import read_derived, share_derived, write_deriv
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package
 from trainload.packaging.write import with_weights
+from trainload.proving import keep_steps
 
 KEY = "cpu-torch2.13.0"
 
@@ -191,3 +192,13 @@ def test_what_a_killed_writer_left_does_not_matter(copied: Path, step: StepGraph
     assert verify_package(copied).ok
     new = with_weights(open_package(copied), tmp_path / "new.tl", dict(package.program().state).items())
     assert [path.name for path in (new.path / "derived").iterdir()] == [KEY]
+
+
+def test_a_package_is_whole_where_its_derived_graphs_cannot_be_kept(
+    copied: Path, step: StepGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRAINLOAD_STATE_DIR", str(tmp_path / "file" / "state"))
+    with pytest.warns(UserWarning, match=r"the joint graphs are not kept.*no key can be made"):
+        keep_steps(open_package(copied), {"train": step})
+    assert not verify_package(copied).problems
