@@ -110,7 +110,7 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
         "steps": settings.steps,
         "global_batch": settings.rows(),
         "clip_norm": settings.get("max_grad_norm", 1.0) or None,
-        "seed": settings.get("data_seed", None) or settings.get("seed", 42),
+        "seed": settings.get("seed", 42) if (data_seed := settings.get("data_seed", None)) is None else data_seed,
     }
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         fields |= {"predict": predict, "predict_inputs": [name for name in entries if name not in LABELS]}
