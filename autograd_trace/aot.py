@@ -239,7 +239,7 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
                     port = batch_ports[index]
                 case _:
                     raise AssertionError(f"unforeseen input of a joint graph: {description}")
-            placeholder = graph.placeholder(f"{port.role}_{port.name}".replace(".", "_").replace("/", "_"))
+            placeholder = graph.placeholder(f"{port.role}_{len(inputs)}")
             placeholder.meta["val"] = node.meta["val"]
             mapping[node] = placeholder
             inputs.append(port)

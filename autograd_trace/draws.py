@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from trainload.autograd_trace.random import RandomKey
 from trainload.capture.gamma import gamma_at
-from trainload.capture.operators import is_overload, is_seeded
+from trainload.capture.operators import draws_nothing, is_overload, is_seeded
 
 aten = torch.ops.aten
 _NORMAL_SITES = 2
@@ -28,19 +28,6 @@ class Run(Protocol):
     def site(self, count: int = 1) -> int: ...
 
     def batch_dim(self) -> int | None: ...
-
-
-def draws_nothing(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator that is tagged as random draws nothing, by its arguments (attention without dropout)."""
-    names = [a.name for a in target._schema.arguments]
-    values = dict(zip(names, args, strict=False)) | kwargs
-    for name in ("dropout_p", "dropout", "p"):
-        if name in names:
-            default = next(a.default_value for a in target._schema.arguments if a.name == name)
-            probability = values.get(name, default)
-            training = values.get("train", values.get("training", True))
-            return probability == 0 or training is False
-    return False
 
 
 def is_random(node: Node) -> bool:

@@ -16,12 +16,12 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from trainload.autograd_trace.batch_dim import Layout, Rows
 from trainload.autograd_trace.derivable import DERIVABLE
-from trainload.autograd_trace.draws import RANDOM, draws_nothing, is_random
+from trainload.autograd_trace.draws import RANDOM, is_random
 from trainload.autograd_trace.random import RandomKey
 from trainload.autograd_trace.remat import Region, Regions, marking
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import CHECKPOINT, SELECTIVE, Call, evaluate, is_ours
-from trainload.capture.operators import graphs_in, is_higher_order, is_overload, is_seeded
+from trainload.capture.operators import draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded
 from trainload.capture.place import place_of_node
 
 aten = torch.ops.aten

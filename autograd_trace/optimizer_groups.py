@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -50,12 +51,22 @@ def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequen
     return groups
 
 
-def check_trained(program: Program, groups: Sequence[GroupRecipe]) -> None:
-    """Warns of parameters that get a gradient and are in no optimizer."""
+def with_trained(program: Program, groups: Sequence[GroupRecipe]) -> Program:
+    """Return the program with those parameters alone marked as trainable that are in an optimizer.
+
+    So no step graph computes a gradient for the others, and no plan keeps one. Warns of those that would have had a gradient.
+    """
     trained = {name for group in groups for name in group.parameters}
     left_out = sorted({p.name for p in program.parameters if p.trainable and p.alias_of is None} - trained)
-    if left_out:
-        warnings.warn(
-            f"{len(left_out)} parameters get a gradient and are not in the optimizer; they stay as they are: {', '.join(left_out)}",
-            stacklevel=4,
-        )
+    if not left_out:
+        return program
+    warnings.warn(
+        f"{len(left_out)} parameters require a gradient and are in no optimizer; they are not trained: {', '.join(left_out)}",
+        stacklevel=4,
+    )
+    parameters = tuple(replace(p, trainable=p.trainable and (p.alias_of or p.name) in trained) for p in program.parameters)
+    graphs = {
+        name: graph if graph.reached is None else replace(graph, reached=tuple(n for n in graph.reached if n in trained))
+        for name, graph in program.graphs.items()
+    }
+    return replace(program, parameters=parameters, graphs=graphs)

@@ -34,7 +34,7 @@ def check_replays(job: Job, program: Program) -> None:
         twin = replace(
             job, batch=batch, variants={**job.variants, first_variant: job.batch}, replays=()
         )  # the others say what may be absent
-        with modes_kept(model):
+        with modes_kept(model) as set_training:
             for target in [target for target in targets_of(twin) if not target.variant]:
                 first = graph_name(target.graph, target.mode)
                 try:
@@ -44,6 +44,6 @@ def check_replays(job: Job, program: Program) -> None:
                 captured = program.graphs[graph_name(target.graph, target.mode, variant)]
                 leaves = {name: leaf.detach().contiguous() for name, leaf in leaves_of(target.batch).items()}
                 target.function.differentiates = eager_gradients
-                model.train(target.mode is Mode.TRAIN)
+                set_training(target.mode is Mode.TRAIN)
                 with state_kept(model):
                     check_parity(captured, target.function, [leaves], program.constants)

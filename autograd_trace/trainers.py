@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,30 +117,46 @@ def main_of(job: Job) -> str:
     return next((name for name, graph in job.graphs.items() if graph.loss is not None), MAIN)
 
 
-def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe]) -> tuple[Trainer, ...]:
-    """The job's optimizers, with what they follow.
+Optimizers = Mapping[str, tuple[torch.optim.Optimizer, ...]]
+"""A job's optimizers by the graph that has them for itself; those that several graphs share by the first of these."""
+
+
+def make_optimizers(job: Job) -> Optimizers:
+    """Call the job's optimizer factories, each once.
+
+    A factory may change the model (freeze layers, set modes, wrap parameters), so it is called before the model is captured.
 
     Raises:
-        JobError: a function makes no optimizers.
+        JobError: the job's graphs do not hold together, or a factory does not return optimizers.
     """
+    graphs = {name: graph for name, graph in graphs_of(job).items() if graph.compute is None}
+    shared = [name for name, graph in graphs.items() if graph.optimizer is None]
+    made = {}
+    for name, graph in graphs.items():
+        if graph.optimizer is not None:
+            made[name] = _made(job, graph.optimizer, f"Job.graphs[{name!r}].optimizer")
+        elif name == shared[0]:
+            assert job.optimizer is not None, "a graph without an optimizer was refused"
+            made[name] = _made(job, job.optimizer, "Job.optimizer")
+    return made
+
+
+def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe], optimizers: Optimizers) -> tuple[Trainer, ...]:
+    """The job's optimizers, with what they follow."""
     everything = frozenset(p.name for p in program.parameters if p.trainable and p.alias_of is None)
     graphs = {name: graph for name, graph in graphs_of(job).items() if graph.compute is None}
     shared = [name for name, graph in graphs.items() if graph.optimizer is None]
     found: list[Trainer] = []
-    for name, graph in graphs.items():
-        if graph.optimizer is None and name != shared[0]:
-            continue
+    for name, made in optimizers.items():
+        graph = graphs[name]
         own = graph.optimizer is not None
         followed = [name] if own else shared
-        where = f"Job.graphs[{name!r}].optimizer" if own else "Job.optimizer"
-        factory = graph.optimizer or job.optimizer
-        assert factory is not None, "a graph without an optimizer was refused"
         clock = tuple(followed) if loop else ()
         captured = [g for g in program.graphs.values() if g.mode is Mode.TRAIN and g.graph in followed]
         found.append(
             Trainer(
-                optimizers=_made(job, factory, where),
-                where=where,
+                optimizers=made,
+                where=f"Job.graphs[{name!r}].optimizer" if own else "Job.optimizer",
                 prefix=f"{name}-" if own else "",
                 schedule=graph.schedule or job.schedule,
                 updates=sum(turns_before(loop, g, job.steps) for g in followed) if loop else job.steps,

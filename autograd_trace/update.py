@@ -17,10 +17,10 @@ import torch
 from trainload.autograd_trace.bound_optimizer import is_torchs
 from trainload.autograd_trace.elementwise import is_elementwise
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, UpdateGraph
-from trainload.autograd_trace.optimizer_groups import check_trained, group_parameters
+from trainload.autograd_trace.optimizer_groups import group_parameters
 from trainload.autograd_trace.recipe import make_recipe
 from trainload.autograd_trace.schedule import learning_rates
-from trainload.autograd_trace.trainers import make_loop, trainers_of
+from trainload.autograd_trace.trainers import Optimizers, make_loop, trainers_of
 from trainload.autograd_trace.update_check import check_separate, check_update
 from trainload.autograd_trace.update_graph import EXAMPLE, capture_update, checked_shape
 from trainload.capture.errors import CaptureError, JobError
@@ -31,15 +31,20 @@ _FLAT_SHAPES = ((EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
 """Of parameters on which an update over flat tensors must be the optimizer's own; for a class that is not torch's, the group's beside."""
 
 
-def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
-    """Captures the job's optimizer and schedule.
+def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
+    """Capture the job's optimizers and schedules.
+
+    Args:
+        job: its schedules and numbers are taken.
+        program: captured after `optimizers` were made.
+        optimizers: what `make_optimizers(job)` returned.
 
     Raises:
         JobError: the optimizer does not fit the model or the schedule fails.
         CaptureError: the update is not a function of (param, grad, state, lr) that can be captured.
     """
     loop = make_loop(job)
-    trainers = trainers_of(job, program, loop)
+    trainers = trainers_of(job, program, loop, optimizers)
     specs = {p.name: p for p in program.parameters}
     schedules: dict[tuple[float, ...], None] = {}
     recipes: list[GroupRecipe] = []
@@ -83,7 +88,6 @@ def capture_optimizer(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateG
                     updates.append(dataclasses.replace(update, group=name))
                     for graph in graphs:
                         groups_of.setdefault(graph, []).append(name)
-    check_trained(program, recipes)
     return make_recipe(job, program, trainers, recipes, tuple(schedules), groups_of, loop), tuple(updates)
 
 

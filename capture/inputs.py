@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainload.capture.errors import JobError
+from trainload.capture.names import is_part
 from trainload.capture.tensor_classes import check_tensors, has_values
 
 Constant = int | float | str | bool | enum.Enum | None
@@ -101,9 +102,10 @@ def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]
     """(dotted name, tensor or whatever else is no container), depth first."""
     for key, value in parts.items():
         name = f"{prefix}{key}"
-        if not (isinstance(key, int) and prefix) and not (isinstance(key, str) and key.isidentifier() and key.isascii()):
+        if not isinstance(key, int | str) or isinstance(key, bool) or not is_part(str(key)):
             place = f"Job.batch: {prefix.rstrip('.')}" if prefix else "Job.batch"
-            raise JobError("not a usable input name", where=place, expected="an identifier of ASCII letters", got=repr(key))
+            expected = "an integer, or a text without dots and control characters"
+            raise JobError("not a usable input name", where=place, expected=expected, got=repr(key))
         if len(name) > LONGEST_NAME:
             raise JobError("an input's name is too long", where="Job.batch", expected=f"{LONGEST_NAME} characters", got=f"{name[:40]}...")
         inside = _parts(value)
@@ -116,10 +118,8 @@ def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]
 def _parts(value: Any) -> Mapping[Any, Any] | None:
     """The entries of a container that can be rebuilt from them, by the key that names them; None for anything else."""
     if type(value) in (dict, OrderedDict):
-        if any(isinstance(key, int) for key in value):
-            raise JobError(
-                "a dict with numbers for keys", where="Job.batch", expected="keys that are identifiers", got=repr(list(value)[:4])
-            )
+        if len({str(key) for key in value}) < len(value):
+            raise JobError("a dict with two keys of one spelling", where="Job.batch", expected="different names", got=repr(list(value)[:8]))
         return dict(value)
     if type(value) in (tuple, list):
         return dict(enumerate(value))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from trainload.capture.ambient import outside_dtype
 from trainload.capture.operators import nodes_in
 
 _HOP = torch.ops.higher_order
@@ -73,7 +74,8 @@ def part_company(
     handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
     state = torch.random.get_rng_state()
     try:
-        eager_loss = function(batch)[0]
+        with outside_dtype():
+            eager_loss = function(batch)[0]
     finally:
         for handle in handles:
             handle.remove()
@@ -87,10 +89,14 @@ def part_company(
     if not (eager_loss.requires_grad and graph_loss.requires_grad):
         return ""
     names = [n for n, o in outputs.items() if n in matched and o.requires_grad]
+    if not names:
+        return ""
     expected: tuple[Tensor | None, ...] = torch.autograd.grad(eager_loss, [outputs[n] for n in names], allow_unused=True)
     # What has no gradient in the graph counts as wrong where eager has one.
     tracked = [n for n in names if matched[n].requires_grad]
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(graph_loss, [matched[n] for n in tracked], allow_unused=True)
+    found: tuple[Tensor | None, ...] = ()
+    if tracked:
+        found = torch.autograd.grad(graph_loss, [matched[n] for n in tracked], allow_unused=True)
     got = dict(zip(tracked, found, strict=True))
     wrong = [
         place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -36,6 +36,19 @@ def is_higher_order(target: object) -> bool:
 def is_seeded(target: object) -> bool:
     """Whether torch tags an operator as one that reads a random generator."""
     return is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator that is tagged as random draws nothing, by its arguments (attention without dropout)."""
+    names = [a.name for a in target._schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name in ("dropout_p", "dropout", "p"):
+        if name in names:
+            default = next(a.default_value for a in target._schema.arguments if a.name == name)
+            probability = values.get(name, default)
+            training = values.get("train", values.get("training", True))
+            return probability == 0 or training is False
+    return False
 
 
 def body_at(module: GraphModule, node: Node) -> GraphModule | None:

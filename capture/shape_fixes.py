@@ -106,9 +106,9 @@ def with_suggested_fixes(job: Job) -> tuple[Job, tuple[AppliedFix, ...]]:
     """
     model = check_model(job.model)
     applied: list[AppliedFix] = []
-    with modes_kept(model):
+    with modes_kept(model) as set_training:
         for target in targets_of(job):
-            model.train(target.training)
+            set_training(target.training)
             for round_number in range(MOST_ROUNDS):
                 batch, shapes = example_of(job, target)
                 try:

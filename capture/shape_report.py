@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
+from trainload.capture.ambient import neutrally
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.shape_fixes import refusals, suggested_fixes
@@ -74,6 +75,7 @@ class ShapeReport:
     fixes: tuple[str, ...] = ()
 
 
+@neutrally
 def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     """Says what sizes a training graph takes, and why. It traces the loss twice: as declared, and with every dim left to torch.
 
@@ -94,8 +96,8 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     shapes = {name: shapes[name] for name in batch}
     refused: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
-    with modes_kept(model):
-        model.train()
+    with modes_kept(model) as set_training:
+        set_training(True)
         with state_kept(model):
             watched, guards = _watched(step, batch, shapes)
         try:

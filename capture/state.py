@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from trainload.capture.errors import CaptureError, JobError
+from trainload.capture.memory import check_memory
+from trainload.capture.names import check_names
 from trainload.capture.program import BufferSpec, ParameterSpec
 from trainload.capture.tensor_classes import check_tensors, fake_attributes
 
@@ -33,28 +34,14 @@ def check_model(model: object) -> nn.Module:
                 got=type(module).__name__,
                 cure="Give the module that was scripted or traced: torch.jit has no use here.",
             )
+    check_names(model)
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
     check_tensors(("buffer", name, buffer) for name, buffer in model.named_buffers())
     check_tensors(fake_attributes(model))
-    _check_memory([(name, p.detach()) for name, p in model.named_parameters() if p.numel()])
+    changing = {f"parameter {name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    fixed = {f"parameter {name}": p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    check_memory(changing, fixed | {f"buffer {name}": buffer for name, buffer in model.named_buffers()})
     return model
-
-
-def _check_memory(named: list[tuple[str, Tensor]]) -> None:
-    spans = []
-    for name, tensor in named:
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        spans.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size(), name))
-    spans.sort()
-    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < end:
-            raise CaptureError(
-                f"the parameters {name} and {other} are two objects on one memory, which training apart would untie",
-                where=f"Job.model: {other}",
-                expected="one nn.Parameter under both names, or memory of their own",
-                got="shared memory",
-                cure=f"Tie them by assignment, as in module.{other.rpartition('.')[2]} = other.{name.rpartition('.')[2]}.",
-            )
 
 
 def parameter_specs(model: nn.Module, without_gradient: set[str]) -> tuple[ParameterSpec, ...]:
@@ -92,14 +79,56 @@ def state_of(model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: t
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts every module's train or eval mode back: they may differ within a model."""
+def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
+    """Restore every module's train or eval mode on exit: they may differ within a model.
+
+    Yields:
+        A function that puts the model into train mode (True) or eval mode (False), as `model.train(mode)` does. In train mode, a module
+        that the user had put into eval mode within a model in train mode (a frozen normalization, a teacher) stays in eval mode.
+
+    Raises:
+        CaptureError: an overridden `train()` changes values of the model as well; the yielded function raises it.
+    """
     before = [(module, module.training) for module in model.modules()]
+    kept_in_eval = [module for module, training in before if not training] if model.training else []
+    overridden = next((module for module, _ in before if type(module).train is not nn.Module.train), None)
+
+    def set_training(training: bool) -> None:
+        if overridden is None:
+            model.train(training)
+        else:
+            with _values_unchanged(model, overridden):
+                model.train(training)
+        if training:
+            for module in kept_in_eval:
+                module.training = False
+
     try:
-        yield
+        yield set_training
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]:
+    """Raise if the model's parameters or buffers change inside, and restore them. `overridden`: a module with a `train()` of its own."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    # The sparse file of an abstract model's tensors (hollow.py) is not to be read.
+    before = {name: (value, value.detach().clone()) for name, value in named if value.untyped_storage().filename is None}
+    yield
+    changed = [name for name, (value, copy) in before.items() if not torch.equal(value.detach(), copy)]
+    if changed:
+        with torch.no_grad():
+            for value, copy in before.values():
+                value.copy_(copy)
+        raise CaptureError(
+            f"{type(overridden).__name__}.train() changes values of the model: {', '.join(changed[:4])}",
+            where=f"Job.model: {changed[0]}",
+            expected="train() and eval() that set modes alone, since a run calls neither",
+            got="other values after a change of mode",
+            cure="Merge or change the weights elsewhere (for LoRA layers: merge_weights=False).",
+        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from trainload.capture.job import Graph, Job
 from trainload.capture.parity import replaying
 from trainload.capture.program import MAIN, RESERVED, Mode, OutputRole, graph_name
 from trainload.capture.shapes import Shapes, declared_shapes
-from trainload.capture.state import state_kept
+from trainload.capture.state import modes_kept, state_kept
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -170,13 +170,9 @@ def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None,
 
 def _outputs(function: Traced, batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """What a function has for other graphs, on an example."""
-    training = function.model.training
-    function.model.eval()
-    try:
-        with state_kept(function.model), replaying(False, 0), torch.no_grad():
-            values = function.run(dict(batch))
-    finally:
-        function.model.train(training)
+    with modes_kept(function.model) as set_training, state_kept(function.model), replaying(False, 0), torch.no_grad():
+        set_training(False)
+        values = function.run(dict(batch))
     for spec, value in zip(function.signature.outputs, values, strict=True):
         if spec.role is OutputRole.OUTPUT:
             yield spec.name, value.detach().clone()

@@ -56,13 +56,13 @@ def capture(
     graphs: dict[str, GraphCapture] = {}
     constants: dict[str, Tensor] = {}
     unreached: dict[str, set[str]] = {}
-    with modes_kept(model):
+    with modes_kept(model) as set_training:
         targets = targets_of(job)
         for target in targets:
             batch, shapes = example_of(job, target)
             if target.training:
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
-            model.train(target.training)
+            set_training(target.training)
             target.function.runs = check is not None
             given = kept.setdefault(target.name, []) if kept is not None and target.training else None
             proven = _capture_graph(target, batch, shapes, check, given, strict)

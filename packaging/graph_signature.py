@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainload.capture.errors import PackageError
+from trainload.packaging.canonical import canonical_json
 from trainload.packaging.manifest import Manifest
 
 SCALAR_TYPES = {
@@ -96,7 +97,7 @@ def _check_keys(document: Mapping[str, Any], names: list[str], where: str) -> No
         raise PackageError("the graph does not say how it is called", where=where)
     tree = json.loads(calls[0]["signature"]["in_spec"])[1]
     leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
-    batch = {"type": "builtins.dict", "context": json.dumps(names, separators=(",", ":")), "children_spec": [leaf] * len(names)}
+    batch = {"type": "builtins.dict", "context": canonical_json(names).decode("utf-8"), "children_spec": [leaf] * len(names)}
     nothing = {"type": "builtins.dict", "context": "[]", "children_spec": []}
     wanted = {
         "type": "builtins.tuple",

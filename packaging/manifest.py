@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from trainload.autograd_trace.graphs import Recipe
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.capture.names import is_dotted_name
 from trainload.capture.program import (
     Mode,
     graph_name,
@@ -68,7 +69,6 @@ SAFE_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
 """What stands between the slashes of a path."""
 _PATH = re.compile(rf"{SAFE_PART}(/{SAFE_PART})*")
 _TOKEN = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"
-_FQN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 
 
@@ -91,7 +91,7 @@ def _of_64_bits(value: int | float) -> int | float:
 
 
 def _fqn(name: str) -> str:
-    if len(name) > 512 or not _FQN.fullmatch(name):
+    if not is_dotted_name(name):
         raise ValueError(f"{name[:80]!r} is not a dotted name")
     return name
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainload.capture.errors import PackageError, UnsafePackageError
+from trainload.capture.names import is_dotted_name
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.expressions import check_expression
 from trainload.packaging.operators import HIGHER_ORDER, check_operator
@@ -27,8 +28,6 @@ MAX_STRING = 4096
 MAX_DIMS = 64
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
-_FQN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,255}")
 _SYMBOL = re.compile(r"[a-z]{1,8}\d{1,6}")
 _MODULE = re.compile(r"[A-Za-z0-9_.@-]{0,512}")
 _CALL = re.compile(r"@\d{1,6}")
@@ -330,7 +329,8 @@ class _Validator:
             self.refuse("a name that no value may have", value)
 
     def fqn(self, value: Any) -> None:
-        self.matching(value, _FQN, "a dotted name")
+        if not isinstance(value, str) or not is_dotted_name(value):
+            self.refuse("a dotted name belongs here", value)
 
     def symbol(self, value: Any) -> None:
         self.matching(value, _SYMBOL, "a symbol (letters, then digits)")
@@ -380,7 +380,7 @@ class _Validator:
             if not isinstance(keys, list) or len(keys) != len(children) or len(set(map(str, keys))) != len(keys):
                 self.refuse("a dict of a treespec lists its keys", context)
             for key in keys:
-                self.matching(key, _KEY, "a plain key")
+                self.fqn(key)
         else:
             self.refuse("a treespec holds tuples, lists and dicts only", kind)
         for child in children:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from trainload.capture.ambient import neutrally
 from trainload.capture.errors import PlanError
 from trainload.capture.program import ParameterSpec
 from trainload.packaging.read import Package
@@ -24,6 +25,7 @@ REPLICATED_BYTES = 2**30
 """Parameters, gradients and optimizer state up to this size are replicated where no strategy is asked for."""
 
 
+@neutrally
 def make_plan(
     package: Package | Source,
     cluster: Cluster,

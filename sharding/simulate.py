@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainload.capture.ambient import neutrally
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.collectives import Collective, demand_agreement
@@ -47,6 +48,7 @@ class Simulation:
         return {group: dict(sorted(operators.items())) for group, operators in sorted(found.items())}
 
 
+@neutrally
 def simulate(package: Package | Source, plan: Plan, *, training_only: bool = False) -> Simulation:
     """Makes the graphs of every rank of a plan, and demands that they meet.
 

@@ -9,6 +9,8 @@ import torch
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.guards import with_guards
+from trainload.autograd_trace.optimizer_groups import with_trained
+from trainload.autograd_trace.trainers import make_optimizers
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.abstract import capture_abstract, with_real_batch
 from trainload.capture.errors import CaptureError, JobError
@@ -50,6 +52,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
             cure="Give one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
         )
     small = prove(reduced, check, strict=False)  # as the job itself, which cannot be run, is captured
+    optimizers = make_optimizers(job)
     program, proof = capture_abstract(job, small.program)
     real = with_real_batch(job)
     targets = targets_of(real)
@@ -58,7 +61,8 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
     batches = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values())]
     if all(leaf.device.type != "meta" for leaves in batches for leaf in leaves.values()):
         program = with_quantiles(program, examples)
-    recipe, updates = capture_optimizer(job, program)
+    recipe, updates = capture_optimizer(job, program, optimizers)
+    program = with_trained(program, recipe.groups)
     _check_updates(recipe, updates, small.recipe, small.updates)
     steps = {name: derive(program, name, _CPU) for name, graph in program.graphs.items() if graph.training}
     entry = AbstractEntry(

@@ -11,6 +11,7 @@ from typing import Literal
 
 from trainload.abstract import freeze_abstract
 from trainload.bundling import Bundler, given_wheel
+from trainload.capture.ambient import neutrally, warned_of_autocast
 from trainload.capture.errors import JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
@@ -32,6 +33,8 @@ from trainload.sharding.make_plan import make_plan
 __all__ = ["DryRunReport", "dry_run", "explain_shapes", "freeze", "launch", "open", "plan", "prepare", "resume"]
 
 
+@warned_of_autocast
+@neutrally
 def freeze(
     job: Job,
     path: str | Path,

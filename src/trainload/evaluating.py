@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
+from trainload.capture.ambient import neutrally
 from trainload.capture.errors import RequestError, TrainingError
 from trainload.launch.journal import Event, stream_events
 from trainload.launch.overrides import Overrides
@@ -61,6 +62,7 @@ class EvaluationOptions(TypedDict, total=False):
     policy: str | Path | None
 
 
+@neutrally
 def evaluate(
     package: Package, plan: Plan, data: Data, *, on_event: Callable[[Event], None] | None = None, **options: Unpack[EvaluationOptions]
 ) -> EvaluationResult:

@@ -20,6 +20,7 @@ from trainload.autograd_trace.aot import compile_ahead, demand_sizes, has_cpp_co
 from trainload.autograd_trace.plain import custom_libraries, other_devices, own_operators, plain_graph
 from trainload.autograd_trace.size_checks import size_checks
 from trainload.autograd_trace.step_module import draws
+from trainload.capture.ambient import neutrally
 from trainload.capture.distance import relative_distance
 from trainload.capture.errors import ClusterError, DataError, PackageError
 from trainload.capture.parity import replaying, tolerance_of
@@ -77,6 +78,7 @@ class Exported:
     bytes: int
 
 
+@neutrally
 def export(
     package: Package,
     path: str | Path,

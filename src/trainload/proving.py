@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import Recipe, StepGraph, UpdateGraph
 from trainload.autograd_trace.guards import with_guards
+from trainload.autograd_trace.optimizer_groups import with_trained
 from trainload.autograd_trace.replays import check_replays
 from trainload.autograd_trace.step_module import is_plain
+from trainload.autograd_trace.trainers import make_optimizers
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import StorageError
 from trainload.capture.job import Job
@@ -46,17 +48,16 @@ class Proven:
 
 
 def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
-    """Keeps step graphs for the CPU, by graph, beside a package that was just written.
+    """Keep step graphs for the CPU, by graph, beside a package that was just written.
 
-    Raises:
-        StorageError: they cannot be written; the package is gone.
+    They only save time. Where they cannot be kept (the user's state folder is not writable, say), the package is whole without them, and a
+    warning says so.
     """
     try:
         for name, step in steps.items():
             write_derived(package, derived_key(name, _CPU), step)
-    except StorageError:
-        shutil.rmtree(package.path)
-        raise
+    except StorageError as error:
+        warnings.warn(f"{package.path}: the joint graphs are not kept, and every plan derives them again. {error}", stacklevel=3)
 
 
 def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
@@ -71,13 +72,15 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
         JobError: the job's description does not hold together.
         CaptureError: it cannot be captured soundly.
     """
+    optimizers = make_optimizers(job)  # before the capture: a factory may change the model
     replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
     program = capture(job, check, replayed if check is Check.USUAL else None, strict)
     targets = targets_of(job)
     examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets}
     program = with_guards(with_quantiles(program, examples), targets, examples)
     check_replays(job, program)
-    recipe, updates = capture_optimizer(job, program)
+    recipe, updates = capture_optimizer(job, program, optimizers)
+    program = with_trained(program, recipe.groups)
     derived = [name for name, graph in program.graphs.items() if not is_plain(graph)]
     steps: dict[str, StepGraph] = {}
     for name in derived:

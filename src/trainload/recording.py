@@ -16,6 +16,7 @@ from torch import nn
 from torch.export import Dim
 
 from trainload.autograd_trace.guards import size_guard
+from trainload.capture.ambient import neutrally
 from trainload.capture.dispatch import Dispatcher
 from trainload.capture.errors import JobError
 from trainload.capture.guards import Guard
@@ -96,6 +97,7 @@ class Recording:
                 lines.append(f"    {variant or 'the first variant'}: {len(shapes)} of the shapes")
         return "\n".join(lines)
 
+    @neutrally
     def job(self, *, most_variants: int = MOST_VARIANTS, **fields: Any) -> Job:
         """A job whose variants take every batch that was seen.
 
@@ -185,11 +187,11 @@ class Recording:
         """What the graphs of one example take."""
         job = Job(model=self._model, batch=batch, **fields)
         found = []
-        with modes_kept(self._model), warnings.catch_warnings():
+        with modes_kept(self._model) as set_training, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the freeze says them
             for target in targets_of(job):
                 example, shapes = example_of(job, target)
-                self._model.train(target.training)
+                set_training(target.training)
                 with state_kept(self._model):
                     exported = export_graph(target, example, shapes)
                 captured = GraphCapture(target.name, exported, input_specs(exported, example), ())

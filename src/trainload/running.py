@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from trainload.capture.errors import StorageError
+from trainload.capture.ambient import neutrally
+from trainload.capture.errors import ClusterError, StorageError
 from trainload.launch.build import is_compiled
 from trainload.launch.changes import changed
 from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.driver import demand_no_driver, driving
-from trainload.launch.journal import Event, followed
+from trainload.launch.journal import Event, followed, stream_events
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
 from trainload.launch.processes import interrupted_by_signals
@@ -43,6 +44,7 @@ from trainload.sharding.simulate import simulate
 from trainload.sharding.strategies import Strategy
 
 
+@neutrally
 def launch(
     package: Package, plan: Plan, data: Data, *, on_event: Callable[[Event], None] | None = None, **options: Unpack[RunOptions]
 ) -> RunResult:
@@ -71,6 +73,7 @@ def launch(
         return _finished(spec, package, backend)
 
 
+@neutrally
 def prepare(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptions]) -> Path:
     """Writes a run's folder, after all that `launch` checks before it starts anything but the cluster. `resume` then trains it.
 
@@ -104,6 +107,7 @@ class RunChanges(TypedDict, total=False):
     overrides: Overrides
 
 
+@neutrally
 def resume(
     run_dir: str | Path,
     *,
@@ -211,6 +215,7 @@ class DryRunReport:
     run_seconds: float | None
 
 
+@neutrally
 def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptions]) -> DryRunReport:
     """Does everything of a launch but train: package, policies, plan, the graphs of all ranks, data, cluster, paths, room on the disk, and
     one compiled step on one node. Arguments and errors are those of `launch`.
@@ -281,7 +286,11 @@ def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) ->
     if new:
         write_spec(spec)
     with driving(run_dir), told(spec.sinks, run_dir, on_event) as tell:
-        yield tell
+        try:
+            yield tell
+        except (StorageError, ClusterError) as error:
+            error.work_began = any(event.kind == "step" for event in stream_events(run_dir))
+            raise
 
 
 def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:

@@ -13,12 +13,13 @@ import pytest
 import torch
 from lion_pytorch import Lion
 from tests.capture.jobs import Model, job
+from tests.optimizers import optimizer_of
 from torch import Tensor, nn, optim
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace import update_graph
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
-from trainload.autograd_trace.update import capture_optimizer
+from trainload.autograd_trace.optimizer_groups import with_trained
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.parameter_groups import parameter_groups
@@ -221,7 +222,7 @@ def captured(program: Program, make: Make, *, quiet: bool = False, **options: An
     with warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
-        return capture_optimizer(given, program)
+        return optimizer_of(given, program)
 
 
 @functools.cache
@@ -313,7 +314,7 @@ def test_a_large_parameter_is_compared_on_a_smaller_one(monkeypatch: pytest.Monk
     model = nn.Module()
     model.weight = parameter
     given = Job(model, {"x": torch.zeros(2)}, lambda m: optim.Muon(m.parameters()))
-    (update,) = capture_optimizer(given, program)[1]
+    (update,) = optimizer_of(given, program)[1]
     assert update.shape == (4096, 1024)
 
 
@@ -322,7 +323,7 @@ def test_several_optimizers_train_a_model_together(program: Program) -> None:
         parameters = list(model.parameters())
         return [optim.Muon([p for p in parameters if p.ndim == 2], lr=0.2), optim.AdamW([p for p in parameters if p.ndim < 2], lr=0.1)]
 
-    recipe, updates = capture_optimizer(job(Model(), optimizer=make, schedule=lambda step: 0.5), program)
+    recipe, updates = optimizer_of(job(Model(), optimizer=make, schedule=lambda step: 0.5), program)
     assert recipe.optimizer == "Muon + AdamW"
     assert list(zip((g.name for g in recipe.groups), recipe.rates(0), strict=True)) == [("group0-8x8", 0.1), ("group1", 0.05)]
     assert [u.elementwise for u in updates] == [False, True]
@@ -330,7 +331,7 @@ def test_several_optimizers_train_a_model_together(program: Program) -> None:
 
 def test_a_parameter_of_two_optimizers_is_refused(program: Program) -> None:
     with pytest.raises(JobError, match=r"two groups.*first"):
-        capture_optimizer(job(Model(), optimizer=lambda m: [optim.SGD(m.parameters()), optim.Adam(m.first.parameters())]), program)
+        optimizer_of(job(Model(), optimizer=lambda m: [optim.SGD(m.parameters()), optim.Adam(m.first.parameters())]), program)
 
 
 def test_state_is_described() -> None:
@@ -374,7 +375,7 @@ def test_groups_keep_their_own_options(program: Program) -> None:
         rest = [p for p in model.parameters() if p.ndim < 2]
         return optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0, "lr": 0.2}], lr=0.1)
 
-    recipe, updates = capture_optimizer(job(Model(), optimizer=make), program)
+    recipe, updates = optimizer_of(job(Model(), optimizer=make), program)
     assert [g.parameters for g in recipe.groups] == [("first.weight", "last.weight"), ("first.bias", "last.bias")]
     assert [g.learning_rates for g in recipe.groups] == [(0.1,), (0.2,)]
     one, zero, rate = torch.ones(3), torch.zeros(3), torch.tensor(0.1)
@@ -384,8 +385,10 @@ def test_groups_keep_their_own_options(program: Program) -> None:
 
 
 def test_a_parameter_that_the_optimizer_lacks_is_warned_of(program: Program) -> None:
-    with pytest.warns(UserWarning, match=r"2 parameters .* not in the optimizer.*last\.bias, last\.weight"):
-        recipe, _ = capture_optimizer(job(Model(), optimizer=lambda m: optim.SGD(m.first.parameters(), lr=0.1)), program)
+    recipe, _ = optimizer_of(job(Model(), optimizer=lambda m: optim.SGD(m.first.parameters(), lr=0.1)), program)
+    with pytest.warns(UserWarning, match=r"2 parameters .* in no optimizer.*last\.bias, last\.weight"):
+        partial = with_trained(program, recipe.groups)
+    assert [p.name for p in partial.parameters if p.trainable] == ["first.weight", "first.bias"]
     assert [g.parameters for g in recipe.groups] == [("first.bias", "first.weight")]
 
 
@@ -393,13 +396,13 @@ def test_a_frozen_parameter_in_the_optimizer_is_left_out() -> None:
     model = Model()
     model.first.weight.requires_grad_(False)
     given = job(model)
-    recipe, _ = capture_optimizer(given, capture(given))
+    recipe, _ = optimizer_of(given, capture(given))
     assert "first.weight" not in recipe.groups[0].parameters
 
 
 def test_a_tensor_that_is_no_parameter_is_refused(program: Program) -> None:
     with pytest.raises(JobError, match="no parameter of the model"):
-        capture_optimizer(job(Model(), optimizer=lambda m: optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)), program)
+        optimizer_of(job(Model(), optimizer=lambda m: optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)), program)
 
 
 def test_a_factor_schedule_is_tabulated(program: Program) -> None:
@@ -427,7 +430,7 @@ def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, na
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's schedulers warn of one another
-        recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=SCHEDULERS[name], steps=6), program)
+        recipe, _ = optimizer_of(job(Model(), optimizer=make, schedule=SCHEDULERS[name], steps=6), program)
         real = make(Model())
         scheduler = SCHEDULERS[name](real)
         for step in range(6):
@@ -447,7 +450,7 @@ def test_a_table_of_many_steps_is_kept_once_for_many_groups(program: Program) ->
     def make(model: nn.Module) -> optim.Optimizer:
         return optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())])
 
-    recipe, _ = capture_optimizer(job(Model(), optimizer=make, schedule=lambda s: 0.5 + 0.5 * math.cos(s / 1e4), steps=10_000), program)
+    recipe, _ = optimizer_of(job(Model(), optimizer=make, schedule=lambda s: 0.5 + 0.5 * math.cos(s / 1e4), steps=10_000), program)
     assert len(recipe.groups) == 4
     assert len(recipe.model_dump_json()) < 250_000
     assert recipe.rates(9_999)[3] == 0.4 * recipe.schedules[0][-1]

@@ -29,11 +29,11 @@ from tests.autograd_trace.optimizers import (
 )
 from tests.autograd_trace.test_optimizer import Make, capture_of_the_model, captured, compare
 from tests.capture.jobs import job
+from tests.optimizers import optimizer_of
 from torch import Tensor, nn, optim
 
 from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.autograd_trace.state_leaves import leaves, rebuilt
-from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
@@ -146,7 +146,7 @@ def test_what_a_group_of_large_parameters_does_is_tried_on_them() -> None:
     updates = []
     for size in (8, 24):
         given = job(nn.Linear(size, size), batch={"x": torch.randn(4, size)}, loss=_loss, optimizer=lambda m: Large(m.parameters()))
-        updates.append(capture_optimizer(given, capture(given))[1])
+        updates.append(optimizer_of(given, capture(given))[1])
     assert [[update.shape for update in each] for each in updates] == [[None], [(24,), (24, 24)]]
 
 

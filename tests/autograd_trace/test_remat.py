@@ -12,6 +12,7 @@ from tests.autograd_trace.checkpoints import MODELS, Blocks, checkpointed, keepi
 from tests.autograd_trace.memory import peak_bytes
 from tests.autograd_trace.test_derive import program_of, run
 from tests.capture.jobs import job
+from tests.optimizers import optimizer_of
 from torch import nn
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -21,7 +22,6 @@ from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import TANGENT, StepGraph
 from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.remat import RECOMPUTES, REPEATED
-from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
@@ -303,7 +303,7 @@ def test_a_list_of_operators_is_kept_with_those_of_other_devices() -> None:
 def test_a_package_keeps_checkpoints_and_what_they_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINLOAD_STATE_DIR", str(tmp_path / "state"))
     description, program, _ = keeping_gelus()
-    recipe, updates = capture_optimizer(description, program)
+    recipe, updates = optimizer_of(description, program)
     package = write_package(tmp_path / "p", program, updates, recipe)
     step = derive(package.program(), "train", CPU)
     assert len(copies(step, aten.addmm.default)) == 2

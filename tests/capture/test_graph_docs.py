@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests.house.source import ROOT
+from tests.optimizers import optimizer_of
 
-from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.trace import capture
 
 TEXT = (ROOT / "docs" / "graphs.md").read_text()
@@ -24,6 +24,6 @@ def test_an_example_is_captured(code: str) -> None:
     exec(compile(code, "graphs.md", "exec"), names)
     job = names["job"]
     program = capture(job)
-    recipe, _ = capture_optimizer(job, program)
+    recipe, _ = optimizer_of(job, program)
     assert {turn.graph for turn in recipe.turns} == set(job.graphs)
     assert {graph.graph for graph in program.graphs.values()} == set(job.graphs)

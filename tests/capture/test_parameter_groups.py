@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.capture.jobs import job
+from tests.optimizers import optimizer_of
 from torch import nn
 
 import trainload
-from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import JobError
 from trainload.capture.trace import capture
 
@@ -78,7 +78,7 @@ def test_groups_by_name_are_captured_with_their_options() -> None:
         return torch.optim.SGD(trainload.parameter_groups(model, {"*.bias": NO_DECAY}, rest={"weight_decay": 0.5, "lr": 0.2}), lr=0.1)
 
     given = job(Tied(), optimizer=optimizer)
-    recipe, updates = capture_optimizer(given, capture(given))
+    recipe, updates = optimizer_of(given, capture(given))
     assert [g.parameters for g in recipe.groups] == [("first.bias", "norm.bias"), ("first.weight", "norm.weight")]
     assert [g.learning_rates for g in recipe.groups] == [(0.1,), (0.2,)]
     one, nothing, rate = torch.ones(3), torch.zeros(3), torch.tensor(0.2)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from tests.capture.jobs import Model, job
 from tests.capture.regions import MODELS, Scaled, linear
+from tests.optimizers import optimizer_of
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
@@ -60,7 +60,7 @@ def captured(name: str) -> tuple[Job, Program]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_says(name: str, tmp_path: Any) -> None:
     description, program = captured(name)
-    recipe, updates = capture_optimizer(description, program)
+    recipe, updates = optimizer_of(description, program)
     read = write_package(tmp_path / "p", program, updates, recipe).program()
     check_step(read, "train", derive(read, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
     derive(read, "eval", torch.device("cpu"))
@@ -229,7 +229,7 @@ def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
 def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -> None:
     description = job(MODELS["function_under_a_bound_name"]())
     program = capture(description)
-    recipe, updates = capture_optimizer(description, program)
+    recipe, updates = optimizer_of(description, program)
     package = write_package(tmp_path / "p", program, updates, recipe)
     code = (
         "import pathlib, sys, torch\n"

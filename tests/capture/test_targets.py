@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tests.capture.jobs import Model
+from tests.optimizers import optimizer_of
 from torch import Tensor, nn
 
 from trainload import Graph, Job, Loss, Turn
 from trainload.autograd_trace.trainers import make_loop
-from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.program import Program
 from trainload.capture.targets import targets_of
@@ -101,7 +101,7 @@ def test_parts_of_a_group_that_a_graph_does_not_reach_are_groups_of_their_own() 
         return model.get_submodule("first")(batch["x"]).square().mean()  # type: ignore[no-any-return]  # a tensor's
 
     job = several({"whole": Graph(loss=loss), "part": Graph(loss=first_only)})
-    recipe, updates = capture_optimizer(job, capture(job))
+    recipe, updates = optimizer_of(job, capture(job))
     reached = {name: {p for g in recipe.groups if g.name in graph.groups for p in g.parameters} for name, graph in recipe.graphs.items()}
     assert reached["part"] == {"first.weight", "first.bias"}
     assert reached["whole"] == {n for n, _ in job.model.named_parameters()}

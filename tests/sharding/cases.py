@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tests.optimizers import optimizer_of
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Recipe, Role, StepGraph, UpdateGraph
-from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.job import Job, Loss
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
@@ -102,7 +102,7 @@ def planned() -> tuple[Job, Program, Recipe, tuple[UpdateGraph, ...]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = capture(job)
-    return job, program, *capture_optimizer(job, program)
+    return job, program, *optimizer_of(job, program)
 
 
 @functools.cache

@@ -1,0 +1,181 @@
+"""Tensors that training changes share memory with nothing: what does is refused, by both names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from trainload import CaptureError, Job
+from trainload.capture.memory import check_memory
+from trainload.capture.trace import capture
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.extra: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.layer(x))
+        for tensor in self.extra if isinstance(self.extra, list) else [self.extra]:
+            hidden = hidden if tensor is None else hidden * tensor.sum()
+        return hidden.square().mean()
+
+
+def buffer_of_a_weight(model: Model) -> None:
+    del model.extra
+    model.register_buffer("extra", model.layer.weight.detach())
+
+
+def attribute_of_a_weight(model: Model) -> None:
+    model.extra = model.layer.weight.detach()
+
+
+def row_of_a_weight(model: Model) -> None:
+    model.extra = model.layer.weight.data[1]
+
+
+def list_of_data(model: Model) -> None:
+    model.extra = [p.data for p in model.layer.parameters()]
+
+
+def weight_through_numpy(model: Model) -> None:
+    model.extra = torch.from_numpy(model.layer.weight.detach().numpy())
+
+
+def view_of_a_written_buffer(model: Model) -> None:
+    del model.extra
+    model.register_buffer("extra", model.norm.running_mean[:2])
+
+
+def written_buffer_of_two_names(model: Model) -> None:
+    model.layer = nn.Sequential(model.layer, model.norm)
+
+
+def attribute_of_a_written_buffer(model: Model) -> None:
+    model.extra = [model.norm.running_var]
+
+
+def parameter_of_a_parameter(model: Model) -> None:
+    del model.extra
+    model.extra = nn.Parameter(model.layer.weight.data.t())
+
+
+def frozen_parameter_of_a_parameter(model: Model) -> None:
+    del model.extra
+    model.extra = nn.Parameter(model.layer.weight.data, requires_grad=False)
+
+
+REFUSED: list[tuple[Callable[[Model], None], str, str]] = [
+    (buffer_of_a_weight, "parameter layer.weight", "buffer extra"),
+    (attribute_of_a_weight, "parameter layer.weight", "test_sharing.py"),
+    (row_of_a_weight, "parameter layer.weight", "test_sharing.py"),
+    (list_of_data, "parameter layer.", "test_sharing.py"),
+    (weight_through_numpy, "parameter layer.weight", "test_sharing.py"),
+    (view_of_a_written_buffer, "buffer norm.running_mean", "buffer extra"),
+    (written_buffer_of_two_names, "buffer norm.running_mean", "buffer layer.1.running_mean"),
+    (attribute_of_a_written_buffer, "buffer norm.running_var", "test_sharing.py"),
+    (parameter_of_a_parameter, "parameter layer.weight", "parameter extra"),
+    (frozen_parameter_of_a_parameter, "parameter layer.weight", "parameter extra"),
+]
+
+
+def job(model: nn.Module, loss: Any = None) -> Job:
+    return Job(model, {"x": torch.randn(6, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=loss)
+
+
+@pytest.mark.parametrize(("share", "first", "second"), REFUSED, ids=lambda value: getattr(value, "__name__", None))
+def test_both_names_are_said(share: Callable[[Model], None], first: str, second: str) -> None:
+    model = Model()
+    share(model)
+    with pytest.raises(CaptureError) as refused:
+        capture(job(model))
+    assert "share memory" in str(refused.value)
+    assert first in str(refused.value).replace("\n", " ")
+    assert second in str(refused.value).replace("\n", " ")
+
+
+def test_a_closure_of_the_loss_is_seen() -> None:
+    model = Model()
+    anchor = model.layer.weight.data  # never cloned
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]) + (model.layer.weight - anchor).square().sum()  # type: ignore[operator, no-any-return]  # a submodule's
+
+    with pytest.raises(CaptureError, match=r"parameter layer\.weight"):
+        capture(job(model, loss))
+
+
+def test_a_clone_is_captured() -> None:
+    model = Model()
+    model.extra = [p.data.clone() for p in model.layer.parameters()]
+    assert capture(job(model)).constants
+
+
+def test_buffers_that_nobody_writes_may_share_memory() -> None:
+    model = Model()
+    del model.extra
+    table = torch.randn(8)
+    model.register_buffer("extra", table)
+    model.register_buffer("other", table[2:])
+    assert {b.name for b in capture(job(model)).buffers} >= {"extra", "other"}
+
+
+def test_frozen_parameters_may_share_memory() -> None:
+    model = Model()
+    del model.extra
+    model.extra = nn.Parameter(model.layer.weight.data, requires_grad=False)
+    model.layer.weight.requires_grad_(False)
+    assert {p.name for p in capture(job(model)).parameters if not p.trainable} == {"layer.weight", "extra"}
+
+
+def test_disjoint_columns_of_one_tensor_are_captured() -> None:
+    model = Model()
+    fused = torch.randn(4, 8)
+    del model.extra
+    model.layer.weight = nn.Parameter(fused[:, :4])
+    model.extra = nn.Parameter(fused[:, 4:])
+    assert {p.name for p in capture(job(model)).parameters if p.trainable} >= {"layer.weight", "extra"}
+
+
+def test_an_expanded_parameter_is_refused() -> None:
+    model = Model()
+    del model.extra
+    model.extra = nn.Parameter(torch.ones(1, 4).expand(4, 4))
+    with pytest.raises(CaptureError, match="parameter extra is expanded"):
+        capture(job(model))
+
+
+def elements(tensor: Tensor) -> set[int]:
+    """Addresses of a tensor's elements, counted out."""
+    steps = [[i * stride for i in range(size)] for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return {tensor.storage_offset() + sum(offsets) for offsets in itertools.product(*steps)}
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_of_any_two_views_those_are_refused_that_have_an_element_in_common(data: st.DataObject) -> None:
+    storage = torch.zeros(240)
+
+    def view() -> Tensor:
+        shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+        strides = data.draw(st.lists(st.integers(1, 12), min_size=len(shape), max_size=len(shape)))
+        return storage.as_strided(shape, strides, data.draw(st.integers(0, 100)))
+
+    first, second = view(), view()
+    common = elements(first) & elements(second)
+    try:
+        check_memory({"parameter a": first}, {"buffer b": second})
+    except CaptureError:
+        assert common
+    else:
+        assert not common

@@ -1,0 +1,158 @@
+"""What is set where a freeze or a launch is called does not reach it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.laws.runs import curve
+from torch import Tensor, nn, optim
+
+import trainload
+from trainload import CaptureError, Job
+from trainload.capture.ambient import neutral
+from trainload.packaging.read import Package
+
+
+class Model(nn.Module):
+    """Has what the settings change: a matrix product, attention, an index-add, a division of integers, a factory call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(8, 8)
+        self.second = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden, _ = self.second(hidden, hidden, hidden, need_weights=False)
+        return (hidden * torch.ones(8, dtype=hidden.dtype)).square().mean()
+
+
+class Divides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x.long() / 3) * self.weight).mean()
+
+
+def seeded(model: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+def job() -> Job:
+    return Job(seeded(Model), {"x": torch.arange(24).reshape(4, 6) % 8}, lambda m: optim.AdamW(m.parameters(), lr=0.01))
+
+
+@contextlib.contextmanager
+def put(setter: Callable[..., object], value: object, back: object) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(back)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "default dtype": lambda: put(torch.set_default_dtype, torch.float64, torch.float32),
+    "default device": lambda: torch.device("meta"),
+    "matmul precision": lambda: put(torch.set_float32_matmul_precision, "medium", "highest"),
+    "deterministic": lambda: put(torch.use_deterministic_algorithms, True, False),
+    "attention": lambda: torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:freeze was called under torch.autocast")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return trainload.freeze(job(), tmp_path_factory.mktemp("plain") / "job.tl")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.npz"
+    np.savez(path, x=np.arange(96).reshape(16, 6) % 8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Package, data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return launched(plain, data, tmp_path_factory.mktemp("run"))
+
+
+def launched(package: Package, data: Path, folder: Path) -> list[float]:
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    result = trainload.launch(package, plan, data, run_dir=folder / "run", backend="local", compile=False, steps=3)
+    return curve(result.run_dir)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_freeze_gives_the_same_package(name: str, plain: Package, tmp_path: Path) -> None:
+    given = job()
+    with SETTINGS[name]():
+        package = trainload.freeze(given, tmp_path / "job.tl")
+    assert package.digest == plain.digest
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_has_the_same_losses(name: str, plain: Package, data: Path, expected: list[float], tmp_path: Path) -> None:
+    with SETTINGS[name]():
+        assert launched(plain, data, tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_was_set_is_set_again_afterwards(name: str) -> None:
+    with SETTINGS[name]():
+        before = settings()
+        with neutral():
+            assert settings() == FRESH
+        assert settings() == before
+
+
+def settings() -> tuple[object, ...]:
+    sdp = torch.backends.cuda
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(),
+        torch.get_default_device(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+        sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(),
+    )  # fmt: skip
+
+
+FRESH = (True, False, False, torch.float32, torch.device("cpu"), "highest", False, True, True, True)
+
+
+def test_a_matmul_precision_of_the_new_kind_is_put_back() -> None:
+    backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+    before = backend.fp32_precision
+    try:
+        backend.fp32_precision = "bf16"
+        with neutral():
+            assert backend.fp32_precision == "ieee"
+        assert backend.fp32_precision == "bf16"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        backend.fp32_precision = before
+
+
+def test_a_freeze_under_autocast_warns(tmp_path: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match=r"freeze was called under torch\.autocast\('cpu'\)"):
+        trainload.freeze(job(), tmp_path / "job.tl")
+
+
+def test_a_loss_that_a_default_dtype_changes_is_refused(tmp_path: Path) -> None:
+    given = Job(seeded(Divides), {"x": torch.ones(4, 4)}, lambda m: optim.SGD(m.parameters(), lr=0.1))
+    with (
+        SETTINGS["default dtype"](),
+        pytest.raises(CaptureError, match=r"(?s)differs from eager in its loss.*set_default_dtype\(torch\.float64\)"),
+    ):
+        trainload.freeze(given, tmp_path / "job.tl")

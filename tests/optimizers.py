@@ -1,0 +1,14 @@
+"""An optimizer captured for a program, in one call."""
+
+from __future__ import annotations
+
+from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.autograd_trace.trainers import make_optimizers
+from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.job import Job
+from trainload.capture.program import Program
+
+
+def optimizer_of(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
+    """Return the recipe and the updates of a job whose program was captured."""
+    return capture_optimizer(job, program, make_optimizers(job))

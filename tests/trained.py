@@ -1,0 +1,82 @@
+"""Trains a job as a package and in a plain loop of eager PyTorch, on the same rows, to compare the two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.laws.runs import curve
+from torch import Tensor
+
+import trainload
+from trainload import Job, Loss
+from trainload.capture.inputs import leaves_of, rebuild
+from trainload.launch.data.sampler import rows
+
+UPDATES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The loss of each of `UPDATES` updates, and the model's parameters and buffers after the last, by name."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def assert_trains_as_eager(job: Job, data: Mapping[str, Any], folder: Path, tolerance: float = 1e-5, **options: Any) -> None:
+    """Assert that a job's package trains to the losses and the state of eager PyTorch. Arguments as for `train_both`."""
+    expected, got = train_both(job, data, folder, **options)
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=tolerance, atol=1e-7)
+    for name, value in expected.state.items():
+        torch.testing.assert_close(got.state[name], value, rtol=tolerance * 10, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def train_both(job: Job, data: Mapping[str, Any], folder: Path, **options: Any) -> tuple[Trained, Trained]:
+    """Train a job for `UPDATES` updates in eager PyTorch and as a package.
+
+    Args:
+        job: of one graph, without schedule and clipping. Its optimizer factory is called twice, on two copies of the model.
+        data: as `Job.batch`, of a multiple of the global batch's rows.
+        folder: an empty one.
+        options: of `launch`.
+
+    Returns: what eager PyTorch gave, and what the package gave.
+    """
+    expected = train_eagerly(copy.deepcopy(job), data)
+    package = trainload.freeze(job, folder / "job.tl")
+    columns: dict[str, Any] = {name: value.numpy() for name, value in leaves_of(data).items()}
+    np.savez(folder / "rows.npz", **columns)
+    plan = options.pop("plan", None) or trainload.plan(package, trainload.Cluster(), "single")
+    given: dict[str, Any] = {"backend": "local", "compile": False, "steps": UPDATES, **options}
+    result = trainload.launch(package, plan, folder / "rows.npz", run_dir=folder / "run", output=folder / "trained.tl", **given)
+    weights = trainload.open(folder / "trained.tl").weights
+    return expected, Trained(curve(result.run_dir), {name: weights.tensor(name) for name in weights.names()})
+
+
+def train_eagerly(job: Job, data: Mapping[str, Any]) -> Trained:
+    """Train a job's own model in a plain loop, on the rows that a run would take, in the mode that it was handed over in."""
+    model = job.model if job.model.training else job.model.train()
+    assert job.optimizer is not None
+    optimizer = job.optimizer(model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    leaves = leaves_of(data)
+    total = next(iter(leaves.values())).shape[0]
+    size = job.global_batch or next(iter(leaves_of(job.batch).values())).shape[0]
+    losses = []
+    for step in range(UPDATES):
+        chosen = torch.from_numpy(rows(job.seed, total, step * size, size))
+        batch = rebuild(job.batch, {name: value[chosen] for name, value in leaves.items()})
+        returned = model(**batch) if job.loss is None else job.loss(model, batch)
+        loss = returned.value if isinstance(returned, Loss) else returned
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        losses.append(loss.item())
+    state = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return Trained(losses, state)
