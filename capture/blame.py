@@ -152,10 +152,24 @@ def _of_any_size(error: CaptureError, function: nn.Module, batch: dict[str, Tens
     watched = Watched()
     with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
         watched = watch(function, batch)
-    if watched.error is None:
+    raised = watched.error or _backward_error(function, batch)
+    if raised is None:
         return None
-    finding = _of_eager(watched.error)
+    finding = _of_eager(raised)
     return CaptureError(error.problem, where=_where(finding.place), cure=EAGER.advice, findings=[finding])
+
+
+def _backward_error(function: nn.Module, batch: dict[str, Tensor]) -> Exception | None:
+    """Return what eager mode raises in backward on a batch; None where it raises nothing, or the model is not in train mode."""
+    if not function.get_submodule("model").training:
+        return None
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            loss = function(batch)[0]
+            torch.autograd.grad(loss, [p for p in function.parameters() if p.requires_grad], allow_unused=True)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is what the user would see
+        return error
+    return None
 
 
 def _of_eager(error: Exception) -> Finding:

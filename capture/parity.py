@@ -119,7 +119,7 @@ def _compare(
     eager_buffers = {name: updated.get(name, value).clone() for name, value in eager_buffers.items()}
     check_sharing(model, captured.exported, {n for n, value in before.items() if n in eager_buffers and not _same(value, eager_buffers[n])})
 
-    replayed = {name: value.clone() for name, value in before.items()}
+    replayed = {name: value.clone(memory_format=torch.contiguous_format) for name, value in before.items()}
     own = _without_hooks(parameters)
     arguments = _arguments(captured, batch, {**own, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
@@ -199,7 +199,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The same values as variables of their own: a hook on a parameter is a part of the graph, and must not act a second time."""
-    made = {id(p): p.detach().requires_grad_(p.requires_grad) for p in parameters.values()}
+    made = {id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()}  # as a package stores them
     return {name: made[id(p)] for name, p in parameters.items()}
 
 
@@ -304,7 +304,8 @@ def _check(
             expected=f"at most {tolerance:g}",
             got=f"{distance:.2g}",
             cure="The model does something that capture does not see: counters or attributes changed in forward, buffers that are assigned "
-            "anew instead of written with copy_, hooks, or branches on the batch size." + default_dtype_hint(),
+            "anew instead of written with copy_, hooks, branches on the batch size, or as_strided of a tensor that is not contiguous."
+            + default_dtype_hint(),
         )
 
 

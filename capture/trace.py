@@ -18,6 +18,7 @@ from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
 from trainload.capture.kernels import refuse_wrapped_kernels
+from trainload.capture.operators import graphs_in
 from trainload.capture.parity import check_parity
 from trainload.capture.place import place_of_error
 from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike, Tracing
@@ -185,6 +186,7 @@ def _proven(
     """What was captured, compared with eager unless `check` is None."""
     name, function = target.name, target.function
     _strip_prefix(exported)
+    _forget_strides(exported, function.model)
     captured = GraphCapture(name, exported, input_specs(exported, batch), function.signature.outputs, tracing=tracing)
     constants = _constants(name, exported)
     if check is None:
@@ -271,6 +273,20 @@ def _watched(
         yield
     finally:
         function.watched = nothing_around
+
+
+def _forget_strides(exported: ExportedProgram, model: nn.Module) -> None:
+    """Let a graph take contiguous tensors where the model's own are not: a package stores them so.
+
+    A view that only the model's strides allow becomes `reshape`, which is a view wherever one is possible.
+    """
+    if all(tensor.is_contiguous() for tensor in (*model.parameters(), *model.buffers())):
+        return
+    for module in graphs_in(exported.graph_module):
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        module.recompile()
 
 
 def _strip_prefix(exported: ExportedProgram) -> None:
