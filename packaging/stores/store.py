@@ -239,7 +239,14 @@ class Store:
         return self._append(f"lines/{line}/releases", make), True
 
     def promote(
-        self, line: str, release: str | int, *, only_if: str | int | None = None, after: str | None = None, reason: str = ""
+        self,
+        line: str,
+        release: str | int,
+        *,
+        only_if: str | int | None = None,
+        after: str | None = None,
+        reason: str = "",
+        rejected: bool = False,
     ) -> Pointer:
         """Make a release current.
 
@@ -249,12 +256,16 @@ class Store:
             only_if: the number of the release that must be current now, or "none"; None: whatever is.
             after: the id of the entry that must be the last one of the history; None: whatever is.
             reason: why, for who reads the history.
+            rejected: promote it even if it was rejected, or rolled back; it is a candidate again then.
 
         Raises:
             ConflictError: another release is current than `only_if` says, or another entry the last than `after`; nothing was changed.
             StorageError: there is no such release, it was rejected, its files were removed, or the store offers no conditions.
         """
         found = self.release(line, release)
+        mark = self.mark_of(line, found.id)
+        if rejected and (found.verdict if mark is None else mark.verdict) == "rejected":
+            self.mark(line, found.id, "candidate", reason or "promoted although it was rejected")
         self._demand_usable(found)
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
         if (only_if, after) != (None, None) and not self.files.exclusive:
@@ -331,7 +342,8 @@ class Store:
         if verdict == "removed":
             raise StorageError("the release's files were removed", where=where, got=mark.reason if mark else "")
         if verdict == "rejected":
-            raise StorageError("the release was rejected", where=where, got=mark.reason if mark else release.reason)
+            cure = "To use it all the same: `trainload promote --rejected`."
+            raise StorageError("the release was rejected", where=where, got=mark.reason if mark else release.reason, cure=cure)
 
     def _wanted(self, line: str, release: str | int | None) -> str:
         where = f"{self.url}, line {line}"

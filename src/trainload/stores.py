@@ -135,6 +135,7 @@ def promote(
     line: str | None = None,
     only_if: str | int | None = None,
     reason: str = "",
+    rejected: bool = False,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> Pointer:
     """Make a release its line's current one: a candidate that has passed, or an older one again.
@@ -145,6 +146,7 @@ def promote(
         line: which line. None: the store's only one.
         only_if: the release that must be current now, or "none"; None: whatever is.
         reason: why.
+        rejected: promote it even if it was rejected, or rolled back.
         options: for fsspec.
 
     Raises:
@@ -152,4 +154,4 @@ def promote(
         StorageError: there is no such release, it was rejected, or its files were removed.
     """
     place = Store(store, options)
-    return place.promote(place.line(line), release, only_if=only_if, reason=reason)
+    return place.promote(place.line(line), release, only_if=only_if, reason=reason, rejected=rejected)

@@ -78,3 +78,18 @@ def test_a_name_without_a_value_is_an_error() -> None:
 def test_a_verdict_is_json(values: dict[str, Any]) -> None:
     verdict = decide(BAR, values)
     assert Verdict.model_validate_json(canonical_json(verdict.model_dump(mode="json"))) == verdict
+
+
+def test_the_reason_of_a_promotion_names_what_held_of_all_that_was_asked_for() -> None:
+    values = {"eval.loss": 0.5, "champion.eval.loss": 0.75, "train.loss": 0.25}
+    verdict = decide("eval.loss < 1 and train.loss < 1 and eval.loss < champion.eval.loss", values)
+    assert [text.split(":")[0] for text in verdict.reason.split("; ")] == [
+        "eval.loss < 1",
+        "train.loss < 1",
+        "eval.loss < champion.eval.loss",
+    ]
+
+
+def test_a_long_reason_says_how_many_more_there_are() -> None:
+    verdict = decide(" and ".join(["eval.loss < 1"] * 5), {"eval.loss": 0.5, "train.loss": 0.25})
+    assert verdict.reason.endswith("; and 2 more")

@@ -322,6 +322,14 @@ def test_a_second_one_goes_further_back(store: Store) -> None:
         rollback(store, LINE)
 
 
+def test_what_was_rolled_back_is_promoted_again_where_that_is_asked_for(store: Store) -> None:
+    rollback(store, LINE, reason="worse on Mondays")
+    with pytest.raises(StorageError, match=r"rejected.*worse on Mondays.*promote --rejected"):
+        trainload.promote(store.url, 3, line=LINE)
+    assert trainload.promote(store.url, 3, line=LINE, rejected=True).release == "00000003"
+    assert [state.status for state in store.releases(LINE)] == ["promoted", "promoted", "current"]
+
+
 def test_a_rollback_goes_where_it_is_told(store: Store) -> None:
     assert rollback(store, LINE, to=1).release == "00000001"
 

@@ -152,13 +152,14 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
 @line_option
 @click.option("--only-if", metavar="N", help="Only if this release (or none) is current.")
 @click.option("--reason", metavar="TEXT", default="", help="Why; the store keeps it.")
+@click.option("--rejected", is_flag=True, help="Even if it was rejected, or rolled back.")
 @json_option
-def promote(store: str, release: str, line: str | None, only_if: str | None, reason: str, as_json: bool) -> None:
+def promote(store: str, release: str, line: str | None, only_if: str | None, reason: str, rejected: bool, as_json: bool) -> None:
     """Make release N its line's current one: a candidate, or an older one again."""
     demand_supported_torch()
     from trainload import stores
 
-    pointer = stores.promote(store, release, line=line, only_if=only_if, reason=reason)
+    pointer = stores.promote(store, release, line=line, only_if=only_if, reason=reason, rejected=rejected)
     name = _name(pointer.release)
     if as_json:
         print_json({"store": store, "line": pointer.line, "release": name, "digest": pointer.package, "created": pointer.created})

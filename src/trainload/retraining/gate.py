@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -13,6 +13,9 @@ from trainload.retraining.expression import Expression, parse
 
 _FINITE = ("train.loss", "eval.loss")
 """What must be a finite number, whatever the expressions say."""
+
+_MOST_REASONS = 3
+"""Comparisons that a reason names; all of them are in the verdict's checks."""
 
 Words = Annotated[str, Field(max_length=8192)]
 
@@ -94,8 +97,8 @@ def decide(
             failed.append(checks[-1].text)
         elif drift_warn is not None and distance >= drift_warn:
             warnings.append(f"{text}, from {drift_warn:g} on that is much")
-    held = next((str(each.text) for each in checks if each.judged and each.right is not None), "all that was asked for holds")
-    reason = held if not failed else "; ".join(failed[:3]) + (f"; and {len(failed) - 3} more" if len(failed) > 3 else "")
+    held = [f"{each.slice}: {each.text}" if each.slice else each.text for each in checks if each.right is not None and each.holds]
+    reason = _listed(failed or held) or "all that was asked for holds"
     return Verdict(promote=not failed, reason=reason[:8192], checks=tuple(checks), warnings=tuple(warnings))
 
 
@@ -111,6 +114,12 @@ def _required(expression: Expression, values: Mapping[str, float], slice_name: s
         return []
     wrong = [str(each) for each in comparisons if not each.holds] or [f"{expression.text}: false"]
     return [f"{slice_name}: {text}" if slice_name else text for text in wrong]
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Return the first texts, and how many more there are."""
+    more = len(texts) - _MOST_REASONS
+    return "; ".join(texts[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _finite(value: float) -> float | None:
