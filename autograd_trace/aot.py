@@ -239,7 +239,8 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
                     port = batch_ports[index]
                 case _:
                     raise AssertionError(f"unforeseen input of a joint graph: {description}")
-            placeholder = graph.placeholder(f"{port.role}_{len(inputs)}")
+            # The name is made unique and an identifier; the target, which is an argument's name in code, must be both by itself.
+            placeholder = graph.create_node("placeholder", f"input_{len(inputs)}", name=f"{port.role}_{port.name}")
             placeholder.meta["val"] = node.meta["val"]
             mapping[node] = placeholder
             inputs.append(port)

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 import trainload
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe
 from trainload.autograd_trace.recipe import make_recipe
-from trainload.autograd_trace.trainers import trainers_of
+from trainload.autograd_trace.trainers import make_optimizers, trainers_of
 from trainload.capture.errors import JobError
 from trainload.capture.program import GraphCapture, OutputRole, OutputSpec, Program
 
@@ -21,7 +21,7 @@ PROGRAM = Program({"train": GraphCapture("train", cast(ExportedProgram, None), (
 def made(**options: Any) -> Recipe:
     given = job(Model(), **options)
     group = GroupRecipe(name="group0", parameters=("first.weight",), learning_rates=(0.1,))
-    return make_recipe(given, PROGRAM, trainers_of(given, PROGRAM, ()), [group], (), {"train": ["group0"]}, ())
+    return make_recipe(given, PROGRAM, trainers_of(given, PROGRAM, (), make_optimizers(given)), [group], (), {"train": ["group0"]}, ())
 
 
 def test_what_the_job_says_is_in_the_recipe() -> None:

@@ -179,7 +179,7 @@ def test_an_lstm_is_captured_without_a_warning() -> None:
         ({"batch": {"x": torch.randn(1, 8)}}, "too small"),
         ({"batch": {"x": torch.randn(4, 8), "y": torch.tensor(1.0)}}, "without a batch dim"),
         ({"batch": {"x": torch.randn(4, 8), "y": torch.randn(3)}}, "number of rows"),
-        ({"batch": {"x y": torch.randn(4, 8)}}, "usable input name"),
+        ({"batch": {"x.y": torch.randn(4, 8)}}, "usable input name"),
         ({"loss": lambda m, b: m(b["x"])}, "not a scalar"),
         ({"loss": lambda m, b: Loss(mean_square(m, b), metrics={"m": m(b["x"])})}, "0-dim"),
         ({"predict": lambda m, b: {"a": {"b": m(b["x"])}}}, "not a tensor"),
@@ -208,7 +208,7 @@ def test_a_loss_with_state_of_its_own_is_refused() -> None:
 def test_two_parameters_on_one_memory_are_refused() -> None:
     model = Model()
     model.last.weight = nn.Parameter(model.first.weight.data)
-    with pytest.raises(CaptureError, match=r"first\.weight and last\.weight"):
+    with pytest.raises(CaptureError, match=r"first\.weight and the parameter last\.weight share memory"):
         capture(job(model))
 
 

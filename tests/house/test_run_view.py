@@ -158,8 +158,8 @@ def test_the_panel_has_each_rank_as_its_driver_saw_it(tmp_path: Path) -> None:
     write_state(tmp_path, 1, Summary(), ranks)
     lines = panel(START, run_dir=tmp_path).splitlines()
     assert [line.split() for line in lines if "node-" in line] == [
-        ["0", "node-0", "100", "1s", "ago", "1.0", "MiB", "in", "a", "step,", "step", "7"],
-        ["1", "node-1", "101", "1s", "ago", "1.0", "MiB", "in", "a", "step,", "step", "8"],
+        ["0", "node-0", "100", "1s", "ago", "1.0", "MiB", "in", "a", "step,", "step", "8"],
+        ["1", "node-1", "101", "1s", "ago", "1.0", "MiB", "in", "a", "step,", "step", "9"],
     ]
 
 

@@ -52,7 +52,7 @@ def rows(count: int) -> dict[Any, Any]:
 
 
 def job() -> Job:
-    return Job(Odd(), rows(8), lambda m: optim.AdamW(m.parameters(), lr=0.01), loss=loss)
+    return Job(Odd(), rows(8), lambda m: optim.SGD(m.parameters(), lr=0.01), loss=loss)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

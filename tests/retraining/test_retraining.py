@@ -512,7 +512,7 @@ def test_a_file_that_is_no_report_is_not_written_over(store: Store, tmp_path: Pa
 
 
 def test_drift_may_be_named_before_there_is_anything_that_it_could_be_told_against(once: Once) -> None:
-    assert (once.ended.outcome, once.ended.reason) == ("promoted", "drift.x < 0.5: 0 < 0.5 is true")
+    assert (once.ended.outcome, once.ended.reason) == ("promoted", "drift.x < 0.5: 0 < 0.5 is true; drift.cls < 0.5: 0 < 0.5 is true")
 
 
 def test_held_out_rows_that_change_between_two_evaluations_are_noticed(
