@@ -34,7 +34,7 @@ def assert_trains_as_eager(job: Job, data: Mapping[str, Any], folder: Path, tole
     expected, got = train_both(job, data, folder, **options)
     torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=tolerance, atol=1e-7)
     for name, value in expected.state.items():
-        torch.testing.assert_close(got.state[name], value, rtol=tolerance * 10, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(got.state[name], value, rtol=tolerance * 10, atol=1e-6, msg=f"{name} differs")
 
 
 def train_both(job: Job, data: Mapping[str, Any], folder: Path, **options: Any) -> tuple[Trained, Trained]:
@@ -75,7 +75,7 @@ def train_eagerly(job: Job, data: Mapping[str, Any]) -> Trained:
         returned = model(**batch) if job.loss is None else job.loss(model, batch)
         loss = returned.value if isinstance(returned, Loss) else returned
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     state = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}

@@ -27,13 +27,15 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.layer.weight.t().view(-1)
-        return (self.layer(x) @ self.columns).square().mean() + (flat * self.table.t().view(-1)[:16]).sum()
+        loss: Tensor = (self.layer(x) @ self.columns).square().mean() + (flat * self.table.t().view(-1)[:16]).sum()
+        return loss
 
 
 class Strides(Model):
     def forward(self, x: Tensor) -> Tensor:
         first_column = self.layer.weight.as_strided((4,), (1,))
-        return self.layer(x).square().mean() + first_column.sum()
+        loss: Tensor = self.layer(x).square().mean() + first_column.sum()
+        return loss
 
 
 def job(model: nn.Module) -> Job:
@@ -58,7 +60,8 @@ def test_a_backward_that_fails_in_eager_mode_too_is_told_as_that() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.layer(x).exp()
-            return (hidden.add_(1.0) * hidden).mean()
+            loss: Tensor = (hidden.add_(1.0) * hidden).mean()
+            return loss
 
     with pytest.raises(CaptureError, match=r"The model itself fails on Job\.batch, without any capture"):
         capture(job(Fails()))

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         hidden, _ = self.second(hidden, hidden, hidden, need_weights=False)
-        return (hidden * torch.ones(8, dtype=hidden.dtype)).square().mean()
+        loss: Tensor = (hidden * torch.ones(8, dtype=hidden.dtype)).square().mean()
+        return loss
 
 
 class Divides(nn.Module):
@@ -39,7 +41,8 @@ class Divides(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((x.long() / 3) * self.weight).mean()
+        loss: Tensor = ((x.long() / 3) * self.weight).mean()
+        return loss
 
 
 def seeded(model: Callable[[], nn.Module]) -> nn.Module:
@@ -60,7 +63,18 @@ def put(setter: Callable[..., object], value: object, back: object) -> Iterator[
         setter(back)
 
 
+@contextlib.contextmanager
+def everything() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name, setting in SETTINGS.items():
+            if name != EVERYTHING:
+                stack.enter_context(setting())
+        yield
+
+
+EVERYTHING = "everything"
 SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    EVERYTHING: everything,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
@@ -96,6 +110,7 @@ def launched(package: Package, data: Path, folder: Path) -> list[float]:
     return curve(result.run_dir)
 
 
+@pytest.mark.matrix(EVERYTHING)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_freeze_gives_the_same_package(name: str, plain: Package, tmp_path: Path) -> None:
     given = job()
@@ -104,6 +119,7 @@ def test_a_freeze_gives_the_same_package(name: str, plain: Package, tmp_path: Pa
     assert package.digest == plain.digest
 
 
+@pytest.mark.matrix(EVERYTHING)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_has_the_same_losses(name: str, plain: Package, data: Path, expected: list[float], tmp_path: Path) -> None:
     with SETTINGS[name]():
@@ -120,7 +136,7 @@ def test_what_was_set_is_set_again_afterwards(name: str) -> None:
 
 
 def settings() -> tuple[object, ...]:
-    sdp = torch.backends.cuda
+    sdp: Any = torch.backends.cuda
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(),
         torch.get_default_device(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),

@@ -36,7 +36,8 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.get_buffer("how-many?").add_(1.0)
         x = self.encoder_proj(self.encoder["proj"](x))
-        return x + sum(layer(x).tanh() for layer in self.layers.values())
+        found: Tensor = x + sum(layer(x).tanh() for layer in self.layers.values())
+        return found
 
 
 def loss(model: nn.Module, batch: dict[Any, Any]) -> Tensor:
