@@ -13,8 +13,8 @@ from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.autograd_trace.step_module import StepModule, output_ports, trainable_parameters
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
 from trainload.capture.errors import CaptureError
-from trainload.capture.float64 import Key, Reference, doubled, in_float64, least_precise, reference_of
-from trainload.capture.parity import FULL_PRECISION_TOLERANCE, tolerance_of
+from trainload.capture.float64 import Key, Reference, doubled, reference_of
+from trainload.capture.parity import tolerance_of
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.replays import Check, Replayed, replay_batches
 
@@ -90,17 +90,13 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
 
     @functools.cache
     def exact() -> Reference | None:
-        """The same in float64; None for a graph in full precision, and where an operator has no such form."""
-        if tolerance == FULL_PRECISION_TOLERANCE:
-            return None
-        try:
-            precise = _by_autograd(program, in_float64(capture), doubled(batch), scalars, doubled(state))
-        except Exception:  # noqa: BLE001  # the fixed tolerance holds then
-            return None
-        values: dict[Key, Tensor | None] = {key: value.detach() for key, value in precise.values.items()}
-        values |= {(Role.GRADIENT, name): gradient for name, gradient in precise.gradients.items()}
-        expected: dict[Key, Tensor | None] = {(Role.GRADIENT, n): g * wanted.factor.to(g.dtype) for n, g in wanted.gradients.items()}
-        return reference_of(values, expected, least_precise(capture.exported.graph_module))
+        def call(twin: GraphCapture) -> dict[Key, Tensor | None]:
+            precise = _by_autograd(program, twin, doubled(batch), scalars, doubled(state))
+            values: dict[Key, Tensor | None] = {key: value.detach() for key, value in precise.values.items()}
+            return values | {(Role.GRADIENT, name): gradient for name, gradient in precise.gradients.items()}
+
+        gradients: dict[Key, Tensor | None] = {(Role.GRADIENT, name): g * wanted.factor.to(g.dtype) for name, g in wanted.gradients.items()}
+        return reference_of(capture, call, gradients)
 
     for key in (*wanted.values, *((Role.GRADIENT, name) for name in wanted.gradients)):
         if key[0] is Role.GRADIENT:

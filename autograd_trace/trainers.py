@@ -12,7 +12,7 @@ from trainload.autograd_trace.graphs import TurnRecipe
 from trainload.autograd_trace.rounds import turns_before
 from trainload.autograd_trace.schedule import Schedule
 from trainload.capture.errors import JobError
-from trainload.capture.job import Job, OptimizerFactory, Turn
+from trainload.capture.job import Graph, Job, OptimizerFactory, Turn
 from trainload.capture.program import MAIN, Mode, Program
 from trainload.capture.targets import graphs_of
 
@@ -129,23 +129,19 @@ def make_optimizers(job: Job) -> Optimizers:
     Raises:
         JobError: the job's graphs do not hold together, or a factory does not return optimizers.
     """
-    graphs = {name: graph for name, graph in graphs_of(job).items() if graph.compute is None}
-    shared = [name for name, graph in graphs.items() if graph.optimizer is None]
+    graphs, shared = _training(job)
     made = {}
     for name, graph in graphs.items():
-        if graph.optimizer is not None:
-            made[name] = _made(job, graph.optimizer, f"Job.graphs[{name!r}].optimizer")
-        elif name == shared[0]:
-            assert job.optimizer is not None, "a graph without an optimizer was refused"
-            made[name] = _made(job, job.optimizer, "Job.optimizer")
+        factory = graph.optimizer or (job.optimizer if name == shared[0] else None)
+        if factory is not None:
+            made[name] = _made(job, factory, _place(name, graph))
     return made
 
 
 def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe], optimizers: Optimizers) -> tuple[Trainer, ...]:
     """The job's optimizers, with what they follow."""
     everything = frozenset(p.name for p in program.parameters if p.trainable and p.alias_of is None)
-    graphs = {name: graph for name, graph in graphs_of(job).items() if graph.compute is None}
-    shared = [name for name, graph in graphs.items() if graph.optimizer is None]
+    graphs, shared = _training(job)
     found: list[Trainer] = []
     for name, made in optimizers.items():
         graph = graphs[name]
@@ -156,7 +152,7 @@ def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe], optimize
         found.append(
             Trainer(
                 optimizers=made,
-                where=f"Job.graphs[{name!r}].optimizer" if own else "Job.optimizer",
+                where=_place(name, graph),
                 prefix=f"{name}-" if own else "",
                 schedule=graph.schedule or job.schedule,
                 updates=sum(turns_before(loop, g, job.steps) for g in followed) if loop else job.steps,
@@ -165,6 +161,17 @@ def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe], optimize
             )
         )
     return tuple(found)
+
+
+def _training(job: Job) -> tuple[dict[str, Graph], list[str]]:
+    """Return the job's graphs that train, and the names of those that share `Job.optimizer`."""
+    graphs = {name: graph for name, graph in graphs_of(job).items() if graph.compute is None}
+    return graphs, [name for name, graph in graphs.items() if graph.optimizer is None]
+
+
+def _place(name: str, graph: Graph) -> str:
+    """Return where in the job a graph's optimizer is given, for errors."""
+    return "Job.optimizer" if graph.optimizer is None else f"Job.graphs[{name!r}].optimizer"
 
 
 def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.Optimizer, ...]:

@@ -70,7 +70,7 @@ def neutral() -> Iterator[None]:
         if torch.get_default_device() != torch.device("cpu"):
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(_full_precision())
-        stack.enter_context(_nondeterministic())
+        stack.enter_context(deterministic_algorithms(False))
         for name in _ATTENTION:
             stack.enter_context(_set(getattr(torch.backends.cuda, f"{name}_enabled"), getattr(torch.backends.cuda, f"enable_{name}"), True))
         stack.enter_context(_set(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, True))
@@ -125,9 +125,10 @@ def _full_precision() -> Iterator[None]:
 
 
 @contextmanager
-def _nondeterministic() -> Iterator[None]:
+def deterministic_algorithms(mode: bool) -> Iterator[None]:
+    """Set whether torch's operators take their deterministic form; one that has none warns. Restored on exit."""
     before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(mode, warn_only=mode)
     try:
         yield
     finally:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 LINES = 24
-"""A message has at most this many lines,"""
+"""A message has at most this many lines."""
 WIDTH = 140
-"""each at most this long."""
+"""A line of source in it has at most this many characters."""
+LONGEST = 1000
+"""A sentence in it has at most this many. It is a line by itself, which a terminal wraps: were it wrapped here, the length of a path would
+decide where, and a phrase could not be searched for."""
 SHOWN = 5
 """So many causes of one model are shown."""
 _REWRITE_LINES = 8
@@ -88,7 +90,7 @@ class Finding:
 
 
 def page(headline: str, findings: Sequence[Finding], details: str) -> str:
-    """The whole message: at most `LINES` lines of at most `WIDTH` characters.
+    """Return the whole message: at most `LINES` lines.
 
     Args:
         headline: a sentence.
@@ -99,33 +101,31 @@ def page(headline: str, findings: Sequence[Finding], details: str) -> str:
         lines = _lines(headline, findings, details, carets)
         if len(lines) <= LINES:
             break
-    return "\n".join(line[:WIDTH].rstrip() for line in lines[:LINES])
+    return "\n".join(line[:LONGEST].rstrip() for line in lines[:LINES])
 
 
 def _lines(headline: str, findings: Sequence[Finding], details: str, carets: bool) -> list[str]:
     first, *rest = findings
-    lines = textwrap.wrap(headline, WIDTH, break_long_words=False, break_on_hyphens=False)[:3]
+    lines = [headline]
     if first.place is not None:
         lines += [] if str(first.place) in headline else [f"{first.place}:"]
         lines += [f"    {line}" for line in first.place.marked(WIDTH - 4)]
     said = "" if first.sentence in headline else f"{first.sentence[0].upper()}{first.sentence[1:]}. "
-    lines += textwrap.wrap(said + first.advice, WIDTH)
+    lines.append(said + first.advice)
     if first.rewrite:
         rewrite = first.rewrite.splitlines()
         most = _SHORT_REWRITE_LINES if rest else _REWRITE_LINES
-        lines += [f"    {line}" for line in (rewrite if len(rewrite) <= most else [*rewrite[: most - 1], "..."])]
+        lines += [f"    {line[: WIDTH - 4]}" for line in (rewrite if len(rewrite) <= most else [*rewrite[: most - 1], "..."])]
     lines.append(f"See {first.link}")
     if rest:
         lines.append("Also in the way:")
         for number, finding in enumerate(rest[: SHOWN - 1], 2):
             where = f"{finding.place}: " if finding.place is not None else ""
-            tail = f" ({finding.link})"
-            head = f"  {number}. {where}{finding.sentence}"
-            lines.append(head[: WIDTH - len(tail)] + tail)
+            lines.append(f"  {number}. {where}{finding.sentence} ({finding.link})")
             if finding.place is not None:
                 lines += [f"     {line}" for line in finding.place.marked(WIDTH - 5)[: 2 if carets else 1]]
         if len(rest) >= SHOWN:
             lines.append(f"  and {len(rest) - SHOWN + 1} more")
     if details:
-        lines.append(details)
+        lines += details.splitlines()
     return lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,10 @@ from trainload.capture.program import GraphCapture
 from trainload.capture.quiet import ignore_torchs_warnings
 
 _FACTOR = 3.0
-"""How many times as far from float64 as eager mode a captured value may be: both are rounded at random."""
+"""A captured value may be this many times as far from float64 as eager mode's: each has rounding errors of its own."""
 _aten = torch.ops.aten
 Key = tuple[str, str]
-"""What kind of value, and its name: ("gradient", "layer.weight")."""
+"""The kind of a value and its name, such as ("gradient", "layer.weight")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,24 @@ class Reference:
         return relative_distance(exact, got.double(), floor) <= _FACTOR * max(own, self.typical)
 
 
-def reference_of(values: Mapping[Key, Tensor | None], gradients: Mapping[Key, Tensor | None], least: torch.dtype) -> Reference:
-    """Return a reference.
+def reference_of(
+    capture: GraphCapture, call: Callable[[GraphCapture], Mapping[Key, Tensor | None]], gradients: Mapping[Key, Tensor | None]
+) -> Reference | None:
+    """Return what a graph gives in float64; None where it computes in full precision, and where an operator of it has no such form.
 
     Args:
-        values: in float64, gradients among them.
+        capture: the graph.
+        call: calls the graph that it is given on the inputs that are compared, in float64, and returns its values, gradients among them.
         gradients: eager mode's, by the same keys.
-        least: the least precise floating-point dtype of the graph.
     """
+    least = least_precise(capture.exported.graph_module)
+    if torch.finfo(least).eps <= torch.finfo(torch.float32).eps:
+        return None
+    twin = in_float64(capture)
+    try:
+        values = call(twin)
+    except Exception:  # noqa: BLE001  # torch's kernels may raise anything; the fixed tolerance holds then
+        return None
     pairs = [(values[key], gradient) for key, gradient in gradients.items() if gradient is not None and values.get(key) is not None]
     away = math.hypot(*(float((exact - found.double()).norm()) for exact, found in pairs if exact is not None))
     whole = math.hypot(*(float(exact.norm()) for exact, _ in pairs if exact is not None))

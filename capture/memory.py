@@ -1,7 +1,7 @@
 """Checks that no tensor which training changes shares memory with another one.
 
 A package stores each tensor by itself. Where two share memory, eager training changes both by writing to one; the stored ones would
-part at the first update.
+diverge at the first update.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
     if shared is not None:
         one, other = shared
         raise CaptureError(
-            f"the {one} and the {other} share memory, and training changes the {one}: in a package they would part",
+            f"the {one} and the {other} share memory, and training changes the {one}: in a package they would diverge",
             where=f"Job.model: {other}",
             expected="memory of its own",
             got="shared memory",
@@ -82,26 +82,28 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
         )
 
 
-def check_sharing(model: nn.Module, exported: ExportedProgram, written: Set[str]) -> None:
-    """Check that what training changes shares memory neither with a buffer nor with a tensor that a captured graph holds as a constant.
+def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, written: Set[str] = frozenset()) -> None:
+    """Check that what training changes of a model shares memory with no other tensor of it.
 
     Args:
-        model: what was captured; its parameters that require a gradient are what training changes,
-        exported: a graph of it,
-        written: and the buffers that a call of it writes to.
+        model: its parameters that require a gradient are what training changes.
+        exported: a graph of it, if there is one yet: what it holds as constants is compared as well.
+        written: the buffers that a call of the graph writes to; training changes them, too.
 
     Raises:
         CaptureError: two share memory; the message names both, a constant by the line that uses it.
     """
-    changing = {f"parameter {name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    fixed: dict[str, Tensor] = {}
+    changing, fixed = dict[str, Tensor](), dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        (changing if parameter.requires_grad else fixed)[f"parameter {name}"] = parameter.detach()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         (changing if name in written else fixed)[f"buffer {name}"] = buffer
-    inputs = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
-    for spec in exported.graph_signature.input_specs:
-        if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
-            user = next(iter(inputs[spec.arg.name].users), None)
-            fixed[f"tensor that forward uses at {place_of_node(user)}"] = exported.constants[spec.target]
+    if exported is not None:
+        inputs = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+        for spec in exported.graph_signature.input_specs:
+            if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
+                user = next(iter(inputs[spec.arg.name].users), None)
+                fixed[f"tensor that forward uses at {place_of_node(user)}"] = exported.constants[spec.target]
     check_memory(changing, fixed)
 
 

@@ -39,7 +39,7 @@ def is_seeded(target: object) -> bool:
 
 
 def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator that is tagged as random draws nothing, by its arguments (attention without dropout)."""
+    """Return whether a call of an operator that is tagged as random draws nothing, by its arguments (attention without dropout)."""
     names = [a.name for a in target._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     for name in ("dropout_p", "dropout", "p"):

@@ -16,7 +16,7 @@ from trainload.capture.ambient import default_dtype_hint, outside_dtype
 from trainload.capture.blame import replay_error
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
 from trainload.capture.errors import CaptureError, RequestError
-from trainload.capture.float64 import Key, Reference, doubled, in_float64, least_precise, reference_of
+from trainload.capture.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.higher_order import has_checkpoints
 from trainload.capture.leaked import refuse_leaked
 from trainload.capture.locate import part_company
@@ -159,20 +159,15 @@ def _compare(
 
     @functools.cache
     def exact() -> Reference | None:
-        """The call in float64; None for a graph in full precision, and where an operator has no such form."""
-        if tolerance == FULL_PRECISION_TOLERANCE:
-            return None
-        twin, state = in_float64(captured), doubled({**own, **{name: value.clone() for name, value in before.items()}})
-        try:
+        def call(twin: GraphCapture) -> dict[Key, Tensor | None]:
+            state = doubled({**own, **{name: value.clone() for name, value in before.items()}})
             with replaying(training, seed):
                 outputs = twin.exported.graph_module(*_arguments(twin, doubled(batch), state, doubled(constants)))
                 gradients = _gradients(outputs, twin, state) if training else {}
-        except Exception:  # noqa: BLE001  # the fixed tolerance holds then
-            return None
-        values: dict[Key, Tensor | None] = {(s.role, s.name): v.detach() for s, v in zip(captured.outputs, outputs, strict=True)}
-        values |= {("buffer", name): state[name] for name in before} | {("gradient", name): g for name, g in gradients.items()}
-        found: dict[Key, Tensor | None] = {("gradient", name): gradient for name, gradient in eager_gradients.items()}
-        return reference_of(values, found, least_precise(captured.exported.graph_module))
+            values: dict[Key, Tensor | None] = {(s.role, s.name): v.detach() for s, v in zip(captured.outputs, outputs, strict=True)}
+            return values | {("buffer", n): state[n] for n in before} | {("gradient", n): g for n, g in gradients.items()}
+
+        return reference_of(captured, call, {("gradient", name): gradient for name, gradient in eager_gradients.items()})
 
     def allows(kind: str, name: str, expected: Tensor | None, found: Tensor | None, floor: float = 0.0) -> bool:
         reference = exact()

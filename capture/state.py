@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainload.capture.errors import CaptureError, JobError
-from trainload.capture.memory import check_memory
+from trainload.capture.memory import check_sharing
 from trainload.capture.names import check_names
 from trainload.capture.program import BufferSpec, ParameterSpec
 from trainload.capture.tensor_classes import check_tensors, fake_attributes
@@ -38,9 +38,7 @@ def check_model(model: object) -> nn.Module:
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
     check_tensors(("buffer", name, buffer) for name, buffer in model.named_buffers())
     check_tensors(fake_attributes(model))
-    changing = {f"parameter {name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    fixed = {f"parameter {name}": p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    check_memory(changing, fixed | {f"buffer {name}": buffer for name, buffer in model.named_buffers()})
+    check_sharing(model)
     return model
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from trainload.capture.ambient import deterministic_algorithms
+
 
 @contextmanager
 def deterministic() -> Iterator[None]:
@@ -16,14 +18,11 @@ def deterministic() -> Iterator[None]:
     Without it scatter-adds (the gradient of an embedding) are atomic additions, whose order changes from run to run. Operators that
     have no such form warn, once each.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic  # a module that turns itself into an object, which stubs cannot say
     fill = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False  # costs a pass over every new tensor, and finds bugs we do not have
     try:
-        yield
+        with deterministic_algorithms(True):
+            yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
         settings.fill_uninitialized_memory = fill

@@ -98,7 +98,7 @@ class RunSpec(BaseModel):
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run has held-out data."""
+        """True where the run has held-out data."""
         return self.eval_data is not None
 
     @property

@@ -26,7 +26,10 @@ LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "d
 PASSED, FAILED = 0, 1
 """pytest's exit statuses. Any other means that the tests could not be run."""
 HASH_SEED = "1"
-"""Another than that of law 5's second process: with a drawn one, sets had the same order in both in one run of six."""
+"""The hash seed of a mutant's tests.
+
+It differs from that of law 5's second process: with a random one, sets had the same order in both processes in one run of six.
+"""
 TIMED_OUT = "from pytest-timeout"
 """What pytest prints of a test that took too long; its exit status is FAILED then."""
 

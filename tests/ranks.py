@@ -24,7 +24,7 @@ from trainload.launch.groups import leave_groups
 
 PRELOADED = ("torch", "torch.distributed", "trainload.api", "trainload.running", "trainload.launch.worker", "tests.laws.gpt")
 SECONDS = 500.0
-"""How long a process may take: below pytest's own limit, and far above what any takes on a machine that is busy with other things."""
+"""Time limit of a process: below pytest's own, and far above what any takes on a busy machine."""
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 

@@ -263,8 +263,7 @@ class Store:
             StorageError: there is no such release, it was rejected, its files were removed, or the store offers no conditions.
         """
         found = self.release(line, release)
-        mark = self.mark_of(line, found.id)
-        if rejected and (found.verdict if mark is None else mark.verdict) == "rejected":
+        if rejected and _verdict(found, self.mark_of(line, found.id))[0] == "rejected":
             self.mark(line, found.id, "candidate", reason or "promoted although it was rejected")
         self._demand_usable(found)
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
@@ -336,14 +335,13 @@ class Store:
         raise StorageError("the release's files were removed", where=f"{self.url}, line {line}, release {release.name}", got=mark.reason)
 
     def _demand_usable(self, release: Release) -> None:
-        mark = self.mark_of(release.line, release.id)
-        verdict = mark.verdict if mark is not None else release.verdict
+        verdict, reason = _verdict(release, self.mark_of(release.line, release.id))
         where = f"{self.url}, line {release.line}, release {release.name}"
         if verdict == "removed":
-            raise StorageError("the release's files were removed", where=where, got=mark.reason if mark else "")
+            raise StorageError("the release's files were removed", where=where, got=reason)
         if verdict == "rejected":
             cure = "To use it all the same: `trainload promote --rejected`."
-            raise StorageError("the release was rejected", where=where, got=mark.reason if mark else release.reason, cure=cure)
+            raise StorageError("the release was rejected", where=where, got=reason, cure=cure)
 
     def _wanted(self, line: str, release: str | int | None) -> str:
         where = f"{self.url}, line {line}"
@@ -416,9 +414,13 @@ def _checked(kind: type[R], **fields: object) -> R:
         raise StorageError(f"{first['loc'][0]} cannot be recorded: {first['msg']}", where=kind.__name__.lower()) from error
 
 
+def _verdict(release: Release, mark: Mark | None) -> tuple[str, str]:
+    """Return a release's verdict and the reason for it: the mark's, where there is one."""
+    return (release.verdict, release.reason) if mark is None else (mark.verdict, mark.reason)
+
+
 def _state(release: Release, mark: Mark | None, promoted: Mapping[str, str], current: str | None) -> ReleaseState:
-    verdict = mark.verdict if mark is not None else release.verdict
-    reason = mark.reason if mark is not None else release.reason
+    verdict, reason = _verdict(release, mark)
     if verdict == "removed":
         return ReleaseState(release, "removed", reason)
     if release.id == current:

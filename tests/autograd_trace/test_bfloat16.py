@@ -1,4 +1,4 @@
-"""Graphs that compute in bfloat16 are compared through float64: what rounds otherwise passes, what computes otherwise does not."""
+"""Graphs that compute in bfloat16 are compared through float64: another order of rounding passes, another computation does not."""
 
 from __future__ import annotations
 

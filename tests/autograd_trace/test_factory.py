@@ -1,4 +1,4 @@
-"""What an optimizer factory does to the model is captured, and what it leaves out is not trained."""
+"""Changes that an optimizer factory makes to the model are captured; parameters that it leaves out are not trained."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.capture.test_docs import ANCHORS
 from torch import nn
 
 from trainload.capture.errors import CaptureError
-from trainload.capture.finding import LINES, WIDTH, Finding, Place, page
+from trainload.capture.finding import LINES, LONGEST, WIDTH, Finding, Place, page
 from trainload.capture.place import place_of_error
 from trainload.capture.trace import capture
 
@@ -86,7 +86,7 @@ def test_the_rewrite_is_there(case: Refused) -> None:
 def test_the_message_fits_a_page(case: Refused) -> None:
     lines = str(error_of(case)).splitlines()
     assert len(lines) <= LINES
-    assert max(map(len, lines)) <= WIDTH
+    assert max(map(len, lines)) <= LONGEST
 
 
 @one_of_each_cause
@@ -277,9 +277,17 @@ def test_a_page_of_long_lines_is_cut_at_the_width_and_keeps_the_caret() -> None:
     text = page("model.py:3: it cannot be captured: something happens.", [finding] * 9, "torch says: " + "no " * 200)
     lines = text.splitlines()
     assert len(lines) <= LINES
-    assert max(map(len, lines)) <= WIDTH
+    assert max(len(line) for line in lines if line.startswith("    ")) <= WIDTH
     caret = next(line for line in lines if "^" in line)
     assert lines[lines.index(caret) - 1][caret.index("^") :] == "culprit"
+
+
+def test_a_sentence_can_be_searched_for_however_long_its_paths_are() -> None:
+    for length in range(1, 300):
+        place = Place("d" * length + ".py", 3, "forward")
+        finding = Finding("data-write", "two tensors share memory", "Clone one of them.", place=place)
+        text = page(f"the tensor at {place} and another one share memory.", [finding], "")
+        assert "share memory" in text and "Clone one of them." in text
 
 
 def test_a_place_counts_characters_not_bytes(tmp_path: Path) -> None:

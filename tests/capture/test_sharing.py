@@ -1,4 +1,4 @@
-"""Tensors that training changes share memory with nothing: what does is refused, by both names."""
+"""A tensor that training changes shares memory with no other: a model in which it does is refused, with the names of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is set where a freeze or a launch is called does not reach it."""
+"""Torch's settings in the caller of a freeze or a launch do not change what it computes."""
 
 from __future__ import annotations
 

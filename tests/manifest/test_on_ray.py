@@ -30,7 +30,7 @@ SECRET = "hunter2000"
 
 @dataclass(frozen=True)
 class Story:
-    """What happened to a job's run."""
+    """The outcome of a job's run on a cluster."""
 
     run_dir: Path
     folder: Path
