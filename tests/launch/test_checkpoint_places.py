@@ -389,7 +389,7 @@ def test_the_latest_is_the_highest_step(kept: Kept) -> None:
 # Kills
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 25])
 def test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from(bucket: Kept, tmp_path: Path, stride: int) -> None:
     status, told = ran(killed_uploader.main, bucket.url, stride, stride, cwd=tmp_path, seconds=500)
     assert status == 0, told

@@ -106,7 +106,7 @@ def on_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     package, data = request.getfixturevalue(request.param), request.getfixturevalue(f"{request.param}_data")
     if request.param == "gpt":
         return OnRay(package, data, folder, STEPS, EVERY, BUCKET)
-    return OnRay(package, data, folder, 300, 10, 500)  # it takes a millisecond a step, and a kill has to arrive before its last one
+    return OnRay(package, data, folder, 200, 10, 500)  # a step takes milliseconds, and a kill has to arrive before the last one
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def whole(on_ray: OnRay) -> Path:
 @pytest.fixture(scope="module")
 def killed(on_ray: OnRay) -> RunResult:
     """A run of it on Ray, one of whose workers was killed."""
-    chosen = drawn(on_ray.every, on_ray.steps // 2)
+    chosen = drawn(on_ray.every, 3 * on_ray.every)
     victims: list[int] = []
 
     def kill(event: Event) -> None:
