@@ -90,13 +90,14 @@ def demand_sizes(exported: ExportedProgram, conditions: Sequence[str]) -> None:
     exported._guards_code = list(conditions)
 
 
-def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
+def derive(program: Program, graph: str, device: torch.device, *, sources: bool = False) -> StepGraph:
     """Derives the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
 
     Args:
         program: the captured program; no weights are read, only shapes.
         graph: its name. A training graph yields forward and backward in one graph, others forward only.
         device: where the graph will run. For "cuda" the machine must have a GPU (torch aborts otherwise).
+        sources: whether nodes get the stack traces of those of the captured graph that they come from. It takes longer.
 
     Raises:
         CaptureError: the graph draws random numbers that have no stateless form, or writes to what is no buffer.
@@ -123,9 +124,10 @@ def derive(program: Program, graph: str, device: torch.device) -> StepGraph:
             inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
-        traced = _trace_functional(module, mode, inputs) if is_functional(capture.exported.graph_module) else None
+        with preserve_node_meta(sources):
+            traced = _trace_functional(module, mode, inputs) if is_functional(capture.exported.graph_module) else None
         if traced is None:
-            with preserve_node_meta(has_checkpoints(capture.exported.graph_module)), _whole_triton_operators():
+            with preserve_node_meta(sources or has_checkpoints(capture.exported.graph_module)), _whole_triton_operators():
                 traced = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
     return _flatten(traced, module, graph)
 
@@ -343,6 +345,10 @@ def trace_flat(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tenso
     return traced
 
 
+class NotCompiled(Exception):
+    """Inductor cannot compile a graph. The message is the first line of what it says."""
+
+
 def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
     """Compiles a flat graph with Inductor and saves the artifact as one file.
 
@@ -353,6 +359,9 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
 
     Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`): keep both.
     It is native code and pickles: never load one from somewhere that is not trusted.
+
+    Raises:
+        NotCompiled: Inductor or the C++ compiler fails.
     """
     hold_back(module)
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
@@ -361,8 +370,14 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         node.meta["example_value"] = node.meta["val"]
     marked = dict.fromkeys(_CACHEABLE, True)
     whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
-    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), whole:
-        artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
+    try:
+        with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), whole:
+            artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
+    except OSError:
+        raise
+    except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise NotCompiled(f"{type(error).__name__}: {said[0][:300]}" if said else type(error).__name__) from error
     artifact.save(path=str(path), format="binary")
 
 

@@ -13,6 +13,7 @@
     │   ├── DataError                   a data set does not fit the package's inputs
     │   │   └── MissingDataError        its files are not there
     │   ├── PlanError                   no plan can be made, or a plan does not fit its package
+    │   ├── CompileError                a graph would run interpreted, and the run requires compiled ones
     │   ├── ClusterError                the cluster cannot hold the plan
     │   ├── StorageError                a path is taken, missing, not writable or full
     │   │   └── ConflictError           somebody else changed first what this was to change
@@ -153,6 +154,10 @@ class MissingDataError(DataError):
 
 class PlanError(RequestError):
     """No plan can be made, or a plan does not fit its package."""
+
+
+class CompileError(RequestError):
+    """A graph would run interpreted, and the run requires compiled ones."""
 
 
 class ClusterError(RequestError):

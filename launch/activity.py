@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     DATA = "waiting for data"
     STEP = "in a step"
+    COMPARING = "comparing a compiled graph with the interpreted one"
     AGREEING = "asking whether to go on"
     EVALUATING = "evaluating"
     SAVING = "saving"
@@ -96,6 +98,14 @@ class Activity:
         if step is not None:
             self._step = step
         self._marks += 1
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Within it the rank is in another phase; afterwards in that of before."""
+        before = self._phase
+        self.at(phase)
+        yield
+        self.at(before)
 
     def calling(self, graph: str) -> None:
         """A graph is about to be called."""

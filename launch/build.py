@@ -12,15 +12,16 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import filelock
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from trainload.autograd_trace.aot import compile_graph, has_cpp_compiler, load_compiled
+from trainload.autograd_trace.aot import NotCompiled, compile_graph, has_cpp_compiler, load_compiled
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
 from trainload.launch.cache import LOCK_SECONDS, private_folder
@@ -37,7 +38,7 @@ from trainload.sharding.rank_graphs import RankGraphs, phases, rank_graphs, stag
 from trainload.sharding.rewrite import BETWEEN, Phase
 from trainload.sharding.step_graphs import step_graphs
 
-BUILD_VERSION = 11
+BUILD_VERSION = 12
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 _SHAPING = {
     "strategy",
@@ -105,7 +106,8 @@ class Built:
     train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. stages: both of
     them, instead, under a plan with a pipeline. update: what `UpdateStep.trace` gives, which writes in place. update_names: what
     these are called within the build. compiled: whether they were compiled. collectives: what each graph calls, by the graph's name within
-    the build. work: what the captured graphs ask for, before they are divided.
+    the build. work: what the captured graphs ask for, before they are divided. failed: graphs that could not be compiled -> what the
+    compiler said; calling one raises.
     """
 
     train: dict[str, dict[Phase, BuiltGraph]]
@@ -116,6 +118,31 @@ class Built:
     collectives: dict[str, tuple[Collective, ...]]
     work: Work
     stages: dict[str, BuiltStages] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        """Return the names of all graphs and updates, within the build."""
+        graphs = [graph for by_phase in self.train.values() for graph in by_phase.values()] + list(self.forward.values())
+        graphs += [part for stages in self.stages.values() for part in stages.parts.values()]
+        return {graph.name for graph in graphs} | set(self.update_names.values())
+
+    def replaced(self, chosen: Callable[[BuiltGraph], Call]) -> Built:
+        """Return the same with another callable in place of each graph's and each update's. Updates list neither inputs nor outputs."""
+
+        def graph(given: BuiltGraph) -> BuiltGraph:
+            return replace(given, call=chosen(given))
+
+        updates = {self.update_names[name]: call for name, call in self.update.items()}
+        replaced = {name: chosen(BuiltGraph(name, call, (), ())) for name, call in updates.items()}
+        return replace(
+            self,
+            train={name: {phase: graph(each) for phase, each in by_phase.items()} for name, by_phase in self.train.items()},
+            forward={name: graph(each) for name, each in self.forward.items()},
+            update={name: replaced[self.update_names[name]] for name in self.update},
+            stages={
+                name: replace(each, parts={key: graph(part) for key, part in each.parts.items()}) for name, each in self.stages.items()
+            },
+        )
 
 
 def device_of(plan: Plan) -> torch.device:
@@ -123,8 +150,13 @@ def device_of(plan: Plan) -> torch.device:
     return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
 
 
-def build_key(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True) -> str:
-    """Return what a compiled build depends on, hashed: the program, its graphs, what of the plan shapes them, torch and the hardware."""
+def build_key(
+    package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True, threads: int | None = None
+) -> str:
+    """Return what a compiled build depends on, hashed: the program, its graphs, what of the plan shapes them, torch and the hardware.
+
+    threads: of a worker; None: those of this process.
+    """
     hardware = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
     )
@@ -134,7 +166,7 @@ def build_key(package: Package, plan: Plan, device: torch.device, pipeline_index
         "graphs": package.manifest.step_graphs(evaluates=evaluates),
         "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size, "index": pipeline_index},
         "torch": torch.__version__,
-        "device": [device.type, hardware, torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
+        "device": [device.type, hardware, threads or torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
 
@@ -146,9 +178,15 @@ def _without_rates(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"recipe": recipe})
 
 
+def threads_of(local_world: int) -> int:
+    """Return how many threads each of a node's workers has: its share of the cores. Compiled CPU kernels are made for this number."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world)
+
+
 def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: bool) -> bool:
     """Return whether this node's cache holds a build for a run on CPUs, with evaluation or, where that is not needed, without."""
-    keys = {build_key(package, plan, device_of(plan), evaluates=whole) for whole in (True, evaluates)}
+    threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
+    keys = {build_key(package, plan, device_of(plan), evaluates=whole, threads=threads) for whole in (True, evaluates)}
     return any((cache_dir / "compiled" / key).is_dir() for key in keys)
 
 
@@ -216,14 +254,42 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
     index = json.loads((folder / _INDEX).read_bytes())
     _use_inductor_cache(cache_dir)
 
+    failed: dict[str, str] = index["failed"]
+
+    def call(name: str) -> Call:
+        return _Failed(name, failed[name]) if name in failed else load_compiled(folder / f"{name}.bin")
+
     def graph(name: str) -> BuiltGraph:
         entry = index["graphs"][name]
-        return BuiltGraph(name, load_compiled(folder / f"{name}.bin"), _ports(entry["inputs"]), _ports(entry["outputs"]))
+        return BuiltGraph(name, call(name), _ports(entry["inputs"]), _ports(entry["outputs"]))
 
     cuts = {name: _read_crossing(entry) for name, entry in index["cuts"].items()}
-    updates = {owner: load_compiled(folder / f"{update_name(owner)}.bin") for owner in set(update_owners(package).values())}
-    collectives = of_json(index["collectives"])
-    return _built(package, plan, set(index["graphs"]), graph, cuts, updates, collectives, _read_work(index["work"]), compiled=True)
+    updates = {owner: call(update_name(owner)) for owner in set(update_owners(package).values())}
+    collectives, work = of_json(index["collectives"]), _read_work(index["work"])
+    built = _built(package, plan, set(index["graphs"]), graph, cuts, updates, collectives, work, compiled=True)
+    return replace(built, failed=failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """Stands for a graph that could not be compiled."""
+
+    name: str
+    reason: str
+
+    def __call__(self, *_: Tensor) -> Sequence[Tensor]:
+        raise NotCompiled(f"{self.name}: {self.reason}")
+
+
+def uncompiled_graphs(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> dict[str, GraphModule]:
+    """Return what a build is compiled from, by the names within the build: graphs that can be called, and looked into."""
+    graphs, _ = _make_graphs(package, plan, device, pipeline_index, evaluates=True)
+    return _modules(graphs)
+
+
+def _modules(graphs: RankGraphs) -> dict[str, GraphModule]:
+    updates = {update_name(owner): update for owner, update in graphs.updates.items()}
+    return {name: graph.module for name, graph in graphs.ranks.items()} | updates
 
 
 def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True) -> Built:
@@ -294,21 +360,24 @@ def _compile_into(
     """Compile the graphs of a build into its folder. Those that `other` has, a build of fewer of the same graphs, are taken from there."""
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
-    modules = {name: graph.module for name, graph in graphs.ranks.items()}
-    modules |= {update_name(owner): update for owner, update in graphs.updates.items()}
-    for name, module in modules.items():
+    failed: dict[str, str] = {}
+    for name, module in _modules(graphs).items():
         began = time.perf_counter()
         file = draft / f"{name}.bin"
         if other is not None:
             with suppress(FileNotFoundError):  # it has no such graph, or has just made room for another build
                 shutil.copyfile(other / file.name, file)
         if not file.exists():
-            compile_graph(module, file, groups)
+            try:
+                compile_graph(module, file, groups)
+            except NotCompiled as error:  # the graph runs interpreted
+                failed[name] = str(error)
         on_stage(f"compile {name}", time.perf_counter() - began)
     index = {
         "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},
         "cuts": {name: asdict(Crossing(cut.up, cut.down, cut.symbols)) for name, cut in graphs.cuts.items()},
         "collectives": as_json(collectives),
+        "failed": failed,
         "work": work,
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }

@@ -20,6 +20,7 @@ CHANGEABLE = (
     "keep_every",
     "max_failures",
     "node_patience",
+    "require_compiled",
     "sinks",
     "start_timeout",
     "steps",

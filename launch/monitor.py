@@ -36,7 +36,7 @@ class Monitor:
     Args:
         world: number of ranks.
         hang_timeout: seconds after which a rank hangs that neither goes on nor says anything.
-        start_timeout: the same before its first step, while it reads weights and data and compiles.
+        start_timeout: the same before its first step, while it reads weights and data and compiles, and while it compares compiled graphs.
         saving_timeout: the same while it waits for storage.
         clock: seconds.
     """
@@ -51,7 +51,12 @@ class Monitor:
     ) -> None:
         self._world = world
         self._hang_timeout = hang_timeout
-        self._others = {Phase.STARTING: start_timeout, Phase.SAVING: saving_timeout, Phase.ENDING: saving_timeout}
+        self._others = {
+            Phase.STARTING: start_timeout,
+            Phase.COMPARING: start_timeout,  # it may compile parts of a graph
+            Phase.SAVING: saving_timeout,
+            Phase.ENDING: saving_timeout,
+        }
         self._clock = clock
         self._ranks: dict[int, _Seen] = {}
 

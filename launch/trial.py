@@ -21,6 +21,7 @@ from trainload.launch.drawing import draw_of, next_calls
 from trainload.launch.engine import Engine
 from trainload.launch.opening import trained_package
 from trainload.launch.spec import RunSpec
+from trainload.launch.verifying import Finding, Verifier
 from trainload.launch.worker import built_for, open_data, set_threads
 from trainload.sharding.check_plan import check_plan
 
@@ -38,7 +39,9 @@ class Trial:
         weights: reading this rank's.
         first_step: with the first update, which makes the optimizer's state.
         step: a later one.
+        compare: comparing compiled graphs with the interpreted ones, which is part of the first steps.
         compiled: whether the graphs are compiled.
+        interpreted: for each graph that runs interpreted all the same, why. Those that call other ranks are compared when the run begins.
     """
 
     package: float
@@ -48,6 +51,8 @@ class Trial:
     first_step: float
     step: float
     compiled: bool
+    compare: float = 0.0
+    interpreted: tuple[str, ...] = ()
 
 
 def try_out(spec: RunSpec, local_world: int) -> Trial:
@@ -80,7 +85,11 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
         with timed("data"):
             data, _ = open_data(spec, package)
         with timed("compile"):
-            built = built_for(spec, package, 0)
+            built, folder = built_for(spec, package, 0)
+            found: list[Finding] = []
+            if folder is not None:
+                verifier = Verifier(package, plan, 0, device_of(plan), folder, None, required=spec.require_compiled, tell=found.append)
+                built = verifier.verified(built)
         if plan.world_size > 1:
             bind_groups(plan.groups())
         with timed("weights"):
@@ -96,4 +105,6 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
                 draws = [draw_of(of_one, data, dispatcher) for of_one in calls]
                 engine.step(step, draws)
                 steps.append(time.perf_counter() - began)
-    return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compiled=built.compiled)
+    compared = verifier.taken() if folder is not None else 0.0
+    told = tuple(map(str, found))
+    return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compiled=built.compiled, interpreted=told, compare=compared)

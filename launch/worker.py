@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from trainload.autograd_trace.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.rounds import draws_before
-from trainload.capture.errors import CheckpointError, DataError, DivergedError, RunInterrupted
+from trainload.capture.errors import CheckpointError, CompileError, DataError, DivergedError, RunInterrupted
 from trainload.launch.activity import Activity, Phase
 from trainload.launch.agreement import demand_same_collectives, demand_same_data
-from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, uncompiled_build
+from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
 from trainload.launch.checkpoints.place import place_of
@@ -40,11 +40,14 @@ from trainload.launch.opening import trained_package
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.launch.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
+from trainload.launch.verifying import Finding, Verifier
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 
 SCALING = "loss scaling"
-"""What a checkpoint has of the loss's scale, in what it keeps for the run's user."""
+"""What a checkpoint has of the loss's scale, in what it keeps for the run's user,"""
+GRAPHS = "graphs"
+"""and of its graphs: by the build, which of them run interpreted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,8 @@ class Place:
 
 
 def set_threads(local_world: int) -> None:
-    """Shares a node's cores among its workers; compiled CPU kernels are made for this number of threads."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    """Share a node's cores among its workers."""
+    torch.set_num_threads(threads_of(local_world))
 
 
 def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False) -> None:
@@ -97,13 +100,25 @@ def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]
     return train, open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
 
 
-def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> Built:
-    """What a rank calls: compiled, where the run wants it and the machine can; from the node's cache."""
+def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:
+    """Return what a rank calls, and the folder of the build that it is from: compiled, where the run wants it and the machine can, from the
+    node's cache.
+
+    Raises:
+        CompileError: the machine cannot, and the run requires it.
+    """
     device, evaluates = device_of(spec.plan), spec.evaluates
     if spec.compile and can_compile():
         folder = compile_build(package, spec.plan, device, default_cache_dir(), lambda *_: None, pipeline_index, evaluates=evaluates)
-        return load_build(folder, package, spec.plan, default_cache_dir())
-    return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates)
+        return load_build(folder, package, spec.plan, default_cache_dir()), folder
+    if spec.compile and spec.require_compiled:
+        raise CompileError(
+            "no C++ compiler was found",
+            where=socket.gethostname(),
+            expected="one, to compile the run's graphs (require_compiled)",
+            cure="Install g++, or leave require_compiled out, and they run interpreted.",
+        )
+    return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates), None
 
 
 def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
@@ -147,17 +162,19 @@ class _Worker:
                 if opened is not None:
                     demand_same_data(opened.fingerprint, place.node, str(name), self._control)
         self._dispatcher = run_dispatcher(self._package)
-        built = self._build()
+        built, folder = self._build()
         if self._control is not None:
             demand_same_collectives(built.collectives, self._plan, self._control)
         if place.world > 1:
             self._activity.know(built.collectives, begun_collectives(self._plan.groups()))
+        checkpoint = None if path is None else Checkpoint.open(path)
+        built = self._verified(built, folder, checkpoint)
         self._engine = Engine(self._package, self._plan, place.rank, self._device, built, on_call=self._activity.calling)
         peaks = peaks_of(self._device, dtypes_of(built.work), default_cache_dir())
         self._utilisation = Utilisation(built.work, self._package.recipe, self._plan, peaks)
         self._memory = 0
         self._start = 0
-        self._load(path)
+        self._load(checkpoint)
         writer = CheckpointWriter(
             self._checkpoints,
             self._plan,
@@ -198,20 +215,44 @@ class _Worker:
             )
         return gathered(uuid.uuid4().hex, self._control)[0], None if usable.path is None else str(usable.path)
 
-    def _build(self) -> Built:
+    def _build(self) -> tuple[Built, Path | None]:
         if self._spec.compile and not can_compile() and self._place.rank == 0:
             self._contact.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
         return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
 
-    def _load(self, path: str | None) -> None:
-        if path is None:
+    def _verified(self, built: Built, folder: Path | None, checkpoint: Checkpoint | None) -> Built:
+        """The build with graphs that are compared at their first call. folder: it was compiled into; None: it is interpreted."""
+        self._verifier: Verifier | None = None
+        if folder is None:
+            return built
+        self._build_name = "+".join(sorted(set(gathered(folder.name, self._control))))
+        kept: dict[str, Any] = {} if checkpoint is None else checkpoint.index.user.get(GRAPHS, {})
+        self._verifier = Verifier(
+            self._package,
+            self._plan,
+            self._place.rank,
+            self._device,
+            folder,
+            self._control,
+            required=self._spec.require_compiled,
+            decided=kept.get(self._build_name),
+            tell=self._tell_interpreted,
+            comparing=partial(self._activity.within, Phase.COMPARING),
+        )
+        return self._verifier.verified(built)
+
+    def _tell_interpreted(self, finding: Finding) -> None:
+        if self._place.rank == 0:
+            self._contact.write("warning", message=f"{finding}; it runs interpreted, which is slower", **asdict(finding))
+
+    def _load(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
             self._engine.held.load_package()
             if self._spec.optimizer_from is not None:
                 before = Checkpoint.open(self._spec.optimizer_from)
                 state = load_sharded(before, self._plan, self._place.rank, state_alone=True)
                 self._engine.held.load_optimizer(state, before.index.user.get(SCALING))
             return
-        checkpoint = Checkpoint.open(path)
         if checkpoint.index.data.fingerprint != self._data.fingerprint:
             raise DataError(
                 "the data is not what the run began with",
@@ -283,6 +324,7 @@ class _Worker:
         self._activity.at(Phase.STEP)
         draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
         result = self._engine.step(step, draws)
+        clock.leave_out(self._compared())
         self._demand_finite(step, result)
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
@@ -300,6 +342,13 @@ class _Worker:
                 **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
                 **rates,
             )
+
+    def _compared(self) -> float:
+        """Seconds that comparing compiled graphs has taken since this was last asked, which are told."""
+        seconds = 0.0 if self._verifier is None else self._verifier.taken()
+        if seconds and self._place.rank == 0:
+            self._contact.write("stage", name="compare compiled graphs", seconds=seconds)
+        return seconds
 
     def _demand_finite(self, step: int, result: StepResult) -> None:
         """Demands numbers that can be trained on, of every update of a step, before anything of it is saved. They are the same on every
@@ -357,6 +406,8 @@ class _Worker:
         if self._place.rank == 0:
             self._contact.met(Request.CHECKPOINT)
         user: dict[str, object] = {} if scaling is None else {SCALING: scaling}
+        if self._verifier is not None:
+            user[GRAPHS] = {self._build_name: self._verifier.decided}
         if self._evaluated is not None and self._evaluated[0] == step and math.isfinite(self._evaluated[1]):
             user[EVALUATION] = self._evaluated[1]
         self._saver.save(step, self._engine.held.dump(), position, user)
@@ -367,6 +418,7 @@ class _Worker:
         self._activity.at(Phase.EVALUATING, step)
         began = time.perf_counter()
         found = self._evaluation()
+        self._compared()
         self._evaluated = (step, found.loss)
         if self._place.rank == 0:
             self._contact.write("eval", step=step, **found.as_json(), seconds=time.perf_counter() - began)
@@ -392,6 +444,10 @@ class _Clock:
     def skip(self) -> None:
         """What happened since the last tick was no step."""
         self._last = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """So long of what has passed since the last tick was no step."""
+        self._last += seconds
 
     def tick(self, steps_left: int, rows: int) -> dict[str, float]:
         """After a step of so many rows: its seconds, rates, and the seconds left."""

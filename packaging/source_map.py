@@ -128,6 +128,12 @@ def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]
     return found
 
 
+def users_line(trace: str) -> str:
+    """Return the user's line of a stack trace as "model.py:12: y = x.amin(1)"; empty where there is none."""
+    frame = _users_frame(trace)
+    return "" if frame is None else f"{_printable(frame[0])}:{frame[1]}: {_printable(frame[2])}"
+
+
 def _users_frame(trace: str) -> tuple[str, int, str] | None:
     """The innermost frame outside of torch and of this library's tracing."""
     for path, line, text in reversed(_FRAME.findall(trace)):

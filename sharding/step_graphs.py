@@ -13,6 +13,7 @@ from trainload.capture.errors import StorageError
 from trainload.capture.program import Program
 from trainload.packaging.derived import read_derived, write_derived
 from trainload.packaging.read import Package
+from trainload.packaging.source_map import restore_traces, users_line
 
 DERIVATION = 3
 """Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
@@ -46,3 +47,19 @@ def step_graphs(package: Package, device: torch.device, names: Iterable[str] | N
                     write_derived(package, key, kept)
         found[name] = kept
     return found
+
+
+def places_in_step(package: Package, graph: str, device: torch.device) -> dict[str, str]:
+    """Return the user's line that each node of a step graph comes from, such as "model.py:12: y = x.amin(1)"; nodes of no known line are
+    left out. The graph is derived anew for it.
+
+    Args:
+        package: what is trained.
+        graph: a name of `Manifest.step_graphs`.
+        device: as of `step_graphs`.
+    """
+    program = package.program()
+    restore_traces(package.path, graph, program.graphs[graph].exported)
+    step = derive(program, graph, device, sources=True)
+    lines = {node.name: users_line(str(node.meta.get("stack_trace", ""))) for node in step.module.graph.nodes}
+    return {name: line for name, line in lines.items() if line}

@@ -20,6 +20,8 @@ from trainload.sharding.plan import DATA, PIPELINE, REPLICATE, TENSOR, Bucket, P
 from trainload.sharding.rewrite import accumulated_length, update_length
 
 aten = torch.ops.aten
+UPDATE_SCALARS = 3
+"""An update's first arguments: what gradients are divided by, learning rates, the rank. Parameters, their gradients and state follow."""
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 

@@ -62,6 +62,7 @@ class RunOptions(TypedDict, total=False):
         parameters are frozen or get adapters, `plan` is made for `overrides.apply(package)`.
     weights: which are evaluated and written, where the job keeps a running mean: "mean" or "last"; "mean".
     compile: False runs the graphs uncompiled.
+    require_compiled: True ends the run where a graph would run interpreted, since its compiled form differs or cannot be had.
     max_failures: how often in a row workers are restarted, without a new checkpoint between, before the run is given up; 3.
     hang_timeout: seconds without a sign of progress of a rank after which it is ended; 300. On Ray.
     start_timeout: the same before the first step; 3600.
@@ -92,6 +93,7 @@ class RunOptions(TypedDict, total=False):
     overrides: Overrides
     weights: Weights
     compile: bool
+    require_compiled: bool
     max_failures: int
     hang_timeout: float
     start_timeout: float

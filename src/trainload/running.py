@@ -99,6 +99,7 @@ class RunChanges(TypedDict, total=False):
     keep_every: int
     sinks: Sequence[SinkName]
     weights: Weights
+    require_compiled: bool
     max_failures: int
     hang_timeout: float
     start_timeout: float
@@ -197,7 +198,8 @@ class DryRunReport:
 
     seconds: of what was done: checks, the graphs of all ranks, and, on one node, the parts of a `Trial`; what is in the node's cache by now
     takes less the next time. run_seconds: what the run would take at the pace of that step, if no rank waited for another; None under a
-    pipeline, whose ranks cannot be tried out alone. free_disk_bytes: where the checkpoints will lie; None at a URL.
+    pipeline, whose ranks cannot be tried out alone. free_disk_bytes: where the checkpoints will lie; None at a URL. interpreted: for each
+    graph that would run interpreted, why; of several ranks, graphs that call the others are compared when the run begins.
     """
 
     package: Path
@@ -213,6 +215,7 @@ class DryRunReport:
     free_disk_bytes: int | None
     seconds: dict[str, float]
     run_seconds: float | None
+    interpreted: tuple[str, ...] = ()
 
 
 @neutrally
@@ -231,7 +234,7 @@ def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptio
         already = plan.cluster.device == "cpu" and is_compiled(changed, plan, default_cache_dir(), evaluates=spec.evaluates)
         trial = _tried_out(spec, options.get("backend", "ray"), options.get("address"))
         if trial is not None:
-            seconds |= {name: value for name, value in asdict(trial).items() if name != "compiled"}
+            seconds |= {name: value for name, value in asdict(trial).items() if name not in ("compiled", "interpreted")}
         return DryRunReport(
             package=package.path,
             digest=package.digest,
@@ -246,6 +249,7 @@ def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptio
             free_disk_bytes=place_of(Path(spec.run_dir), spec.checkpoints).free_bytes(),
             seconds={name: round(value, 3) for name, value in seconds.items()},
             run_seconds=None if trial is None else trial.first_step + (spec.steps - 1) * trial.step,
+            interpreted=() if trial is None else trial.interpreted,
         )
 
 

@@ -49,6 +49,6 @@ def test_a_rank_of_a_pipeline_is_not_tried_out(tiny: Package, tiny_data: Path, t
 def test_a_dry_run_says_how_long_each_part_takes(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     report = trainload.dry_run(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=11, compile=False, backend="local")
-    assert list(report.seconds) == ["checks", "simulate", "package", "data", "compile", "weights", "first_step", "step"]
+    assert list(report.seconds) == ["checks", "simulate", "package", "data", "compile", "weights", "first_step", "step", "compare"]
     assert report.run_seconds == pytest.approx(report.seconds["first_step"] + 10 * report.seconds["step"], abs=0.02)
     assert list(tmp_path.iterdir()) == []

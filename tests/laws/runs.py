@@ -54,23 +54,32 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def ranks(world: int, runs: Sequence[Run], folder: Path) -> Iterator[list[ForkServerProcess]]:
-    """Processes that train `runs`, killed where the block ends before they do."""
+def ranks(
+    world: int, runs: Sequence[Run], folder: Path, act: Callable[[list[dict[str, Any]]], None] = train_as_rank
+) -> Iterator[list[ForkServerProcess]]:
+    """Processes that train `runs`, killed where the block ends before they do. `act`: what each does with the runs' entries."""
     entries = [run.entry() for run in runs]
     started: list[ForkServerProcess] = []
     try:
         for rank in range(world):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
             variables = environment(**{name: str(value) for name, value in place.items()})
-            started.append(start(train_as_rank, entries, cwd=folder, log=_log(folder, rank), variables=variables))
+            started.append(start(act, entries, cwd=folder, log=_log(folder, rank), variables=variables))
         yield started
     finally:
         end(started)
 
 
-def train(world: int, runs: Sequence[Run], folder: Path, *, once: bool = True) -> list[list[float]]:
-    """Trains `runs` to their ends. Returns: the losses of each, by step; see `curve`."""
-    with ranks(world, runs, folder) as started:
+def train(
+    world: int,
+    runs: Sequence[Run],
+    folder: Path,
+    *,
+    once: bool = True,
+    act: Callable[[list[dict[str, Any]]], None] = train_as_rank,
+) -> list[list[float]]:
+    """Trains `runs` to their ends. Returns: the losses of each, by step; see `curve`. `act`: as of `ranks`."""
+    with ranks(world, runs, folder, act) as started:
         ended = _wait(started)
         assert ended == [0] * world, "\n".join(_log(folder, rank).read_text() for rank in range(world))
     return [curve(run.run_dir, once=once) for run in runs]

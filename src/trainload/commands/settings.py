@@ -20,6 +20,7 @@ SETTINGS = (
     "max_failures",
     "node_patience",
     "optimizer_from",
+    "require_compiled",
     "sinks",
     "start_timeout",
     "storage_patience",

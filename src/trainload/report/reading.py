@@ -25,6 +25,7 @@ _SETTINGS = (
     "eval_batches",
     "weights",
     "sinks",
+    "require_compiled",
     "max_failures",
     "hang_timeout",
     "start_timeout",

@@ -1,0 +1,192 @@
+"""Finds the operator at which a compiled graph departs from the interpreted one: by halving the graph, each half on the values that the
+interpreted graph has there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from trainload.autograd_trace.aot import compile_graph, load_compiled
+from trainload.capture.distance import relative_distance
+from trainload.capture.operators import is_overload
+from trainload.launch.rounding import EXPLAINED, FACTOR, moved_runs
+from trainload.sharding.collectives import is_collective
+
+_SHOWN = 3
+
+Values = dict[Node, Any]
+
+
+class _Recorder(Interpreter):
+    """Runs a graph and keeps the value of every node, as it was when it was made."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.kept: Values = {}
+        self._writing = any(_writes(node) for node in module.graph.nodes)  # so that what was recorded is written to later
+
+    def run_node(self, node: Node) -> Any:
+        value = super().run_node(node)
+        self.kept[node] = _copied(value) if self._writing and isinstance(value, Tensor) else value
+        return value
+
+
+def recorded(module: GraphModule, arguments: Sequence[Tensor]) -> Values:
+    """Return the value of every node of a graph. Every rank that its collectives name must call it; `arguments` may be written in place."""
+    recorder = _Recorder(module)
+    with torch.no_grad():
+        recorder.run(*arguments)
+    return recorder.kept
+
+
+def departing(module: GraphModule, values: Values, *, fails: bool = False) -> list[Node]:
+    """Return the operators of a graph at which its compiled form departs from the interpreted one: one where that is enough, several where
+    it takes them together, none where no part of the graph departs by itself.
+
+    Args:
+        module: the graph. What its collectives give is taken as it was recorded.
+        values: of its nodes, as `recorded` has them.
+        fails: whether it cannot be compiled or called, so that what is looked for is a part that cannot either.
+
+    Collectives are not called, so a rank may look alone. It compiles some log2(n) + 2 parts of a graph of n operators.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainload-") as folder:
+        compiling = _Compiling(Path(folder))
+
+        def departs(part: Sequence[Node]) -> bool:
+            return _departs(part, values, compiling, fails=fails)
+
+        nodes = [n for n in module.graph.nodes if n.op == "call_function" and _holds_tensors(n) and not is_collective(n)]
+        if not departs(nodes):
+            return []
+        return (_first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs)(nodes, departs)
+
+
+def _part_that_departs(nodes: list[Node], departs: Callable[[list[Node]], bool]) -> list[Node]:
+    """Halve a part that departs: where its first half does not, the second one does, or it takes both."""
+    known = nodes
+    while len(nodes) > 1:
+        half = len(nodes) // 2
+        if departs(nodes[:half]):
+            known = nodes = nodes[:half]
+        else:
+            nodes = nodes[half:]
+    return nodes if nodes is known or departs(nodes) else known
+
+
+def _first_of_those_before(nodes: list[Node], departs: Callable[[list[Node]], bool]) -> list[Node]:
+    """Find the first node with which the part up to it departs: of a graph that writes to its values, a later part cannot run alone."""
+    fine, departing = 0, len(nodes)
+    while departing - fine > 1:
+        middle = (fine + departing) // 2
+        fine, departing = (fine, middle) if departs(nodes[:middle]) else (middle, departing)
+    return nodes[fine:departing]
+
+
+def named(nodes: Sequence[Node]) -> str:
+    """Return the operators' names as a sentence takes them: "aten.amax.default", "aten.mul.Tensor with aten.sum.default"."""
+    names = list(dict.fromkeys(str(node.target) for node in nodes))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return " with ".join(names[:_SHOWN]) + more
+
+
+class _Compiling:
+    """Compiles parts of graphs, each into a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made = 0
+
+    def __call__(self, module: GraphModule) -> Callable[..., Any]:
+        path = self._folder / f"{self._made}.bin"
+        self._made += 1
+        compile_graph(module, path, {})
+        return load_compiled(path)
+
+
+def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphModule], Callable[..., Any]], *, fails: bool) -> bool:
+    """Return whether a part of a graph, compiled, gives other values than interpreted; or, of a graph that fails, whether the part does."""
+    part, sources, results = _part(nodes)
+    if not results:
+        return False
+    writing = any(_writes(node) for node in nodes)
+
+    def given() -> list[Any]:
+        given = [values[node] for node in sources]
+        return [_copied(value) if isinstance(value, Tensor) else value for value in given] if writing else given
+
+    with torch.no_grad():
+        expected = part(*given())
+        try:
+            got = compiling(_part(nodes)[0])(*given())
+        except Exception:  # noqa: BLE001  # compilers and generated code may raise anything
+            return fails
+    if fails:
+        return False
+    distances = [relative_distance(a, b) for a, b in zip(expected, got, strict=True)]
+    if all(distance <= EXPLAINED for distance in distances):
+        return False
+    runs = [outputs for _, outputs in moved_runs(part, given)]
+    moved = [max(relative_distance(a, run[at]) for run in runs) for at, a in enumerate(expected)]
+    return any(not d <= max(EXPLAINED, FACTOR * m) for d, m in zip(distances, moved, strict=True))
+
+
+def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
+    """Return a graph of some nodes of another one, those whose values it takes, in order, and those whose values it gives.
+
+    Sizes are computed in it, and it takes the whole graph's inputs that have them, whatever it does with these.
+    """
+    whole = nodes[0].graph
+    sized = [node for node in whole.nodes if node.op == "placeholder" and _is_sized(node)]
+    inside = _with_sizes(nodes)
+    sources = list(dict.fromkeys([*sized, *(source for node in inside for source in node.all_input_nodes if source not in inside)]))
+    results = [
+        node
+        for node in nodes
+        if isinstance(node.meta.get("val"), Tensor) and (_writes(node) or any(user not in inside for user in node.users))
+    ]
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for number, source in enumerate(sources):
+        copies[source] = graph.node_copy(source) if source.op == "get_attr" else graph.placeholder(f"source_{number}")
+        copies[source].meta = dict(source.meta)
+    for node in whole.nodes:
+        if node in inside:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results)).meta["val"] = tuple(node.meta["val"] for node in results)
+    return GraphModule(whole.owning_module or {}, graph), [source for source in sources if source.op != "get_attr"], results
+
+
+def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
+    """These nodes, and those that compute the sizes that they take."""
+    found, open_ = set(nodes), list(nodes)
+    while open_:
+        sizes = {each for each in open_.pop().all_input_nodes if each.op == "call_function" and not _holds_tensors(each)} - found
+        found |= sizes
+        open_ += sizes
+    return found
+
+
+def _is_sized(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
+
+
+def _holds_tensors(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor | tuple | list)
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A copy with the same strides, which a compiled graph demands."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _writes(node: Node) -> bool:
+    return is_overload(node.target) and node.target._schema.is_mutable

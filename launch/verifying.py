@@ -1,0 +1,353 @@
+"""Compares each compiled graph with the interpreted one when a build's graph is first called, and runs it interpreted where they differ.
+
+The freeze has compared the interpreted graph with eager PyTorch; a run trains what Inductor makes of it. So the first call of every
+compiled graph is made twice, on what the run gives it: rows, parameters, the optimizer's state. A graph of a batch is then called on one
+more row as well. Whether they differ beyond what rounding explains (`rounding.py`) is decided by all ranks together. What a rank's node has
+found of a build is kept beside it; what a run has decided is kept in its checkpoints, so that a restart anywhere goes on with the same
+graphs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from trainload.autograd_trace.graphs import Port, Role
+from trainload.capture.distance import relative_distance
+from trainload.capture.errors import CompileError, PackageError
+from trainload.launch.build import Built, BuiltGraph, Call, uncompiled_graphs
+from trainload.launch.departures import departing, named, recorded
+from trainload.launch.groups import gathered
+from trainload.launch.replacing import replace_file
+from trainload.launch.rounding import EXPLAINED, FACTOR, moved_runs
+from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.packaging.read import Package
+from trainload.sharding.collectives import Collective
+from trainload.sharding.plan import Bucket, Plan
+from trainload.sharding.rank_graphs import update_name
+from trainload.sharding.rewrite import BETWEEN
+from trainload.sharding.step_graphs import places_in_step
+from trainload.sharding.update import UPDATE_SCALARS, bucket_updates
+
+_FOLDER = "verified"
+Labelled = list[tuple[str, Tensor]]
+"""Values of a call, with what each is called in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of comparing a compiled graph.
+
+    Attributes:
+        graph: its name within the build, such as "train.only".
+        interpreted: whether it runs interpreted from then on.
+        output: what differs: "gradient of layer.weight". Empty where nothing does, or the graph cannot be compiled or called.
+        distance: by how much, as an L2 distance relative to the interpreted value's norm; None where there is none, as of another shape.
+        explained: the greatest distance that rounding explains.
+        operator: at which operator the compiled graph departs; empty where that is not known.
+        place: the user's line that it comes from, such as `model.py:12: low = image.amin(1)`; empty where that is not known.
+        error: what the compiler or the compiled graph says where it fails; empty where it does not.
+    """
+
+    graph: str
+    interpreted: bool = False
+    output: str = ""
+    distance: float | None = None
+    explained: float = EXPLAINED
+    operator: str = ""
+    place: str = ""
+    error: str = ""
+
+    def __str__(self) -> str:
+        at = (f" at {self.operator}" if self.operator else "") + (f" ({self.place})" if self.place else "")
+        if self.error:
+            return f"graph {self.graph} fails where it is compiled{at}: {self.error}"
+        if not self.interpreted:
+            return f"graph {self.graph} is as the interpreted one"
+        far = "by more than any number" if self.distance is None else f"by {self.distance:.2g}"
+        return (
+            f"graph {self.graph} differs, compiled, from the interpreted one in the {self.output} {far}, "
+            f"where rounding explains {self.explained:.2g}{at}"
+        )
+
+
+class Verifier:
+    """What the compared graphs of one rank have in common.
+
+    Args:
+        package: what is trained.
+        plan: how.
+        rank: this rank.
+        device: where it computes.
+        folder: of the build, in which the findings are kept.
+        control: all ranks, on a backend of its own; None: there is one rank, or the others do not exist.
+        required: whether a graph that would run interpreted ends the run instead.
+        decided: graph -> whether it runs interpreted, as the run has decided before.
+        tell: told of every graph that will run interpreted; the same on every rank.
+        comparing: entered while a graph is compared.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        folder: Path,
+        control: dist.ProcessGroup | None,
+        *,
+        required: bool = False,
+        decided: Mapping[str, bool] | None = None,
+        tell: Callable[[Finding], None] = lambda _: None,
+        comparing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._package, self._plan, self._rank, self._device = package, plan, rank, device
+        self._folder, self._control, self._required, self._tell = folder / _FOLDER, control, required, tell
+        self._index = plan.pipeline_index(rank)
+        self._plain: Mapping[str, GraphModule] = {}
+        self._buckets = {bucket.name: bucket for bucket in plan.held_buckets(self._index)}
+        self._collectives: Mapping[str, Sequence[Collective]] = {}
+        self.comparing = comparing
+        self.decided = dict(decided or {})
+        self.seconds = 0.0
+
+    def verified(self, built: Built) -> Built:
+        """Return the build with graphs that are compared at their first call, but for those about which it is decided.
+
+        Raises:
+            CompileError: one that runs interpreted is among these, and the run requires that none does.
+        """
+        self._collectives = built.collectives
+        failed = [Finding(name, interpreted=True, error=reason) for name, reason in built.failed.items()]
+        known = self._known(built.names())
+        found = {finding.graph: finding for each in gathered(failed, self._control) for finding in each} | known
+        for name, finding in found.items():
+            self.decided.setdefault(name, finding.interpreted)
+        interpreted = [found.get(name, Finding(name, interpreted=True)) for name, decided in sorted(self.decided.items()) if decided]
+        for finding in interpreted:
+            self._tell(finding)
+        if interpreted and self._required:
+            raise _refused(interpreted[0])
+        return built.replaced(self._chosen)
+
+    def plain(self, name: str) -> GraphModule:
+        """Return the interpreted graph of this name."""
+        if not self._plain:
+            self._plain = uncompiled_graphs(self._package, self._plan, self._device, self._index)
+        return self._plain[name]
+
+    def taken(self) -> float:
+        """Return how many seconds comparing has taken since this was last asked."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+    def agreed(self, flag: bool) -> bool:
+        """Return whether it is so on any rank. All ranks call it."""
+        if self._control is None:
+            return flag
+        said = torch.tensor(int(flag))
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
+        return bool(said)
+
+    def first(self, finding: Finding | None) -> Finding | None:
+        """Return what the first rank that has found something has found. All ranks call it."""
+        return next((each for each in gathered(finding, self._control) if each is not None), None)
+
+    def decide(self, finding: Finding) -> None:
+        """Keep a finding, which is the same on every rank, and say it where a graph will run interpreted.
+
+        Raises:
+            CompileError: one will, and the run requires that none does.
+        """
+        self.decided[finding.graph] = finding.interpreted
+        self._folder.mkdir(exist_ok=True)
+        replace_file(self._folder / f"{finding.graph}.json", canonical_json(asdict(finding)), durable=False)
+        if finding.interpreted:
+            self._tell(finding)
+            if self._required:
+                raise _refused(finding)
+
+    def labelled(self, graph: BuiltGraph, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Labelled:
+        """Return what a call of a graph gave, and what an update wrote, with what each is called; of a bucket, each parameter's part."""
+        found: Labelled = []
+        if not is_update(graph):
+            for port, value in zip(graph.outputs, results, strict=True):
+                if port.role is Role.BUCKET_GRADIENT:
+                    found += self._slots(self._buckets[port.name], value, "gradient of")
+                else:
+                    found.append(("loss, metrics and weight" if port.role is Role.TOTALS else f"{port.role.value} {port.name}", value))
+            return found
+        owner = graph.name.removesuffix(update_name(""))
+        parts = bucket_updates(tuple(self._buckets.values()), self._package.updates(), self._package.recipe.graph(owner).groups)
+        first = UPDATE_SCALARS
+        for part, value in zip(parts, arguments[first : first + len(parts)], strict=True):
+            found += self._slots(part.bucket, value, "updated")
+        found += [(f"optimizer's state, number {n}", value) for n, value in enumerate(arguments[first + 2 * len(parts) :], 1)]
+        return [*found, ("gradient's norm", results[0])]
+
+    def place(self, graph: str, nodes: Sequence[str]) -> str:
+        """Return the user's line that the first of these nodes comes from; empty where none is known."""
+        names = self._package.manifest.step_graphs()
+        captured = max((name for name in names if f"{graph}.".startswith(f"{name}.")), key=len, default=None)
+        if captured is None or not nodes:
+            return ""
+        places = places_in_step(self._package, captured, self._device)
+        return next((places[node] for node in nodes if node in places), "")
+
+    def _chosen(self, graph: BuiltGraph) -> Call:
+        if graph.name in self.decided:
+            return self.plain(graph.name) if self.decided[graph.name] else graph.call
+        if self._control is None and self._plan.world_size > 1 and any(each.is_called for each in self._collectives.get(graph.name, ())):
+            return graph.call  # the other ranks do not exist
+        return _Compared(self, graph)
+
+    def _known(self, names: Collection[str]) -> dict[str, Finding]:
+        """What all ranks' nodes have found of this build before, where they agree."""
+        mine = {name: finding for name in sorted(names) if (finding := self._read(name)) is not None}
+        every = gathered(mine, self._control)
+        return {name: finding for name, finding in mine.items() if all(each.get(name) == finding for each in every)}
+
+    def _read(self, name: str) -> Finding | None:
+        path = self._folder / f"{name}.json"
+        try:
+            return Finding(**parse_canonical(path.read_bytes(), str(path)))
+        except (FileNotFoundError, PackageError, TypeError):
+            return None
+
+    def _slots(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
+        """What a flat tensor of a bucket, or of this rank's share of it, has of each parameter."""
+        start = 0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
+        found: Labelled = []
+        for slot in bucket.slots:
+            low, high = max(slot.offset - start, 0), min(slot.offset + slot.length - start, len(value))
+            if low < high:
+                found.append((f"{what} {slot.parameter}", value[low:high]))
+        return found
+
+
+def is_update(graph: BuiltGraph) -> bool:
+    """Return whether a graph is an optimizer's update, which writes its arguments; the others write nothing."""
+    return not graph.inputs
+
+
+def _refused(finding: Finding) -> CompileError:
+    return CompileError(
+        "a graph cannot run compiled",
+        where=str(finding),
+        expected="compiled graphs that give what the interpreted ones give (require_compiled)",
+        cure="Leave require_compiled out, and it runs interpreted; or write in another way what is named.",
+    )
+
+
+class _Compared:
+    """A compiled graph whose first call is compared. Later ones call what was chosen."""
+
+    def __init__(self, verifier: Verifier, graph: BuiltGraph) -> None:
+        self._verifier, self._graph = verifier, graph
+        self._call: Call | None = None
+
+    def __call__(self, *arguments: Tensor) -> Sequence[Tensor]:
+        if self._call is not None:
+            return self._call(*arguments)
+        began = time.perf_counter()
+        with self._verifier.comparing():
+            results = self._first(arguments)
+        self._verifier.seconds += time.perf_counter() - began
+        return results
+
+    def _first(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        verifier, graph = self._verifier, self._graph
+        plain = verifier.plain(graph.name)
+        trial = _Trial(verifier, graph, plain, arguments)
+        finding = trial.finding()
+        more = _one_more_row(plain, graph.inputs, arguments) if finding is None else None
+        if more is not None:
+            with suppress(RuntimeError, ValueError, IndexError):  # the graph does not take this number of rows: nothing is compared
+                finding = _Trial(verifier, graph, plain, more).finding()
+        verifier.decide(finding or Finding(graph.name))
+        self._call = graph.call if finding is None else plain
+        return trial.results(compiled=finding is None)
+
+
+class _Trial:
+    """One call of a graph, made interpreted and compiled on the same arguments.
+
+    Raises: what the interpreted graph raises.
+    """
+
+    def __init__(self, verifier: Verifier, graph: BuiltGraph, plain: GraphModule, arguments: Sequence[Tensor]) -> None:
+        self._verifier, self._graph, self._plain, self._arguments = verifier, graph, plain, arguments
+        self._before = [value.clone() for value in arguments] if is_update(graph) else list(arguments)
+        self._expected: Sequence[Tensor] = plain(*arguments)
+        self._given = self._copy()
+        self._got: Sequence[Tensor] = ()
+        self._error = ""
+        try:
+            self._got = graph.call(*self._given)
+        except Exception as error:  # noqa: BLE001  # generated code may raise anything, and the interpreted graph has raised nothing
+            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+            self._error = ": ".join([type(error).__name__, *said[:1]])[:400]
+
+    def results(self, *, compiled: bool) -> Sequence[Tensor]:
+        """Return what the chosen call gave, and leave in the arguments what it wrote."""
+        if not compiled:
+            return self._expected
+        if is_update(self._graph):
+            for value, written in zip(self._arguments, self._given, strict=True):
+                value.copy_(written)
+        return self._got
+
+    def finding(self) -> Finding | None:
+        """Return how they differ beyond what rounding explains, the same on every rank; None where they do not."""
+        verifier = self._verifier
+        expected = verifier.labelled(self._graph, self._arguments, self._expected)
+        distances = [0.0] * len(expected) if self._error else self._distances(expected, self._given, self._got)
+        far = bool(self._error) or any(not distance <= EXPLAINED for distance in distances)
+        if not verifier.agreed(far):
+            return None
+        runs = [self._distances(expected, *run) for run in moved_runs(self._plain, self._copy)]
+        explained = [max(EXPLAINED, *(FACTOR * run[at] for run in runs)) for at in range(len(expected))]
+        beyond = [at for at, distance in enumerate(distances) if not distance <= explained[at]]
+        differs = bool(self._error or beyond)
+        if not verifier.agreed(differs):
+            return None
+        values = recorded(self._plain, self._copy())  # it calls the graph's collectives, so every rank does
+        mine: Finding | None = None
+        if differs:
+            nodes = departing(self._plain, values, fails=bool(self._error))
+            place = verifier.place(self._graph.name, [node.name for node in nodes])
+            mine = Finding(self._graph.name, interpreted=True, operator=named(nodes), place=place, error=self._error)
+        if beyond and mine is not None:
+            worst = max(beyond, key=lambda at: distances[at] / explained[at])
+            distance = distances[worst] if math.isfinite(distances[worst]) else None
+            mine = replace(mine, output=expected[worst][0], distance=distance, explained=explained[worst])
+        return verifier.first(mine)
+
+    def _copy(self) -> list[Tensor]:
+        return [value.clone() for value in self._before] if is_update(self._graph) else list(self._before)
+
+    def _distances(self, expected: Labelled, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> list[float]:
+        """By how much what a call gave and wrote is away from what is expected."""
+        found = self._verifier.labelled(self._graph, arguments, results)
+        return [relative_distance(value, other) for (_, value), (_, other) in zip(expected, found, strict=True)]
+
+
+def _one_more_row(plain: GraphModule, inputs: Sequence[Port], arguments: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return a graph's arguments with the batch's first row once more at its end; None where its number of rows is fixed."""
+    values = [node.meta["val"] for node in plain.graph.nodes if node.op == "placeholder"]
+    batch = [number for number, port in enumerate(inputs) if port.role is Role.BATCH]
+    if not batch or any(port.role in BETWEEN for port in inputs):
+        return None
+    if any(not values[number].ndim or isinstance(values[number].shape[0], int) for number in batch):
+        return None
+    longer = {number: torch.cat([arguments[number], arguments[number][:1]]) for number in batch}
+    return [longer.get(number, value) for number, value in enumerate(arguments)]
