@@ -56,6 +56,7 @@ from torch.utils._pytree import tree_structure
 from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.autograd_trace.hold import hold_back
+from trainload.autograd_trace.indices import forbid_negative_indices
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
 from trainload.capture.errors import CaptureError
@@ -364,6 +365,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         NotCompiled: Inductor or the C++ compiler fails.
     """
     hold_back(module)
+    forbid_negative_indices(module)
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:
