@@ -22,6 +22,8 @@ from trainload.sharding.collectives import is_collective
 _SHOWN = 3
 
 Values = dict[Node, Any]
+Departs = Callable[[Sequence[Node]], bool | None]
+"""Whether a part of a graph departs; None where it cannot be compiled or called by itself."""
 
 
 class _Recorder(Interpreter):
@@ -60,7 +62,7 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
     with tempfile.TemporaryDirectory(prefix="trainload-") as folder:
         compiling = _Compiling(Path(folder))
 
-        def departs(part: Sequence[Node]) -> bool:
+        def departs(part: Sequence[Node]) -> bool | None:
             return _departs(part, values, compiling, fails=fails)
 
         nodes = [n for n in module.graph.nodes if n.op == "call_function" and _holds_tensors(n) and not is_collective(n)]
@@ -69,19 +71,24 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
         return (_first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs)(nodes, departs)
 
 
-def _part_that_departs(nodes: list[Node], departs: Callable[[list[Node]], bool]) -> list[Node]:
+def _part_that_departs(nodes: list[Node], departs: Departs) -> list[Node]:
     """Halve a part that departs: where its first half does not, the second one does, or it takes both."""
     known = nodes
     while len(nodes) > 1:
         half = len(nodes) // 2
-        if departs(nodes[:half]):
-            known = nodes = nodes[:half]
+        first, second = nodes[:half], nodes[half:]
+        found = departs(first)
+        if found is None:  # it cannot be told
+            found = not departs(second)
+            nodes = first if found else second
+        elif found:
+            known = nodes = first
         else:
-            nodes = nodes[half:]
-    return nodes if nodes is known or departs(nodes) else known
+            nodes = second
+    return known if nodes is not known and departs(nodes) is False else nodes
 
 
-def _first_of_those_before(nodes: list[Node], departs: Callable[[list[Node]], bool]) -> list[Node]:
+def _first_of_those_before(nodes: list[Node], departs: Departs) -> list[Node]:
     """Find the first node with which the part up to it departs: of a graph that writes to its values, a later part cannot run alone."""
     fine, departing = 0, len(nodes)
     while departing - fine > 1:
@@ -111,7 +118,7 @@ class _Compiling:
         return load_compiled(path)
 
 
-def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphModule], Callable[..., Any]], *, fails: bool) -> bool:
+def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphModule], Callable[..., Any]], *, fails: bool) -> bool | None:
     """Return whether a part of a graph, compiled, gives other values than interpreted; or, of a graph that fails, whether the part does."""
     part, sources, results = _part(nodes)
     if not results:
@@ -127,7 +134,7 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
         try:
             got = compiling(_part(nodes)[0])(*given())
         except Exception:  # noqa: BLE001  # compilers and generated code may raise anything
-            return fails
+            return True if fails else None
     if fails:
         return False
     distances = [relative_distance(a, b) for a, b in zip(expected, got, strict=True)]
