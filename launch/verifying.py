@@ -169,8 +169,9 @@ class Verifier:
             CompileError: one will, and the run requires that none does.
         """
         self.decided[finding.graph] = finding.interpreted
-        self._folder.mkdir(exist_ok=True)
-        replace_file(self._folder / f"{finding.graph}.json", canonical_json(asdict(finding)), durable=False)
+        with suppress(OSError):  # in a cache that cannot be written, as one that came with an image: the next run compares again
+            self._folder.mkdir(exist_ok=True)
+            replace_file(self._folder / f"{finding.graph}.json", canonical_json(asdict(finding)), durable=False)
         if finding.interpreted:
             self._tell(finding)
             if self._required:

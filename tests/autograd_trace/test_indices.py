@@ -38,7 +38,7 @@ INDICES = ([0, 2, 3], [1, 0, -1], [1, 2, -7], [0, 1, 4], [0, 1, 6], [0, 1, 24])
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-@pytest.mark.matrix("index_add", "index_select")
+@pytest.mark.matrix("index_select")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_index_is_allowed_compiled_where_it_is_interpreted(name: str, tmp_path: Path) -> None:
     take = OPERATORS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,11 +94,10 @@ def test_two_ranks_find_it_and_decide_alike(fault: str, package: Package, data: 
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x).relu()
-        return found
+        return (x * self.scale).relu()
 
 
 def small_job() -> Job:
@@ -144,8 +144,8 @@ def test_a_graph_that_differs_is_told_with_its_operator_line_output_and_distance
     (warning,) = (warning.data for warning in warnings_of(faulty.run_dir))
     assert warning["graph"] == "train.only"
     assert warning["operator"] == "aten.relu.default"
-    assert "test_verifying.py" in warning["place"] and "self.layer(x).relu()" in warning["place"]
-    assert warning["output"] in ("gradient of layer.weight", "gradient of layer.bias", "loss, metrics and weight")
+    assert "test_verifying.py" in warning["place"] and "(x * self.scale).relu()" in warning["place"]
+    assert warning["output"] in ("gradient of scale", "loss, metrics and weight")
     assert warning["distance"] > warning["explained"]
 
 
@@ -209,3 +209,14 @@ def test_graphs_that_agree_are_compared_once_and_trained(small: Package, small_d
     assert difference(losses, launched(small, small_data, tmp_path / "plain", compile=False)) < 1e-5
     assert warnings_of(tmp_path / "run") == []
     assert {path.stem for path in tmp_path.glob("cache/compiled/*/verified/*")} == {"train.only", "train.update"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_cache_that_takes_no_findings_stops_no_run(
+    small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("trainload.launch.verifying.replace_file", full)
+    assert len(launched(small, small_data, tmp_path / "run")) == STEPS
