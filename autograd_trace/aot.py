@@ -59,6 +59,7 @@ from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.indices import forbid_negative_indices
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
+from trainload.capture.blame import raised
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import differentiates, has_checkpoints
 from trainload.capture.operators import is_overload, is_seeded
@@ -378,8 +379,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     except OSError:
         raise
     except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise NotCompiled(f"{type(error).__name__}: {said[0][:300]}" if said else type(error).__name__) from error
+        raise NotCompiled(raised(error)) from error
     artifact.save(path=str(path), format="binary")
 
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from trainload.autograd_trace.graphs import TANGENT
 from trainload.autograd_trace.remat import RECOMPUTES, REPEATED
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import is_collective, is_overload
 
 aten = torch.ops.aten
 
@@ -31,7 +31,6 @@ _CALLS = frozenset(
     | {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"}
 )
 """Operators that compilers call libraries for: their inputs must lie in memory as they are, so that holding one back costs a copy of it."""
-_COLLECTIVES = "_c10d_functional"
 
 
 def hold_back(module: GraphModule) -> None:
@@ -81,7 +80,7 @@ def hold_back(module: GraphModule) -> None:
 def _has_an_element(node: Node) -> bool:
     """Whether a node's value may be asked for its first element. The result of a collective may still be on its way."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or getattr(node.target, "namespace", "") == _COLLECTIVES:
+    if not isinstance(value, Tensor) or is_collective(node):
         return False
     return value.is_floating_point() and all(statically_known_true(size >= 1) for size in value.shape)
 

@@ -1,8 +1,8 @@
-"""Makes compiled operators demand of their indices what the interpreted ones demand.
+"""Makes compiled operators reject the indices that the interpreted ones reject.
 
-Inductor takes an index below zero for one that counts from the end, in every operator. Some operators forbid it, and raise in eager mode; a
-compiled graph would go on with another row. Before compilation their indices below zero are replaced by one that is beyond any size, which
-the code that Inductor generates raises for.
+Inductor lets a negative index count from the end in every operator. Some operators reject it in eager mode; compiled, they would use
+another row. So before compilation a negative index of theirs is replaced by one that is out of range for any size, for which the code that
+Inductor generates raises.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from trainload.capture.operators import calls_in
 
 aten = torch.ops.aten
 _BEYOND = 2**31 - 1
-"""An index that no dim has, in int32 and int64."""
+"""An index that is out of range for any dim, as int32 or int64."""
 _INDEX = 2
-"""Where the index stands among the arguments of these operators."""
+"""The position of the index in the arguments of these operators."""
 _FROM_ZERO = frozenset({aten.index_add.default, aten.index_copy.default, aten.index_select.default})
-"""Operators that take no index below zero, and whose index Inductor does not check for it."""
+"""Operators that reject a negative index, which Inductor does not check in them."""
 
 
 def forbid_negative_indices(module: GraphModule) -> None:
-    """Replace indices below zero of operators that take none by one that raises. In place; what an allowed index gives stays the same.
+    """Replace negative indices of operators that reject them by an index that raises. In place; results of valid indices do not change.
 
     Args:
         module: a flat graph that is about to be compiled. Every node has `meta["val"]`.

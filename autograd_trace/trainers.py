@@ -132,9 +132,11 @@ def make_optimizers(job: Job) -> Optimizers:
     graphs, shared = _training(job)
     made = {}
     for name, graph in graphs.items():
-        factory = graph.optimizer or (job.optimizer if name == shared[0] else None)
-        if factory is not None:
-            made[name] = _made(job, factory, _place(name, graph))
+        if name in shared[1:]:
+            continue
+        factory = graph.optimizer or job.optimizer
+        assert factory is not None, "a graph without an optimizer was refused"
+        made[name] = _made(job, factory, _place(name, graph))
     return made
 
 

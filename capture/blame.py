@@ -355,6 +355,12 @@ def _gist(text: str) -> str:
     return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(text)
 
 
+def raised(error: Exception) -> str:
+    """Return what was raised as "ValueError: the first line of its text"."""
+    text = first_line(str(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def first_line(text: str) -> str:
     """The first line of what was raised that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]

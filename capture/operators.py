@@ -72,6 +72,11 @@ def nodes_in(module: GraphModule) -> Iterator[Node]:
     return (node for part in graphs_in(module) for node in part.graph.nodes)
 
 
+def is_collective(node: Node) -> bool:
+    """Return whether a node calls a functional collective, or waits for one."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
 def calls_in(module: GraphModule) -> Iterator[Node]:
     """Every call of an operator, bodies included."""
     return (node for node in nodes_in(module) if node.op == "call_function")

@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from trainload.capture import marks
-from trainload.capture.blame import first_line
+from trainload.capture.blame import raised
 from trainload.capture.causes import BREAK, CONSTRAINT, SPECIALISED, VALUES
 from trainload.capture.errors import CaptureError
 from trainload.capture.finding import Place
@@ -51,7 +51,7 @@ def could_help(page: CaptureError) -> bool:
 
 def tried_too(page: Exception, error: Exception) -> None:
     """Notes on the non-strict mode's page, which still holds, why the strict one did not do."""
-    page.add_note(f"torch.export's strict mode was tried too: {type(error).__name__}: {first_line(str(error))}")
+    page.add_note(f"torch.export's strict mode was tried too: {raised(error)}")
 
 
 def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:

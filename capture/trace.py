@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error, explained, first_line, no_gradient, own_backward
+from trainload.capture.blame import capture_error, explained, no_gradient, own_backward, raised
 from trainload.capture.errors import CaptureError, JobError, RequestError
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
@@ -155,7 +155,7 @@ def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
         raise CaptureError(
             f"torch.export's strict mode cannot capture the {target.name} graph",
             where=str(place_of_error(error) or f"graph {target.name}"),
-            got=f"{type(error).__name__}: {first_line(str(error))}",
+            got=raised(error),
             cure="Leave strict out: the non-strict mode takes most models, and says more of those that it does not.",
         ) from error
 

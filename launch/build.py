@@ -281,9 +281,11 @@ class _Failed:
         raise NotCompiled(f"{self.name}: {self.reason}")
 
 
-def uncompiled_graphs(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0) -> dict[str, GraphModule]:
+def uncompiled_graphs(
+    package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True
+) -> dict[str, GraphModule]:
     """Return what a build is compiled from, by the names within the build: graphs that can be called, and looked into."""
-    graphs, _ = _make_graphs(package, plan, device, pipeline_index, evaluates=True)
+    graphs, _ = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
     return _modules(graphs)
 
 

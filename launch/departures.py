@@ -1,5 +1,5 @@
-"""Finds the operator at which a compiled graph departs from the interpreted one: by halving the graph, each half on the values that the
-interpreted graph has there.
+"""Finds the operator at which a compiled graph departs from the interpreted one, by bisection: parts of the graph are compiled and called
+with the values that the interpreted graph has there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from trainload.autograd_trace.aot import compile_graph, load_compiled
 from trainload.capture.distance import relative_distance
-from trainload.capture.operators import is_overload
-from trainload.launch.rounding import EXPLAINED, FACTOR, moved_runs
-from trainload.sharding.collectives import is_collective
+from trainload.capture.operators import is_collective, is_overload
+from trainload.launch.rounding import EXPLAINED, explained_distances, rounded_runs
 
 _SHOWN = 3
 
 Values = dict[Node, Any]
 Departs = Callable[[Sequence[Node]], bool | None]
-"""Whether a part of a graph departs; None where it cannot be compiled or called by itself."""
+"""A function that says whether a part of a graph departs: None for a part that cannot be compiled or called by itself."""
 
 
 class _Recorder(Interpreter):
@@ -132,7 +131,7 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
     with torch.no_grad():
         expected = part(*given())
         try:
-            got = compiling(_part(nodes)[0])(*given())
+            got = compiling(_part(nodes)[0])(*given())  # another copy: compiling changes it
         except Exception:  # noqa: BLE001  # compilers and generated code may raise anything
             return True if fails else None
     if fails:
@@ -140,9 +139,8 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
     distances = [relative_distance(a, b) for a, b in zip(expected, got, strict=True)]
     if all(distance <= EXPLAINED for distance in distances):
         return False
-    runs = [outputs for _, outputs in moved_runs(part, given)]
-    moved = [max(relative_distance(a, run[at]) for run in runs) for at, a in enumerate(expected)]
-    return any(not d <= max(EXPLAINED, FACTOR * m) for d, m in zip(distances, moved, strict=True))
+    explained = explained_distances(expected, [results for _, results in rounded_runs(part, given)])
+    return any(not distance <= most for distance, most in zip(distances, explained, strict=True))
 
 
 def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:

@@ -1,8 +1,8 @@
-"""How far rounding alone moves a graph's values: what a compiled graph may differ by from the interpreted one.
+"""Measures how much rounding alone changes a graph's values: the greatest difference that a compiled graph may have.
 
-A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values in registers of more digits. How far
-that moves a result depends on the graph and on its inputs: a bias before a BatchNorm has a gradient of rounding errors alone, and a
-comparison may go the other way. So the graph itself is asked, by running it with every result moved by a last place at random.
+A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values in registers with more digits. The
+effect on a result depends on the graph and on its inputs: the gradient of a bias before a BatchNorm consists of rounding errors, and a
+comparison may have another outcome. So the graph is run again with a random error of one unit in the last place of every result.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
-from trainload.sharding.collectives import is_collective
+from trainload.capture.distance import relative_distance
+from trainload.capture.operators import is_collective
 
-RUNS = 2
-"""So many runs are made; the further one counts."""
-FACTOR = 10.0
-"""A compiled graph may be so many times as far away: a sum of many terms rounds more than once."""
 EXPLAINED = 1e-5
 """A relative distance that float32 explains in any graph: no run is made for less."""
+_RUNS = 2
+"""The number of runs; the greatest distance counts."""
+_FACTOR = 10.0
+"""How many times that distance a compiled graph may have: a sum of many terms rounds more than once."""
 
 
 class Rounding(Interpreter):
-    """Runs a graph with each floating-point result moved by a unit in its last place, up, down or not at all, element by element.
+    """Runs a graph with each element of a floating-point result changed by one unit in its last place, up, down or not at all.
 
-    Results that share memory with an input are left alone: they are views, or are written in place. So are those of collectives, which are
-    there only when they have been waited for.
+    Results that share memory with an input are left as they are: they are views, or are written in place. So are those of collectives,
+    which are not complete before a wait.
 
     Args:
         module: the graph.
-        seed: of the moves.
+        seed: of the random changes.
 
     Example:
         Rounding(graph, 0).run(*arguments)
@@ -45,17 +46,14 @@ class Rounding(Interpreter):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def run_node(self, node: Node) -> Any:
-        """Run a node, and move what it gives."""
+        """Run a node and change its result."""
         value = super().run_node(node)
         if node.op != "call_function" or is_collective(node):
             return value
-        shared = {_storage(source) for source in self._inputs_of(node)} - {None}
-        return map_aggregate(value, lambda each: self._moved(each, shared))
+        shared = {_storage(self.env.get(source)) for source in node.all_input_nodes} - {None}
+        return map_aggregate(value, lambda each: self._changed(each, shared))
 
-    def _inputs_of(self, node: Node) -> list[Any]:
-        return [self.env.get(source) for source in node.all_input_nodes]
-
-    def _moved(self, value: Any, shared: set[int | None]) -> Any:
+    def _changed(self, value: Any, shared: set[int | None]) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or _storage(value) in shared:
             return value
         if value.device not in self._generators:
@@ -68,11 +66,26 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
-def moved_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """Return (arguments, results) of each run. given: makes the arguments of a run, which may be written in place."""
+def rounded_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Return the arguments and results of each run.
+
+    Args:
+        module: the graph. Every rank that its collectives name must call this.
+        given: makes the arguments of a run, which may be written in place.
+    """
     found = []
-    for seed in range(RUNS):
+    for seed in range(_RUNS):
         arguments = given()
         with torch.no_grad():
             found.append((arguments, Rounding(module, seed).run(*arguments)))
     return found
+
+
+def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Return the greatest relative distance that rounding explains, of each value.
+
+    Args:
+        expected: values of the interpreted graph.
+        runs: the same values of `rounded_runs`.
+    """
+    return [max(EXPLAINED, *(_FACTOR * relative_distance(value, run[at]) for run in runs)) for at, value in enumerate(expected)]

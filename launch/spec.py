@@ -66,7 +66,7 @@ class RunSpec(BaseModel):
     """Checkpoints that are kept: the newest, those with the lowest losses of evaluation, those at multiples of a step."""
     compile: bool = True
     require_compiled: bool = False
-    """Whether a graph that would run interpreted ends the run."""
+    """True: a graph that would run interpreted ends the run."""
     output: str | None = None
     weights: Weights = "mean"
     """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""

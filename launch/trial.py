@@ -21,7 +21,7 @@ from trainload.launch.drawing import draw_of, next_calls
 from trainload.launch.engine import Engine
 from trainload.launch.opening import trained_package
 from trainload.launch.spec import RunSpec
-from trainload.launch.verifying import Finding, Verifier
+from trainload.launch.verifying import Comparison, Verifier
 from trainload.launch.worker import built_for, open_data, set_threads
 from trainload.sharding.check_plan import check_plan
 
@@ -50,9 +50,9 @@ class Trial:
     weights: float
     first_step: float
     step: float
+    compare: float
     compiled: bool
-    compare: float = 0.0
-    interpreted: tuple[str, ...] = ()
+    interpreted: tuple[str, ...]
 
 
 def try_out(spec: RunSpec, local_world: int) -> Trial:
@@ -86,7 +86,8 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
             data, _ = open_data(spec, package)
         with timed("compile"):
             built, folder = built_for(spec, package, 0)
-            found: list[Finding] = []
+            found: list[Comparison] = []
+            verifier: Verifier | None = None
             if folder is not None:
                 verifier = Verifier(package, plan, 0, device_of(plan), folder, None, required=spec.require_compiled, tell=found.append)
                 built = verifier.verified(built)
@@ -105,6 +106,6 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
                 draws = [draw_of(of_one, data, dispatcher) for of_one in calls]
                 engine.step(step, draws)
                 steps.append(time.perf_counter() - began)
-    compared = verifier.taken() if folder is not None else 0.0
+    compare = 0.0 if verifier is None else verifier.taken()
     told = tuple(map(str, found))
-    return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compiled=built.compiled, interpreted=told, compare=compared)
+    return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compare=compare, compiled=built.compiled, interpreted=told)

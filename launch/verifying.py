@@ -3,7 +3,7 @@
 The freeze has compared the interpreted graph with eager PyTorch; a run trains what Inductor makes of it. So the first call of every
 compiled graph is made twice, on what the run gives it: rows, parameters, the optimizer's state. A graph of a batch is then called on one
 more row as well. Whether they differ beyond what rounding explains (`rounding.py`) is decided by all ranks together. What a rank's node has
-found of a build is kept beside it; what a run has decided is kept in its checkpoints, so that a restart anywhere goes on with the same
+found of a build is kept beside it; what a run has decided is stored in its checkpoints, so that a restart anywhere continues with the same
 graphs.
 """
 
@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from trainload.autograd_trace.graphs import Port, Role
+from trainload.capture.blame import raised
 from trainload.capture.distance import relative_distance
 from trainload.capture.errors import CompileError, PackageError
 from trainload.launch.build import Built, BuiltGraph, Call, uncompiled_graphs
 from trainload.launch.departures import departing, named, recorded
 from trainload.launch.groups import gathered
 from trainload.launch.replacing import replace_file
-from trainload.launch.rounding import EXPLAINED, FACTOR, moved_runs
+from trainload.launch.rounding import EXPLAINED, explained_distances, rounded_runs
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective
@@ -44,8 +45,8 @@ Labelled = list[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What came of comparing a compiled graph.
+class Comparison:
+    """The outcome of comparing a compiled graph with the interpreted one.
 
     Attributes:
         graph: its name within the build, such as "train.only".
@@ -81,14 +82,14 @@ class Finding:
 
 
 class Verifier:
-    """What the compared graphs of one rank have in common.
+    """Compares the graphs of one rank's build.
 
     Args:
         package: what is trained.
         plan: how.
         rank: this rank.
         device: where it computes.
-        folder: of the build, in which the findings are kept.
+        folder: of the build, in which the comparisons are kept.
         control: all ranks, on a backend of its own; None: there is one rank, or the others do not exist.
         required: whether a graph that would run interpreted ends the run instead.
         decided: graph -> whether it runs interpreted, as the run has decided before.
@@ -107,7 +108,7 @@ class Verifier:
         *,
         required: bool = False,
         decided: Mapping[str, bool] | None = None,
-        tell: Callable[[Finding], None] = lambda _: None,
+        tell: Callable[[Comparison], None] = lambda _: None,
         comparing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._package, self._plan, self._rank, self._device = package, plan, rank, device
@@ -116,6 +117,7 @@ class Verifier:
         self._plain: Mapping[str, GraphModule] = {}
         self._buckets = {bucket.name: bucket for bucket in plan.held_buckets(self._index)}
         self._collectives: Mapping[str, Sequence[Collective]] = {}
+        self._names: set[str] = set()
         self.comparing = comparing
         self.decided = dict(decided or {})
         self.seconds = 0.0
@@ -126,23 +128,27 @@ class Verifier:
         Raises:
             CompileError: one that runs interpreted is among these, and the run requires that none does.
         """
-        self._collectives = built.collectives
-        failed = [Finding(name, interpreted=True, error=reason) for name, reason in built.failed.items()]
-        known = self._known(built.names())
-        found = {finding.graph: finding for each in gathered(failed, self._control) for finding in each} | known
-        for name, finding in found.items():
-            self.decided.setdefault(name, finding.interpreted)
-        interpreted = [found.get(name, Finding(name, interpreted=True)) for name, decided in sorted(self.decided.items()) if decided]
-        for finding in interpreted:
-            self._tell(finding)
+        self._collectives, self._names = built.collectives, built.names()
+        failed = [Comparison(name, interpreted=True, error=reason) for name, reason in built.failed.items()]
+        known = self._known(self._names)
+        found = {comparison.graph: comparison for each in gathered(failed, self._control) for comparison in each} | known
+        for name, comparison in found.items():
+            self.decided.setdefault(name, comparison.interpreted)
+        interpreted = [found.get(name, Comparison(name, interpreted=True)) for name, decided in sorted(self.decided.items()) if decided]
+        for comparison in interpreted:
+            self._tell(comparison)
         if interpreted and self._required:
             raise _refused(interpreted[0])
-        return built.replaced(self._chosen)
+        chosen = built.replaced(self._chosen)
+        self._release()
+        return chosen
 
     def plain(self, name: str) -> GraphModule:
         """Return the interpreted graph of this name."""
         if not self._plain:
-            self._plain = uncompiled_graphs(self._package, self._plan, self._device, self._index)
+            without = self._package.manifest.step_graphs(evaluates=False)
+            evaluates = any(self._captured(each) not in without for each in self._names)
+            self._plain = uncompiled_graphs(self._package, self._plan, self._device, self._index, evaluates=evaluates)
         return self._plain[name]
 
     def taken(self) -> float:
@@ -158,24 +164,25 @@ class Verifier:
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
         return bool(said)
 
-    def first(self, finding: Finding | None) -> Finding | None:
+    def first(self, comparison: Comparison | None) -> Comparison | None:
         """Return what the first rank that has found something has found. All ranks call it."""
-        return next((each for each in gathered(finding, self._control) if each is not None), None)
+        return next((each for each in gathered(comparison, self._control) if each is not None), None)
 
-    def decide(self, finding: Finding) -> None:
-        """Keep a finding, which is the same on every rank, and say it where a graph will run interpreted.
+    def decide(self, comparison: Comparison) -> None:
+        """Keep a comparison, which is the same on every rank, and say it where a graph will run interpreted.
 
         Raises:
             CompileError: one will, and the run requires that none does.
         """
-        self.decided[finding.graph] = finding.interpreted
+        self.decided[comparison.graph] = comparison.interpreted
+        self._release()
         with suppress(OSError):  # in a cache that cannot be written, as one that came with an image: the next run compares again
             self._folder.mkdir(exist_ok=True)
-            replace_file(self._folder / f"{finding.graph}.json", canonical_json(asdict(finding)), durable=False)
-        if finding.interpreted:
-            self._tell(finding)
+            replace_file(self._folder / f"{comparison.graph}.json", canonical_json(asdict(comparison)), durable=False)
+        if comparison.interpreted:
+            self._tell(comparison)
             if self._required:
-                raise _refused(finding)
+                raise _refused(comparison)
 
     def labelled(self, graph: BuiltGraph, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Labelled:
         """Return what a call of a graph gave, and what an update wrote, with what each is called; of a bucket, each parameter's part."""
@@ -197,12 +204,19 @@ class Verifier:
 
     def place(self, graph: str, nodes: Sequence[str]) -> str:
         """Return the user's line that the first of these nodes comes from; empty where none is known."""
-        names = self._package.manifest.step_graphs()
-        captured = max((name for name in names if f"{graph}.".startswith(f"{name}.")), key=len, default=None)
-        if captured is None or not nodes:
+        if graph.endswith(update_name("")) or not nodes:
             return ""
-        places = places_in_step(self._package, captured, self._device)
+        places = places_in_step(self._package, self._captured(graph), self._device)
         return next((places[node] for node in nodes if node in places), "")
+
+    def _release(self) -> None:
+        """Drop the interpreted graphs when all graphs are decided about: those that run are held by their callers."""
+        if self.decided.keys() >= self._names:
+            self._plain = {}
+
+    def _captured(self, graph: str) -> str:
+        """The captured graph that one of the build is made of, or that it updates after."""
+        return max((name for name in self._package.manifest.step_graphs() if f"{graph}.".startswith(f"{name}.")), key=len)
 
     def _chosen(self, graph: BuiltGraph) -> Call:
         if graph.name in self.decided:
@@ -211,21 +225,21 @@ class Verifier:
             return graph.call  # the other ranks do not exist
         return _Compared(self, graph)
 
-    def _known(self, names: Collection[str]) -> dict[str, Finding]:
-        """What all ranks' nodes have found of this build before, where they agree."""
-        mine = {name: finding for name in sorted(names) if (finding := self._read(name)) is not None}
+    def _known(self, names: Collection[str]) -> dict[str, Comparison]:
+        """The earlier comparisons of this build that all ranks' nodes have in common."""
+        mine = {name: comparison for name in sorted(names) if (comparison := self._read(name)) is not None}
         every = gathered(mine, self._control)
-        return {name: finding for name, finding in mine.items() if all(each.get(name) == finding for each in every)}
+        return {name: comparison for name, comparison in mine.items() if all(each.get(name) == comparison for each in every)}
 
-    def _read(self, name: str) -> Finding | None:
+    def _read(self, name: str) -> Comparison | None:
         path = self._folder / f"{name}.json"
         try:
-            return Finding(**parse_canonical(path.read_bytes(), str(path)))
+            return Comparison(**parse_canonical(path.read_bytes(), str(path)))
         except (FileNotFoundError, PackageError, TypeError):
             return None
 
     def _slots(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
-        """What a flat tensor of a bucket, or of this rank's share of it, has of each parameter."""
+        """The part of each parameter in a flat tensor of a bucket, or of this rank's share of it."""
         start = 0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
         found: Labelled = []
         for slot in bucket.slots:
@@ -240,10 +254,10 @@ def is_update(graph: BuiltGraph) -> bool:
     return not graph.inputs
 
 
-def _refused(finding: Finding) -> CompileError:
+def _refused(comparison: Comparison) -> CompileError:
     return CompileError(
         "a graph cannot run compiled",
-        where=str(finding),
+        where=str(comparison),
         expected="compiled graphs that give what the interpreted ones give (require_compiled)",
         cure="Leave require_compiled out, and it runs interpreted; or write in another way what is named.",
     )
@@ -269,14 +283,18 @@ class _Compared:
         verifier, graph = self._verifier, self._graph
         plain = verifier.plain(graph.name)
         trial = _Trial(verifier, graph, plain, arguments)
-        finding = trial.finding()
-        more = _one_more_row(plain, graph.inputs, arguments) if finding is None else None
+        comparison = trial.difference()
+        more = _one_more_row(plain, graph.inputs, arguments) if comparison is None else None
         if more is not None:
-            with suppress(RuntimeError, ValueError, IndexError):  # the graph does not take this number of rows: nothing is compared
-                finding = _Trial(verifier, graph, plain, more).finding()
-        verifier.decide(finding or Finding(graph.name))
-        self._call = graph.call if finding is None else plain
-        return trial.results(compiled=finding is None)
+            try:
+                longer = _Trial(verifier, graph, plain, more)
+            except (RuntimeError, ValueError, IndexError):  # the graph does not take this number of rows: nothing is compared
+                pass
+            else:
+                comparison = longer.difference()
+        verifier.decide(comparison or Comparison(graph.name))
+        self._call = graph.call if comparison is None else plain
+        return trial.results(compiled=comparison is None)
 
 
 class _Trial:
@@ -295,8 +313,7 @@ class _Trial:
         try:
             self._got = graph.call(*self._given)
         except Exception as error:  # noqa: BLE001  # generated code may raise anything, and the interpreted graph has raised nothing
-            said = [line.strip() for line in str(error).splitlines() if line.strip()]
-            self._error = ": ".join([type(error).__name__, *said[:1]])[:400]
+            self._error = raised(error)
 
     def results(self, *, compiled: bool) -> Sequence[Tensor]:
         """Return what the chosen call gave, and leave in the arguments what it wrote."""
@@ -307,7 +324,7 @@ class _Trial:
                 value.copy_(written)
         return self._got
 
-    def finding(self) -> Finding | None:
+    def difference(self) -> Comparison | None:
         """Return how they differ beyond what rounding explains, the same on every rank; None where they do not."""
         verifier = self._verifier
         expected = verifier.labelled(self._graph, self._arguments, self._expected)
@@ -315,18 +332,18 @@ class _Trial:
         far = bool(self._error) or any(not distance <= EXPLAINED for distance in distances)
         if not verifier.agreed(far):
             return None
-        runs = [self._distances(expected, *run) for run in moved_runs(self._plain, self._copy)]
-        explained = [max(EXPLAINED, *(FACTOR * run[at] for run in runs)) for at in range(len(expected))]
+        runs = [verifier.labelled(self._graph, *run) for run in rounded_runs(self._plain, self._copy)]
+        explained = explained_distances([value for _, value in expected], [[value for _, value in run] for run in runs])
         beyond = [at for at, distance in enumerate(distances) if not distance <= explained[at]]
         differs = bool(self._error or beyond)
         if not verifier.agreed(differs):
             return None
         values = recorded(self._plain, self._copy())  # it calls the graph's collectives, so every rank does
-        mine: Finding | None = None
+        mine: Comparison | None = None
         if differs:
             nodes = departing(self._plain, values, fails=bool(self._error))
             place = verifier.place(self._graph.name, [node.name for node in nodes])
-            mine = Finding(self._graph.name, interpreted=True, operator=named(nodes), place=place, error=self._error)
+            mine = Comparison(self._graph.name, interpreted=True, operator=named(nodes), place=place, error=self._error)
         if beyond and mine is not None:
             worst = max(beyond, key=lambda at: distances[at] / explained[at])
             distance = distances[worst] if math.isfinite(distances[worst]) else None

@@ -40,7 +40,7 @@ from trainload.launch.opening import trained_package
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.launch.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
-from trainload.launch.verifying import Finding, Verifier
+from trainload.launch.verifying import Comparison, Verifier
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 
@@ -241,9 +241,9 @@ class _Worker:
         )
         return self._verifier.verified(built)
 
-    def _tell_interpreted(self, finding: Finding) -> None:
+    def _tell_interpreted(self, comparison: Comparison) -> None:
         if self._place.rank == 0:
-            self._contact.write("warning", message=f"{finding}; it runs interpreted, which is slower", **asdict(finding))
+            self._contact.write("warning", message=f"{comparison}; it runs interpreted, which is slower", **asdict(comparison))
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:

@@ -50,11 +50,6 @@ class Collective:
         return f"{self.operator}{reduction} of {self.elements} {self.dtype} in {self.group}"
 
 
-def is_collective(node: Node) -> bool:
-    """Return whether a node calls a functional collective, or waits for one."""
-    return str(node.target).startswith(_PREFIX)
-
-
 def as_json(collectives: Mapping[str, Sequence[Collective]]) -> dict[str, list[list[Any]]]:
     """The collectives of some graphs, by name, as JSON has them."""
     return {name: [list(astuple(each)) for each in called] for name, called in collectives.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.capture.operators import bodies_of, is_overload
+from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.work import EXAMPLE, Sizes, number
 
 aten = torch.ops.aten
@@ -20,7 +20,6 @@ _SAME: set[Any] = {aten._unsafe_view.default, aten.lift_fresh.default, torch.ops
 _SAME_IF_CONTIGUOUS: set[Any] = {aten.reshape.default, aten.contiguous.default}
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _READING: set[Any] = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
-_COLLECTIVES = "_c10d_functional"
 ROUNDED = 64
 """Allocators give multiples of this many bytes; CUDA's, of 512."""
 
@@ -143,7 +142,7 @@ def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> Held:
     freed: dict[int, list[int]] = {}
     for storage, index in last.items():
         freed.setdefault(index, []).append(storage)
-    sent = {made for node, own in storages.made.items() if getattr(node.target, "namespace", "") == _COLLECTIVES for made in own}
+    sent = {made for node, own in storages.made.items() if is_collective(node) for made in own}
     alive = flying = 0
     most = Held(0, 0, 0, "")
     for index, node in enumerate(nodes):

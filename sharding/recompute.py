@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.autograd_trace.remat import Region, Regions, recompute
+from trainload.capture.operators import is_collective
 from trainload.sharding.liveness import Storages
 from trainload.sharding.nodes import ends
 from trainload.sharding.strategies import Recompute
@@ -150,4 +151,4 @@ def _stretches(cuts: list[int], saved: list[int]) -> list[int]:
 
 
 def _is_dear(node: Node) -> bool:
-    return flops(node) > 0 or getattr(node.target, "namespace", "") == "_c10d_functional"
+    return flops(node) > 0 or is_collective(node)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.capture.operators import bodies_of, is_overload
+from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
 from trainload.sharding.work import EXAMPLE, Sizes, bytes_of, flops, number
 
 aten = torch.ops.aten
-_COLLECTIVES = "_c10d_functional"
 _NOT_COMPUTED = {"getitem", "sym_size", "sym_numel", "sym_stride", "_unsafe_view", "lift_fresh", "detach", "alias"}
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "any", "all", "argmax", "argmin"}
 
@@ -71,7 +70,7 @@ def timeline(
         if node.op != "call_function":
             continue
         name = _name(node)
-        if getattr(node.target, "namespace", "") == _COLLECTIVES:
+        if is_collective(node):
             if name == "wait_tensor":
                 waits = max(0.0, done.get(node.all_input_nodes[0], now) - now)
                 rows.append(Row(node.name, name, now, waits, "wait", 0.0, 0.0))

@@ -215,7 +215,7 @@ class DryRunReport:
     free_disk_bytes: int | None
     seconds: dict[str, float]
     run_seconds: float | None
-    interpreted: tuple[str, ...] = ()
+    interpreted: tuple[str, ...]
 
 
 @neutrally

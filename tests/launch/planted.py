@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch.tiny import LENGTH, WORDS, token_rows
+from tests.launch.tiny import Tiny, loss, token_rows
 from tests.laws.worker import train_as_rank
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -22,15 +22,12 @@ Change = Callable[[Graph, Node], Node]
 """Puts another node in a node's place, after it in its graph."""
 
 
-class Subject(nn.Module):
-    """(rows, LENGTH - 1) tokens -> (rows, LENGTH - 1, WORDS) logits."""
+class Subject(Tiny):
+    """With a norm, and a difference."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 8)
-        self.widen = nn.Linear(8, 16)
         self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = functional.relu(self.widen(self.words(tokens)))
@@ -38,14 +35,9 @@ class Subject(nn.Module):
         return logits
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    tokens = batch["tokens"].long()
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def job() -> trainload.Job:
     torch.manual_seed(0)
-    batch = {"tokens": torch.from_numpy(token_rows(4))[:, :LENGTH]}
+    batch = {"tokens": torch.from_numpy(token_rows(4))}
     return trainload.Job(
         Subject(), batch, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1), loss=loss, global_batch=8
     )

@@ -212,7 +212,7 @@ def test_graphs_that_agree_are_compared_once_and_trained(small: Package, small_d
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_cache_that_takes_no_findings_stops_no_run(
+def test_a_cache_that_cannot_be_written_stops_no_run(
     small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
