@@ -1,4 +1,4 @@
-"""Operators whose derivatives torch cannot trace for sizes that change, in terms of others."""
+"""Operators whose derivatives torch cannot trace for sizes that change, or traces without their errors, in terms of others."""
 
 from __future__ import annotations
 
@@ -34,8 +34,29 @@ def _affine_grid(theta: Tensor, size: Sequence[Size], align_corners: bool) -> Te
     return (base @ theta.mT).reshape(theta.shape[0], *spatial, -1)
 
 
-DERIVABLE: dict[Any, Callable[..., Tensor]] = {
+def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
+    """An operator that fails on some matrices. torch differentiates the form of it that gives wrong numbers in place of an error.
+
+    Args:
+        operator: of torch.linalg, which gives results and then `info`, not 0 where it failed.
+        name: as the user knows it.
+        what: the matrices that it fails on.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, info = operator(*args, **kwargs)
+        aten._assert_async.msg((info == 0).all(), f"{name}: a matrix is {what}")
+        return result
+
+    return call
+
+
+DERIVABLE: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: _masked_select,
     aten.affine_grid_generator.default: _affine_grid,
+    aten.linalg_cholesky.default: _checked(torch.linalg.cholesky_ex, "linalg.cholesky", "not positive-definite"),
+    aten.linalg_inv.default: _checked(torch.linalg.inv_ex, "linalg.inv", "singular"),
+    aten.inverse.default: _checked(torch.linalg.inv_ex, "inverse", "singular"),
+    aten.linalg_solve.default: _checked(torch.linalg.solve_ex, "linalg.solve", "singular"),
 }
 """Operator -> what stands for it while a graph is differentiated, called with the operator's own arguments."""

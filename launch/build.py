@@ -38,7 +38,7 @@ from trainload.sharding.rank_graphs import RankGraphs, phases, rank_graphs, stag
 from trainload.sharding.rewrite import BETWEEN, Phase
 from trainload.sharding.step_graphs import step_graphs
 
-BUILD_VERSION = 12
+BUILD_VERSION = 13
 """Part of every key: raise it when the graphs that are made of the same package and plan change."""
 _SHAPING = {
     "strategy",

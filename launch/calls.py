@@ -13,6 +13,7 @@ from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.rounds import TurnCall
 from trainload.capture.program import MAIN
 from trainload.launch.build import BuiltGraph
+from trainload.launch.data.sampler import Rows
 from trainload.launch.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
@@ -25,10 +26,19 @@ def ignore(graph: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one call of a step graph is given. `row`: the number, within the global batch, of its first row."""
+    """What one call of a step graph is given.
+
+    Attributes:
+        batch: name -> (rows, ...) tensor on the CPU.
+        row: the number, within the global batch, of its first row.
+        rows: (n,) int64 numbers of its rows in their data set; None where they are of none.
+        part: of the run's data, that they are of.
+    """
 
     batch: Mapping[str, Tensor]
     row: int
+    rows: Rows | None = None
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

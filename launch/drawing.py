@@ -22,4 +22,6 @@ def next_calls(stream: Iterator[Call], recipe: Recipe, step: int, accumulate: in
 def draw_of(calls: Sequence[Call], data: RunData, dispatcher: Dispatcher) -> Draw:
     """A global batch with the variant that takes it: the same one on every rank, since all of them have rows of one part."""
     constants = data.parts[calls[0].part].constants
-    return Draw([Microbatch(call.batch, call.first_row) for call in calls], dispatcher.pick({**calls[0].batch, **constants}))
+    return Draw(
+        [Microbatch(call.batch, call.first_row, call.rows, call.part) for call in calls], dispatcher.pick({**calls[0].batch, **constants})
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ class GraphResult:
     """What a graph's update came to. The same on every rank.
 
     loss: mean over the global batch; weight: what it was taken over; gradient_norm: before clipping. loss_scale: the one of this update,
-    None where the recipe does not scale the loss; where it does and the norm is not finite, nothing was updated.
+    None where the recipe does not scale the loss; where it does and the norm is not finite, nothing was updated. Nothing was updated
+    either where the weight is 0: loss and metrics are NaN then, and the norm is 0.
     """
 
     loss: float
@@ -70,6 +72,9 @@ class Engine:
         device: where this rank computes.
         built: the plan's callables for this device.
         on_call: told the name, within the build, of each graph that is about to be called.
+
+    Attributes:
+        calling: (graph of the package, microbatch) of this rank in the present step or evaluation so far, the last ones last.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Engine:
         self._on_call = on_call
         self._calls = Calls(package, plan, rank, device, self.held, on_call)
         self._pipeline = PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
+        self.calling: list[tuple[str, Microbatch]] = []
 
     # Steps
 
@@ -104,10 +110,13 @@ class Engine:
         results: dict[str, GraphResult] = {}
         turns: list[tuple[str, GraphResult]] = []
         counts = {turn.graph: turns_before(self._recipe.turns, turn.graph, number) for turn in self._recipe.turns}
+        self.calling = []
         for call in calls_of(self._recipe, number):
             draw = draws[call.draw]
             assert len(draw.microbatches) == self._plan.accumulate, "one microbatch for each accumulation"
             computed = graph_name(call.graph, Mode.COMPUTE, draw.variant)
+            trained = graph_name(call.graph, Mode.TRAIN, draw.variant)
+            self.calling += [(computed if computed in self._built.forward else trained, m) for m in draw.microbatches]
             if computed in self._built.forward:
                 graph = self._built.forward[computed]
                 outputs = [self._calls.call(graph, m, Given(call, i, fed)) for i, m in enumerate(draw.microbatches)]
@@ -127,6 +136,8 @@ class Engine:
         totals, gradients = self._in_turn(name, call, draw, fed) if self._pipeline is None else self._piped(name, call, draw, len(names))
         scaling = self.held.scaling.get(call.graph, [])
         loss_scale = scaling[0].item() if scaling else None
+        if self._has_own_weight(name) and not totals[-1].item():
+            return GraphResult(math.nan, 0.0, dict.fromkeys(names, math.nan), 0.0, loss_scale)
         norm = self._update(name, gradients, totals[-1] * self._calls.scale(call.graph), rates, scaling)
         values = totals.tolist()
         weight = values[-1]
@@ -160,6 +171,7 @@ class Engine:
         for graph in dict.fromkeys(turn.graph for turn in self._recipe.turns):
             computed, evaluated = (graph_name(graph, mode, variant) for mode in (Mode.COMPUTE, Mode.EVAL))
             turn = TurnCall(graph, 0, 0)
+            self.calling = [(evaluated if evaluated in self._package.manifest.graphs else computed, microbatch)]
             if self._pipeline is not None:
                 totals = self._pipeline.evaluate(self._built.stages[evaluated], turn, microbatch)
                 found[graph] = self._pipeline.shared(totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2)
@@ -191,6 +203,10 @@ class Engine:
     def metric_names(self, name: str) -> list[str]:
         """What stands between the loss and the weight in the totals of a training graph."""
         return [o.name for o in self._package.manifest.graphs[name].outputs if o.role == "metric"]
+
+    def _has_own_weight(self, name: str) -> bool:
+        """Return whether a training graph computes its weight, which may be 0, and is not weighed by its rows."""
+        return any(output.role == "weight" for output in self._package.manifest.graphs[name].outputs)
 
     def _phase(self, number: int) -> Phase:
         if self._plan.accumulate == 1:

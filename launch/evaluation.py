@@ -60,25 +60,38 @@ class Evaluation:
         self._data, self._where, self._batches, self._mean = data, where, batches, mean
 
     def __call__(self) -> Evaluated:
-        """All of the data, and each part that has a name. Raises: DataError where there are too few rows for one batch."""
+        """Evaluate all of the data, and each part that has a name and whose weight is not 0.
+
+        Raises:
+            DataError: there are too few rows for one batch, or the weight of all of them is 0.
+        """
         totals: dict[str, Tensor] = {}
         rows = 0
         parts: dict[str, Evaluated] = {}
         with self._engine.averaged() if self._mean else nullcontext():
-            for part in self._data.parts:
+            for number, part in enumerate(self._data.parts):
                 own: dict[str, Tensor] = {}
                 count = 0
-                for microbatch, share, of_all in self._microbatches(part):
+                for microbatch, share, of_all in self._microbatches(number, part):
                     count += of_all
                     for graph, found in self._engine.evaluate(microbatch, part.variant).items():
                         weighed = found.double().cpu() * share
                         for sums in (totals, own):
                             sums[graph] = sums[graph] + weighed if graph in sums else weighed
                 rows += count
-                if part.name is not None and own:
+                if part.name is not None and own and all(values[-1] for values in own.values()):
                     parts[part.name] = self._evaluated(own, count)
         if not totals:
             raise DataError("the held-out data has too few rows for one batch", where=self._where)
+        for graph, values in totals.items():
+            if not values[-1]:
+                raise DataError(
+                    f"the weight of the {rows} held-out rows that were evaluated is 0, so their loss has no mean",
+                    where=f"{self._where}, graph {graph}",
+                    expected="rows that the loss counts: labels that are not all ignored, or a mask that is not all 0",
+                    got="a weight of 0",
+                    cure="Evaluate rows with labels. Loss(weight=...) is what the job counts.",
+                )
         return self._evaluated(totals, rows, parts)
 
     def _evaluated(self, totals: Mapping[str, Tensor], rows: int, parts: Mapping[str, Evaluated] | None = None) -> Evaluated:
@@ -93,7 +106,7 @@ class Evaluation:
         names = ["loss", *self._engine.metric_names(graph)]
         return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
-    def _microbatches(self, part: OpenPart) -> Iterator[tuple[Microbatch, float, int]]:
+    def _microbatches(self, number: int, part: OpenPart) -> Iterator[tuple[Microbatch, float, int]]:
         """The batches of this rank, with the share of the sum over ranks that counts, and how many rows of all ranks that is.
 
         Every row of a part is evaluated; the last few, fewer than there are ranks, by all ranks alike.
@@ -111,8 +124,10 @@ class Evaluation:
                 return
             if count:
                 first = start + lane * count
-                yield Microbatch(data.batch(sequential(data.size, first, count)), first), 1.0, count * lanes
+                rows = sequential(data.size, first, count)
+                yield Microbatch(data.batch(rows), first, rows, number), 1.0, count * lanes
                 start += count * lanes
             else:
-                yield Microbatch(data.batch(sequential(data.size, start, left)), start), 1.0 / lanes, left
+                rows = sequential(data.size, start, left)
+                yield Microbatch(data.batch(rows), start, rows, number), 1.0 / lanes, left
                 start += left

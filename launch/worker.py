@@ -8,6 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from trainload.launch.determinism import deterministic
 from trainload.launch.drawing import draw_of, next_calls
 from trainload.launch.engine import Engine, GraphResult, StepResult
 from trainload.launch.evaluation import Evaluation
+from trainload.launch.explaining import explain
 from trainload.launch.groups import gathered
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
@@ -323,11 +325,15 @@ class _Worker:
         waited = time.perf_counter() - began
         self._activity.at(Phase.STEP)
         draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
-        result = self._engine.step(step, draws)
+        with self._explaining(self._data, self._spec.data, f"step {step + 1}"):
+            result = self._engine.step(step, draws)
         clock.leave_out(self._compared())
         self._demand_finite(step, result)
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
+            self._report_skipped(step, result)
+            if not result.weight:
+                return
             self._contact.write(
                 "step",
                 step=step,
@@ -343,6 +349,17 @@ class _Worker:
                 **rates,
             )
 
+    @contextmanager
+    def _explaining(self, data: RunData, source: str, when: str) -> Iterator[None]:
+        """Raise what a user can act on in place of an error of a kernel."""
+        try:
+            yield
+        except Exception as error:
+            explained = explain(error, self._package, self._engine.calling, data, source, when)
+            if explained is None or explained is error:
+                raise
+            raise explained from error
+
     def _compared(self) -> float:
         """Seconds that comparing compiled graphs has taken since this was last asked, which are told."""
         seconds = 0.0 if self._verifier is None else self._verifier.taken()
@@ -350,11 +367,25 @@ class _Worker:
             self._contact.write("stage", name="compare compiled graphs", seconds=seconds)
         return seconds
 
+    def _report_skipped(self, step: int, result: StepResult) -> None:
+        """Report the updates of a step that were skipped because their batch has no weight."""
+        for graph, found in result.turns:
+            if not found.weight:
+                name = f", graph {graph}" if result.others else ""
+                self._contact.write(
+                    "warning",
+                    message=f"step {step + 1}{name}: the update was skipped, because the weight of its batch is 0: all labels are ignored, "
+                    "or a mask is 0 everywhere",
+                    step=step,
+                )
+
     def _demand_finite(self, step: int, result: StepResult) -> None:
         """Demands numbers that can be trained on, of every update of a step, before anything of it is saved. They are the same on every
         rank, so all of them raise, or none. Raises: DivergedError.
         """
         for graph, found in result.turns:
+            if not found.weight:
+                continue  # nothing was updated
             if not math.isfinite(found.loss):
                 what, value = "loss", found.loss
             elif not self._can_train(graph, found):
@@ -417,7 +448,9 @@ class _Worker:
             return
         self._activity.at(Phase.EVALUATING, step)
         began = time.perf_counter()
-        found = self._evaluation()
+        assert self._eval_data is not None
+        with self._explaining(self._eval_data, str(self._spec.eval_data), f"the evaluation after step {step}"):
+            found = self._evaluation()
         self._compared()
         self._evaluated = (step, found.loss)
         if self._place.rank == 0:
@@ -428,6 +461,8 @@ def _metrics(result: StepResult) -> dict[str, float]:
     """The main graph's metrics; the other graphs' losses, metrics and norms under "graph.loss", ..."""
     found = dict(result.metrics)
     for graph, other in result.others.items():
+        if not other.weight:
+            continue
         found |= {f"{graph}.loss": other.loss, f"{graph}.gradient_norm": other.gradient_norm}
         found |= {f"{graph}.{name}": value for name, value in other.metrics.items()}
     return found

@@ -10,6 +10,7 @@ from trainload.sharding.plan import DATA, Plan, Shard
 from trainload.sharding.recompute import recomputed
 from trainload.sharding.strategies import BatchNorm, Recompute
 from trainload.sharding.tensor.partition import partition
+from trainload.sharding.zero_weight import ignore_zero_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +45,4 @@ def local_step(step: StepGraph, axes: Local) -> StepGraph:
         step = partition(step, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
     if axes.data_ranks > 1:
         step = synchronised(step, axes.data_ranks, DATA)
-    return recomputed(step, axes.recompute)
+    return ignore_zero_weight(recomputed(step, axes.recompute))

@@ -15,7 +15,7 @@ from trainload.packaging.derived import read_derived, write_derived
 from trainload.packaging.read import Package
 from trainload.packaging.source_map import restore_traces, users_line
 
-DERIVATION = 3
+DERIVATION = 4
 """Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
 
 

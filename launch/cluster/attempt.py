@@ -8,9 +8,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -165,7 +167,7 @@ def _loop(config: dict[str, Any]) -> None:
     try:
         if orders.seats.index(place.node) == rank:
             compile_ahead(orders.spec, local_world, contact)
-        with heard(contact.printed), no_secrets_raised():
+        with heard(contact.printed), no_secrets_raised(), _traceback_printed():
             run_worker(orders.spec, place, contact)
     except RunInterrupted:
         return  # the driver says so; for Ray it is no failure
@@ -177,6 +179,18 @@ def _loop(config: dict[str, Any]) -> None:
         raise
     finally:
         contact.close()
+
+
+@contextmanager
+def _traceback_printed() -> Iterator[None]:
+    """Print the traceback of what is raised, for the rank's log; Ray's own report of it does not reach that."""
+    try:
+        yield
+    except RunInterrupted:
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise
 
 
 class Attempt:

@@ -265,7 +265,9 @@ class Supervisor:
         text = last_line(str(next(iter(told.values()), attempt.error)))
         by_rank = {self._order[number] if number < len(self._order) else number: each for number, each in told.items()}
         died = tuple(rank for rank, each in sorted(by_rank.items()) if _is_death(each))
-        gone = self._questions.unreachable({attempt.seats[rank] for rank in died} or set(attempt.seats))
+        # A worker that raised was there to say so, however busy its node is: only where one died, or none began, is a node asked.
+        suspects = {attempt.seats[rank] for rank in died} if told else set(attempt.seats)
+        gone = self._questions.unreachable(suspects)
         self._lost |= gone
         doing = {beat.rank: str(beat.doing) for beat in self._beats}
         if gone:
@@ -308,7 +310,7 @@ class Supervisor:
                 where=str(self._run_dir),
                 expected=f"at most {self._spec.max_failures} failures in a row without a new checkpoint",
                 got="one more",
-                cure=f"Continue from the last checkpoint with: {self._how_to_resume()}",
+                cure=f"{'Continue from the last checkpoint' if self._book.has_checkpoint else 'Begin again'} with: {self._how_to_resume()}",
             ) from failed.cause
         again = self._failures + self._storage_failures - 1
         if again > 0:

@@ -41,6 +41,7 @@ class Call:
     draw: int
     microstep: int
     first_row: int
+    rows: Rows
     batch: dict[str, torch.Tensor]
     part: int = 0
 
@@ -130,7 +131,7 @@ class BatchStream:
             for step in steps:
                 for call in rows_fn(step):
                     batch = data.batch(call.part, call.rows)
-                    if not self._put(Call(call.step, call.draw, call.microstep, call.first_row, batch, call.part)):
+                    if not self._put(Call(call.step, call.draw, call.microstep, call.first_row, call.rows, batch, call.part)):
                         return
         except BaseException as error:  # noqa: BLE001  # handed to the consumer, whose `next` raises it
             self._failure = error

@@ -1,0 +1,76 @@
+"""Explains to a user why a step failed: which row of the data, or which operator of the model, and where it stands in the source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from trainload.capture.blame import first_line
+from trainload.capture.errors import DataError, TrainingError, TrainloadError
+from trainload.launch.calls import Microbatch
+from trainload.launch.data.run_data import RunData
+from trainload.launch.rejected import Rejected, find_rejected
+from trainload.packaging.read import Package
+from trainload.sharding.step_graphs import places_in_step, step_graphs
+
+_CPU = torch.device("cpu")
+_OF_PEERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "process group", "TCPStore")
+"""Words of errors that come of another rank's end, not of what this one computes."""
+
+
+def explain(
+    error: Exception, package: Package, calls: Iterable[tuple[str, Microbatch]], data: RunData, source: str, when: str
+) -> TrainloadError | None:
+    """Return what a user should read in place of an error of a step; None where it may come of another rank or of the hardware.
+
+    Args:
+        error: raised by a graph or by torch.
+        package: what is trained.
+        calls: (graph of the package, what it was called with) of the step on this rank.
+        data: that the microbatches' rows are of.
+        source: the data's place.
+        when: "step 3", "the evaluation after step 3".
+    """
+    if isinstance(error, TrainloadError):
+        return error
+    if _may_be_of_peers(error):
+        return None
+    program = package.program()
+    for graph, microbatch in calls:
+        (step,) = step_graphs(package, _CPU, [graph]).values()
+        rejected = find_rejected(step, microbatch.batch, program.constants, program.state)
+        if rejected is not None:
+            return _data_error(rejected, package, graph, microbatch, data, source, when)
+    if _may_be_of_the_hardware(error):
+        return None
+    return TrainingError(
+        f"{type(error).__name__}: {first_line(str(error)).rstrip('.')}",
+        where=when,
+        cure="The traceback is in the rank's log (trainload logs). It would fail again, so it is not tried again.",
+    )
+
+
+def _may_be_of_peers(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_PEERS)
+
+
+def _may_be_of_the_hardware(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def _data_error(
+    rejected: Rejected, package: Package, graph: str, microbatch: Microbatch, data: RunData, source: str, when: str
+) -> DataError:
+    line = places_in_step(package, graph, _CPU).get(rejected.node, "")
+    part = data.parts[microbatch.part]
+    row = None if rejected.row is None or microbatch.rows is None else int(microbatch.rows[rejected.row])
+    of = source if part.name is None else f"{source}, part {part.name}"
+    return DataError(
+        rejected.problem + (f" at {line}" if line else ""),
+        where=f"{when}, {of if row is None else f'row {row} of {of}'}",
+        expected=rejected.expected,
+        got=rejected.got,
+        cure="Correct the data, of which rows are counted from 0, or what the model computes of it.",
+    )
