@@ -14,6 +14,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where it is set, every process that a test starts would compile the sources anew, and pytest the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
+# Inductor does not try out, in every process, whether the compiler takes the processor's vector instructions.
+export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
@@ -31,9 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Two tests at a time; then those that need both cores, on Ray for one. `make test-long` has what is marked `slow`.
-# Memory that a test has freed is kept for the next one: asking the system for it again takes 6 % of the time.
-TWO := OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=67108864 \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+TWO := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ONE := $(BIN)/python -m pytest
 # What one part has frozen and compiled serves the other.
 SHARE = SHARED_FOLDER=$$(mktemp -d); export SHARED_FOLDER; trap 'rm -rf "$$SHARED_FOLDER"' EXIT; trap 'exit 130' INT TERM

@@ -49,11 +49,26 @@ def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str,
         _check_batch(program, capture, step, each, next((replayed for replayed in known if replayed.is_of(each)), None))
 
 
-def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor], known: Replayed | None) -> None:
-    rows = next(iter(batch.values())).shape[0]
-    scalars = {
-        Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(rows), Role.SCALE: torch.tensor(1.0 / rows),
+def arguments_of(program: Program, step: StepGraph, batch: Mapping[str, Tensor], row: int, rows: int) -> list[Tensor]:
+    """Return what a step graph is called with to be compared.
+
+    Args:
+        program: what the graph was derived from; its state is read.
+        step: the graph.
+        batch: (rows, ...) tensors on the CPU.
+        row: the number of the batch's first row, for what is drawn.
+        rows: that the loss's gradient is divided by.
+    """
+    return _arguments(program, step, batch, _scalars(row, rows))
+
+
+def _scalars(row: int, rows: int) -> dict[Role, Tensor]:
+    return {
+        Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(row), Role.SCALE: torch.tensor(1.0 / rows),
     }  # fmt: skip
+
+
+def _arguments(program: Program, step: StepGraph, batch: Mapping[str, Tensor], scalars: Mapping[Role, Tensor]) -> list[Tensor]:
     arguments = []
     for port in step.inputs:
         match port.role:
@@ -67,6 +82,13 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
                 arguments.append(batch[port.name])
             case _:
                 arguments.append(scalars[port.role])
+    return arguments
+
+
+def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor], known: Replayed | None) -> None:
+    rows = next(iter(batch.values())).shape[0]
+    scalars = _scalars(rows, rows)
+    arguments = _arguments(program, step, batch, scalars)
     with torch.no_grad():
         try:
             results = step.module(*arguments)

@@ -147,15 +147,19 @@ class GroupRecipe(LeanRecord):
     """The graphs whose turns are its optimizer's updates; (): the main one."""
 
 
+MOST = 2**53 - 1
+"""The greatest count of a recipe: graphs take it as int64, and every reader of JSON has it exactly."""
+
+
 class TurnRecipe(BaseModel):
     """When a graph runs within a round: see `trainload.capture.job.Turn`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     graph: str
-    times: int = Field(default=1, ge=1)
-    every: int = Field(default=1, ge=1)
-    start: int = Field(default=0, ge=0)
+    times: int = Field(default=1, ge=1, le=MOST)
+    every: int = Field(default=1, ge=1, le=MOST)
+    start: int = Field(default=0, ge=0, le=MOST)
     fresh: bool = False
 
 
@@ -187,7 +191,7 @@ class LossScale(BaseModel):
     init_scale: float = Field(gt=0)
     growth_factor: float = Field(gt=1)
     backoff_factor: float = Field(gt=0, lt=1)
-    growth_interval: int = Field(ge=1)
+    growth_interval: int = Field(ge=1, le=MOST)
 
 
 class Recipe(LeanRecord):
@@ -204,13 +208,13 @@ class Recipe(LeanRecord):
     groups: tuple[GroupRecipe, ...]
     schedules: tuple[Annotated[tuple[float, ...], Field(min_length=1)], ...] = ()
     """Factors of learning rates, by step; groups share them."""
-    steps: int = Field(ge=1)
-    global_batch: int = Field(ge=1)
+    steps: int = Field(ge=1, le=MOST)
+    global_batch: int = Field(ge=1, le=MOST)
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     loss_scale: LossScale | None = None
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     main: str = MAIN
     """The graph whose loss is the run's."""
     loop: tuple[TurnRecipe, ...] = ()

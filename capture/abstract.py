@@ -54,7 +54,7 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
         program = capture(with_real_batch(job), None)
     trained = trainable_patterns(reduced)
     parameters = tuple(replace(p, trainable=p.trainable and trained.get(pattern(p.name), p.trainable)) for p in program.parameters)
-    graphs = {name: replace(graph, reached=_reached(graph, reduced.graphs.get(name), program)) for name, graph in program.graphs.items()}
+    graphs = {name: _as_in(reduced.graphs.get(name), graph, program) for name, graph in program.graphs.items()}
     program = replace(program, graphs=graphs, parameters=parameters, state={})
     found = difference(program, reduced)
     if found is not None:
@@ -69,7 +69,12 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
     return program, AbstractProof(parameter_count(reduced), structure_of(program))
 
 
-def _reached(graph: GraphCapture, reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
+def _as_in(reduced: GraphCapture | None, graph: GraphCapture, program: Program) -> GraphCapture:
+    """The graph with what was found of its like in the reduced job by running it."""
+    return replace(graph, reached=_reached(reduced, program), coupled=reduced is not None and reduced.coupled)
+
+
+def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
     """The parameters that a graph gives a gradient: those whose like gets one in the reduced job."""
     if reduced is None or reduced.reached is None:
         return None

@@ -156,6 +156,8 @@ class GraphCapture:
     """The trained parameters that get a gradient from its loss, by their owners' names, sorted; None: all of the program's."""
     guard: Guard | None = None
     """Which batches it takes; None where that was not asked, or the package is from before guards."""
+    coupled: bool = False
+    """Whether what it computes of a row depends on the other rows of the call, as a freeze has found; False where none has looked."""
     tracing: Tracing | None = field(default=None, compare=False)
     """How it was captured; None where it was read from a package, whose debug/capture.json says it."""
 

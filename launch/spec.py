@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trainload.autograd_trace.graphs import MOST
 from trainload.capture.errors import PackageError, StorageError
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
@@ -52,7 +53,7 @@ class RunSpec(BaseModel):
     run_dir: str
     checkpoints: str | None = None
     """Where its checkpoints lie: a folder or fsspec URL; None: in the run's folder."""
-    steps: int = Field(ge=0)
+    steps: int = Field(ge=0, le=MOST)
     """Updates; 0: the held-out data is evaluated, and that is all."""
     eval_data: str | None = None
     made: dict[Literal["data", "eval_data"], str] = Field(default_factory=dict)

@@ -45,6 +45,7 @@ from trainload.launch.utilisation import Utilisation, dtypes_of, peaks_of, used_
 from trainload.launch.verifying import Comparison, Verifier
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
+from trainload.sharding.coupled_rows import note_on_coupled_rows
 
 SCALING = "loss scaling"
 """What a checkpoint has of the loss's scale, in what it keeps for the run's user,"""
@@ -284,6 +285,8 @@ class _Worker:
                 nodes=nodes,
                 **({"overrides": changed} if (changed := spec.overrides.model_dump(mode="json", exclude_defaults=True)) else {}),
             )
+            if note := note_on_coupled_rows(self._package.manifest, self._plan):
+                self._contact.write("warning", message=note)
         if self._start == 0:
             self._evaluate(0)
         recipe = self._package.recipe

@@ -17,6 +17,7 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
         outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
         reached=graph.reached,
         guard=None if graph.guard is None else guard_entry(graph.guard),
+        coupled=True if graph.coupled else None,
     )
 
 

@@ -141,7 +141,7 @@ class OutputEntry(Record):
 class GraphEntry(Record):
     """A captured graph and the file that holds it."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"guard", "reached"})
+    later: ClassVar[frozenset[str]] = frozenset({"coupled", "guard", "reached"})
 
     file: SafePath
     inputs: tuple[InputEntry, ...]
@@ -149,6 +149,8 @@ class GraphEntry(Record):
     reached: tuple[Fqn, ...] | None = None
     """As `GraphCapture.reached`."""
     guard: GuardEntry | None = None
+    coupled: Literal[True] | None = None
+    """As `GraphCapture.coupled`."""
 
 
 class ParameterEntry(Record):

@@ -223,7 +223,9 @@ class Package:
             raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
         inputs, outputs = graph_specs(entry)
         guard = graph_guard(entry) if entry.guard is not None else None
-        return GraphCapture(name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard)
+        return GraphCapture(
+            name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard, entry.coupled is True
+        )
 
     def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
         document = read_graph(self.path, self.manifest, file)

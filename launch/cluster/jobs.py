@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import time
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
         arguments: of `trainload`, there.
 
     Returns:
-        The job's id, "trainload-" and the name of the run's folder. It may still wait for its turn.
+        The job's id: "trainload-" and the name of the run's folder, with a number where a job that is over has the name. It may still wait
+        for its turn.
 
     Raises:
         ClusterError: nobody answers at the address, or the cluster does not take the job: there is none.
@@ -35,8 +37,10 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
         TrainingError: the driver ended before it had begun; its last words.
     """
     client = _client(address)
+    before = read_state(run_dir)
     name = f"trainload-{run_dir.name}"
     try:
+        name = _unused(client, name)
         client.submit_job(entrypoint=shlex.join(["python", "-m", "trainload", *arguments]), submission_id=name)
     except RuntimeError as error:
         taken = "already exists" in str(error)
@@ -54,12 +58,22 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             cure=f"Look among its jobs, or ask `trainload status {shlex.quote(str(run_dir))}`.",
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
-    while time.monotonic() < until and read_state(run_dir) is None:
+    while time.monotonic() < until and read_state(run_dir) == before:
         last = _last_words(client, name)
-        if last is not None and read_state(run_dir) is None:
+        if last is not None and read_state(run_dir) == before:
             raise TrainingError("the driver ended before it had begun", where=f"{address}, job {name}", got=last)
         time.sleep(_LOOK_SECONDS)
     return name
+
+
+def _unused(client: Any, name: str) -> str:
+    """The name, or the name with a number, where jobs that are over have those before it."""
+    over = {job.submission_id for job in client.list_jobs() if job.submission_id is not None and job.status.is_terminal()}
+    numbers = itertools.count(2)
+    found = name
+    while found in over:
+        found = f"{name}-{next(numbers)}"
+    return found
 
 
 def _last_words(client: Any, name: str) -> str | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.coupling import are_rows_coupled
 from trainload.autograd_trace.graphs import Recipe, StepGraph, UpdateGraph
 from trainload.autograd_trace.guards import with_guards
 from trainload.autograd_trace.optimizer_groups import with_trained
@@ -92,7 +94,14 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
         for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
             with _answered_by_its_page(program.graphs[name].tracing):
                 check_step(program, name, step, batch, replayed.pop(name, ()))
-    return proven
+    return replace(proven, program=_with_coupled(proven, examples))
+
+
+def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
+    """The program, with what its training graphs' `coupled` is found to be."""
+    program = proven.program
+    found = {n: are_rows_coupled(program, program.graphs[n], step, examples[n]) for n, step in proven.training_steps().items()}
+    return replace(program, graphs={n: replace(graph, coupled=found.get(n, False)) for n, graph in program.graphs.items()})
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
+from trainload.launch.fetching import is_reference, parts_of
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.oci import OciPushReport, is_oci, pull_oci, push_oci
 from trainload.packaging.stores.places import NO_OPTIONS
@@ -39,7 +40,7 @@ def push(
 
     Args:
         package: its folder.
-        store: a folder or fsspec URL, which becomes a store if there is nothing yet; or oci://HOST/NAME:TAG.
+        store: a folder or fsspec URL, which becomes a store if there is nothing yet, or STORE#LINE of one; or oci://HOST/NAME:TAG.
         line: which line. None: the store's only one, or "main" in an empty store.
         promote: whether the release becomes the line's current one.
         only_if: promote only if this release is current now ("none": if none is); otherwise the release is published and not promoted.
@@ -60,6 +61,7 @@ def push(
         if line is not None or not promote or only_if is not None or rejected is not None or facts:
             raise StorageError("a registry has tags, no lines and releases", where=str(store), cure="Give a message alone, or use a store.")
         return push_oci(Path(package), str(store), message=message, debug=debug, options=options, on_progress=on_progress)
+    store, line, _ = _named(store, line, release=None, takes_release=False)
     return push_to_store(
         package,
         store,
@@ -90,7 +92,7 @@ def pull(
     """Get a package. Every byte is compared with its digest before it is visible; what packages beside `path` have is not fetched.
 
     Args:
-        store: a folder or fsspec URL, or oci://HOST/NAME:TAG.
+        store: a folder or fsspec URL, STORE#LINE or STORE#LINE/RELEASE of one, or oci://HOST/NAME:TAG.
         path: the package to write; a folder that does not exist.
         line: which line. None: the store's only one.
         release: its number, or "latest". None: the current one.
@@ -108,6 +110,7 @@ def pull(
         if line is not None or release is not None:
             raise StorageError("a registry has tags, no lines and releases", where=str(store), cure="Name the tag, or a digest.")
         return pull_oci(str(store), Path(path), debug=debug, reuse=reuse, options=options, on_progress=on_progress)
+    store, line, release = _named(store, line, release)
     return pull_from_store(store, path, line=line, release=release, debug=debug, reuse=reuse, options=options, on_progress=on_progress)
 
 
@@ -115,7 +118,7 @@ def releases(store: str | Path, *, line: str | None = None, options: Mapping[str
     """The releases of a store by line, in the order of their numbers, with what is known of each.
 
     Args:
-        store: a folder or fsspec URL.
+        store: a folder or fsspec URL, or STORE#LINE of one.
         line: only this line. None: all.
         options: for fsspec.
 
@@ -123,6 +126,7 @@ def releases(store: str | Path, *, line: str | None = None, options: Mapping[str
         StorageError: there is no store or no such line.
         IntegrityError: a record is damaged.
     """
+    store, line, _ = _named(store, line, release=None, takes_release=False)
     place = Store(store, options)
     lines = place.lines() if line is None else (place.known_line(line),)
     return {name: place.releases(name) for name in lines}
@@ -141,7 +145,7 @@ def promote(
     """Make a release its line's current one: a candidate that has passed, or an older one again.
 
     Args:
-        store: a folder or fsspec URL.
+        store: a folder or fsspec URL, or STORE#LINE of one.
         release: its number, or "latest".
         line: which line. None: the store's only one.
         only_if: the release that must be current now, or "none"; None: whatever is.
@@ -153,5 +157,25 @@ def promote(
         ConflictError: another release is current than `only_if` says; nothing was changed.
         StorageError: there is no such release, it was rejected, or its files were removed.
     """
+    store, line, _ = _named(store, line, release=None, takes_release=False)
     place = Store(store, options)
     return place.promote(place.line(line), release, only_if=only_if, reason=reason, rejected=rejected)
+
+
+def _named(
+    store: str | Path, line: str | None, release: str | int | None, *, takes_release: bool = True
+) -> tuple[str | Path, str | None, str | int | None]:
+    """Return the store, the line and the release that a reference STORE#LINE/RELEASE and its companions name.
+
+    Raises:
+        StorageError: they name different ones, or a release where none is taken.
+    """
+    if not is_reference(store) or is_oci(store):
+        return store, line, release
+    url, own_line, own_release = parts_of(str(store))
+    if own_release is not None and not takes_release:
+        raise StorageError("this names a release", where=str(store), expected="STORE or STORE#LINE", cure="Leave out the release's number.")
+    for what, own, other in (("line", own_line, line), ("release", own_release, release)):
+        if own is not None and other is not None and own != str(other):
+            raise StorageError(f"two {what}s are named", where=str(store), expected=f"one {what}", got=f"{own} and {other}")
+    return url, own_line if line is None else line, own_release if release is None else release

@@ -66,6 +66,7 @@ def test_a_module_in_eval_mode_trains_in_eval_mode(tmp_path: Path) -> None:
     assert_trains_as_eager(job(model), {"x": rows()}, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_below_a_module_in_eval_mode_is_as_it_was_set(tmp_path: Path) -> None:
     model = without_dropout(Model())
     model.head.eval()

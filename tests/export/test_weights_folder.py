@@ -208,6 +208,7 @@ def test_a_model_of_ones_own_loads_it_by_safetensors(trained: Package, tmp_path:
         assert torch.equal(model.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 def test_buffers_outside_the_state_dict_stay_out(trained: Package, tmp_path: Path) -> None:
     made = trainload.export(trained, tmp_path / "small", to="huggingface")
     tensors = load_file(made.path / "model.safetensors")

@@ -205,7 +205,7 @@ def test_an_error_of_ours_that_is_no_request_exits_with_1(monkeypatch: pytest.Mo
         raise RunInterrupted("stopped")
 
     monkeypatch.setattr(shared, "open_package", fails)
-    assert cli.run(["inspect", "x.tl"]) == 1
+    assert cli.run(["ops", "x.tl"]) == 1
 
 
 def test_any_other_error_is_not_turned_into_a_line(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
@@ -214,4 +214,4 @@ def test_any_other_error_is_not_turned_into_a_line(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(shared, "open_package", fails)
     with pytest.raises(ZeroDivisionError):
-        cli.run(["inspect", "x.tl"])
+        cli.run(["ops", "x.tl"])

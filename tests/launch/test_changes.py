@@ -58,6 +58,7 @@ def expected() -> list[float]:
     return eager(dataclasses.replace(job, clip_norm=5.0, schedule=lambda step: schedule(step) * (1.0 if step < HALF else 0.5))).losses
 
 
+@pytest.mark.slow
 def test_a_learning_rate_holds_from_the_last_checkpoint_on(package: Package, begun: Path) -> None:
     trainload.resume(begun, backend="local", steps=STEPS, overrides=trainload.Overrides(lr=0.5 * peak(package)))
     assert difference(expected(), curve(begun)) <= TOLERANCE

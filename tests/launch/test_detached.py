@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,32 @@ class Status:
         return self._over
 
 
-class Jobs:
-    """A cluster's jobs. submit: what becomes of a submission; look: of a question for the job's status."""
+@dataclass(frozen=True)
+class Known:
+    """A job that the cluster had before."""
 
-    def __init__(self, submit: Callable[[], object] = lambda: None, look: Callable[[], Status] = lambda: Status(False)) -> None:
-        self._submit, self._look = submit, look
+    submission_id: str | None
+    status: Status
+
+
+class Jobs:
+    """A cluster's jobs. submit: what becomes of a submission; look: of a question for the job's status; known: those before it.
+
+    submitted: (id, entrypoint) of each submission.
+    """
+
+    def __init__(
+        self, submit: Callable[[], object] = lambda: None, look: Callable[[], Status] = lambda: Status(False), known: Sequence[Known] = ()
+    ) -> None:
+        self._submit, self._look, self._known = submit, look, known
+        self.submitted: list[tuple[str, str]] = []
+
+    def list_jobs(self) -> Sequence[Known]:
+        return self._known
 
     def submit_job(self, entrypoint: str, submission_id: str) -> None:
         self._submit()
+        self.submitted.append((submission_id, entrypoint))
 
     def get_job_status(self, name: str) -> Status:
         return self._look()
@@ -60,6 +79,24 @@ def detached(tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest
         return cli.run([*map(str, arguments), "--address", ADDRESS, "--detach"])
 
     return launch
+
+
+def test_a_run_is_resumed_as_a_job_with_a_name_of_its_own(
+    detached: Callable[[Jobs], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert detached(Jobs()) == 0
+    cluster = Jobs(known=[Known("trainload-one", Status(True)), Known(None, Status(False))])
+    monkeypatch.setattr(jobs, "_client", lambda address: cluster)
+    run_dir = tmp_path / "runs" / "one"
+    assert cli.run(["resume", str(run_dir), "--address", ADDRESS, "--detach", "--workers", "1"]) == 0
+    assert cluster.submitted == [("trainload-one-2", f"python -m trainload resume {run_dir} --address auto --workers 1")]
+
+
+@pytest.mark.parametrize("options", [["--detach"], ["--address", ADDRESS], ["--detach", "--address", "head:6379"]])
+def test_a_dashboards_address_and_detach_go_together(tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    assert cli.run(["resume", str(tmp_path / "run"), *options]) == 2
+    assert "--detach goes with the --address of a cluster's dashboard" in capsys.readouterr().err
 
 
 def is_there(tmp_path: Path) -> bool:

@@ -138,15 +138,21 @@ def test_the_same_job_with_the_library_s_wheel_given_gives_the_same_bytes(source
 
 
 def test_without_the_word_the_refusal_says_what_is_missing_and_how_to_get_it(elsewhere: Path) -> None:
-    line = refused_apart(["inspect", "package.tl"], elsewhere)
+    line = refused_apart(["ops", "package.tl"], elsewhere)
     assert NAMESPACE in line
     assert f"sha256 {library(elsewhere / 'package.tl')['digest']}" in line
     assert "--trust-extensions" in line
     assert f"--library {NAMESPACE}={MODULE}" in line
 
 
+def test_inspect_shows_the_library_without_the_word(elsewhere: Path) -> None:
+    status, said, err = done("inspect", "package.tl", cwd=elsewhere)
+    assert status == 0, err
+    assert NAMESPACE in said and "operator library" in said
+
+
 def test_a_namespace_that_is_only_allowed_is_not_loaded_from_the_wheel(elsewhere: Path) -> None:
-    line = refused_apart(["--library", NAMESPACE, "inspect", "package.tl"], elsewhere)
+    line = refused_apart(["--library", NAMESPACE, "ops", "package.tl"], elsewhere)
     assert "is missing" in line
     assert "Its library was not imported" in line
     assert "--trust-extensions" in line

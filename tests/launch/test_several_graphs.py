@@ -71,7 +71,7 @@ def assert_equal(run_dir: Path, job: trainload.Job, expected: Eager, steps: int 
             assert got == pytest.approx(loss, rel=TOLERANCE, abs=1e-7), (number, graph)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix("actor_critic")
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_run_has_the_losses_and_weights_of_a_plain_loop(
     name: str, packages: Callable[[str], Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path
@@ -104,7 +104,7 @@ def pairs(
     return folder
 
 
-@pytest.mark.matrix("actor_critic-zero3")
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [f"{name}-{strategy}" for name in sorted(JOBS) for strategy in ("zero0", "zero1", "zero3")])
 def test_two_workers_have_the_losses_of_a_plain_loop(pair: str, pairs: Path, plain: dict[str, Eager]) -> None:
     name, _, _ = pair.partition("-")

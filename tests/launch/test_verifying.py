@@ -122,6 +122,14 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("cache")
+def test_graphs_that_agree_are_compared_once_and_trained(small: Package, small_data: Path, tmp_path: Path) -> None:
+    losses = launched(small, small_data, tmp_path / "run")
+    assert difference(losses, launched(small, small_data, tmp_path / "plain", compile=False)) < 1e-5
+    assert warnings_of(tmp_path / "run") == []
+    assert {path.stem for path in tmp_path.glob("cache/compiled/*/verified/*")} == {"train.only", "train.update"}
+
+
 @dataclass(frozen=True, slots=True)
 class Faulty:
     """A run whose compiler had a fault, in a cache of its own."""
@@ -201,14 +209,6 @@ def test_a_graph_that_cannot_be_compiled_runs_interpreted(
     assert launched(small, small_data, tmp_path / "run") == faulty.losses
     (warning,) = warnings_of(tmp_path / "run")
     assert "it cannot be lowered" in warning.data["message"]
-
-
-@pytest.mark.usefixtures("cache")
-def test_graphs_that_agree_are_compared_once_and_trained(small: Package, small_data: Path, tmp_path: Path) -> None:
-    losses = launched(small, small_data, tmp_path / "run")
-    assert difference(losses, launched(small, small_data, tmp_path / "plain", compile=False)) < 1e-5
-    assert warnings_of(tmp_path / "run") == []
-    assert {path.stem for path in tmp_path.glob("cache/compiled/*/verified/*")} == {"train.only", "train.update"}
 
 
 @pytest.mark.usefixtures("cache")

@@ -55,6 +55,14 @@ def test_a_recipe_with_everything_is_read_as_it_was_written() -> None:
     assert [recipe.rates(step) for step in range(3)] == [[0.1], [0.05], [0.05]]
 
 
+@pytest.mark.parametrize("field", ["steps", "global_batch", "seed"])
+def test_a_count_that_is_no_int64_is_refused(field: str) -> None:
+    group = GroupRecipe(name="g", parameters=("p",), learning_rates=(0.1,))
+    counts: dict[str, Any] = {"steps": 1, "global_batch": 1, field: 10**30}
+    with pytest.raises(ValidationError, match="less than"):
+        Recipe(optimizer="SGD", groups=(group,), **counts)
+
+
 def test_a_recipe_that_clips_twice_is_refused() -> None:
     group = GroupRecipe(name="g", parameters=("p",), learning_rates=(0.1,))
     with pytest.raises(ValidationError, match="not both"):

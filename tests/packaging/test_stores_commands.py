@@ -40,6 +40,36 @@ def test_a_package_goes_through_a_store_by_commands(
     assert (cleaned["removed_releases"], cleaned["removed_blobs"]) == (["gpt 1"], 3)
 
 
+def test_a_reference_names_a_line_and_a_release(
+    packaged: Package, second: Package, folder: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = folder.url
+    printed(capsys, "push", packaged.path, f"{store}#gpt")
+    printed(capsys, "push", second.path, f"{store}#gpt")
+    printed(capsys, "push", second.path, f"{store}#other")
+    assert printed(capsys, "pull", f"{store}#gpt/1", "-o", tmp_path / "first.tl")["digest"] == packaged.digest
+    assert printed(capsys, "pull", f"{store}#gpt", "-o", tmp_path / "second.tl")["digest"] == second.digest
+    assert list(printed(capsys, "releases", f"{store}#gpt")["lines"]) == ["gpt"]
+    assert printed(capsys, "promote", f"{store}#gpt", "1")["digest"] == packaged.digest
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["pull", "#gpt/1", "--line", "other", "-o", "out.tl"], "two lines are named"),
+        (["pull", "#gpt/1", "--release", "2", "-o", "out.tl"], "two releases are named"),
+        (["releases", "#gpt/1"], "this names a release"),
+        (["promote", "#gpt/1", "1"], "this names a release"),
+    ],
+)
+def test_a_reference_that_says_too_much_is_rejected(
+    folder: Place, command: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, reference, *others = command
+    assert cli.run([name, folder.url + reference, *others]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_what_people_see(packaged: Package, folder: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = [
         ["push", str(packaged.path), folder.url, "--message", "the first"],

@@ -159,6 +159,7 @@ def test_or_from_the_weights_that_the_line_began_with(from_the_first: Path) -> N
     assert [state.release.parent for state in store.releases(LINE)] == [None, "00000001", "00000001"]
 
 
+@pytest.mark.slow
 def test_a_champion_is_scored_in_the_precision_of_the_challenger(small: Package, folder: Path) -> None:
     config = config_of(
         folder, small, train={"steps": 2, "start": "first", "set": {"precision": "bf16"}}, gate={"require": "eval.loss < 99"}
@@ -219,7 +220,7 @@ def test_the_optimizers_state_is_kept_where_that_is_asked_for(retained: Callable
     assert line.began == [None, str(line.folder / "runs" / LINE / name(0) / "run-1" / "checkpoints" / "step-00000002")]
 
 
-@pytest.mark.matrix("current-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "removed"), [("current", ["1"]), ("first", [])])
 def test_releases_that_were_current_keep_their_files(
     retained: Callable[[str], Retained], tmp_path: Path, start: str, removed: list[str]
@@ -344,6 +345,7 @@ def test_weights_are_carried_to_new_code_by_name(wider: Package, store: Store, t
     assert carried.weights.tensor("0.weight").equal(wider.weights.tensor("0.weight"))
 
 
+@pytest.mark.slow
 def test_of_other_shapes_the_part_that_both_have_can_be_carried(wider: Package, store: Store, tmp_path: Path) -> None:
     old = trainload.open(f"{store.url}#{LINE}/3")
     found = migrate(wider, old, tmp_path / "carried.tl", overlap=True)

@@ -14,8 +14,9 @@ from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import update_length
 from trainload.sharding.strategies import Strategy
 
+pytestmark = pytest.mark.slow  # law 3 has two ranks in every run of the suite
+
 Case = tuple[Strategy, int, int, int]
-of_each_strategy = pytest.mark.matrix("zero3-2-3-1", "hybrid-2-1-600")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 
 
@@ -40,7 +41,6 @@ def gathered(folder: Path, case: Case, kind: str) -> dict[str, Tensor]:
     return unflatten(plan, flats)
 
 
-@of_each_strategy
 @each_case
 def test_gradients_are_those_of_one_process(ranks: Path, case: Case) -> None:
     program, *_ = captured()
@@ -51,7 +51,6 @@ def test_gradients_are_those_of_one_process(ranks: Path, case: Case) -> None:
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@of_each_strategy
 @each_case
 def test_totals_are_those_of_one_process(ranks: Path, case: Case) -> None:
     program, *_ = captured()
@@ -59,7 +58,6 @@ def test_totals_are_those_of_one_process(ranks: Path, case: Case) -> None:
     torch.testing.assert_close(found(ranks, case)[0]["totals"], expected, rtol=1e-5, atol=1e-5)
 
 
-@of_each_strategy
 @each_case
 def test_the_norm_is_the_same_on_every_rank_and_that_of_one_process(ranks: Path, case: Case) -> None:
     program, *_ = captured()
@@ -70,7 +68,6 @@ def test_the_norm_is_the_same_on_every_rank_and_that_of_one_process(ranks: Path,
     torch.testing.assert_close(norms[0], norm, rtol=1e-5, atol=1e-6)
 
 
-@of_each_strategy
 @each_case
 def test_updated_parameters_are_those_of_torchs_adamw_after_clipping(ranks: Path, case: Case) -> None:
     program, _, recipe, _ = captured()

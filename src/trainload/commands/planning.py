@@ -108,6 +108,7 @@ def plan(
         print_json(made)
         return
     rows = _described(made)
+    rows += _notes(opened, made)
     if output is not None:
         rows.append(("plan", str(output)))
     out().print(view.table(rows))
@@ -160,6 +161,13 @@ def _described(made: Plan) -> list[tuple[str, Any]]:
         ("buckets", len(made.buckets)),
         *view.as_json(made.estimate).items(),
     ]
+
+
+def _notes(package: Package, made: Plan) -> list[tuple[str, Any]]:
+    from trainload.sharding.coupled_rows import note_on_coupled_rows
+
+    note = note_on_coupled_rows(package.manifest, made)
+    return [] if note is None else [("note", note)]
 
 
 def _described_tensor(made: Plan) -> list[tuple[str, Any]]:
@@ -281,6 +289,9 @@ def _plan_best(
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
     print_json(plans_view.as_record(found)) if show.as_json else plans_view.print_found(out(), found, show.output)
+    if best is not None and not show.as_json:
+        for _, note in _notes(package, best.plan):
+            out().print(note)
     if best is None:
         raise plans_view.nothing_fits(found, smallest(source, shape, profile, asked, **options))
 

@@ -88,8 +88,6 @@ def launch(
     if nodes is not None and nodes[1] > 1 and backend != "ray":
         raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
     _demand_ray(backend, address, detach=detach)
-    if detach and not (address or "").startswith(("http://", "https://")):
-        raise click.UsageError("--detach goes with the --address of a cluster's dashboard: http://HOST:8265.")
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
     chosen = Settings(given)
@@ -231,6 +229,10 @@ def _demand_ray(backend: Backend, address: str | None, *, detach: bool = False) 
     """Demands that nothing is asked of a cluster where no cluster runs it."""
     if backend != "ray" and (address is not None or detach):
         raise click.UsageError(f"{'--detach' if detach else '--address'} goes with Ray: leave it out, or --backend {backend}.")
+    if detach != (address or "").startswith(("http://", "https://")):
+        raise click.UsageError(
+            "--detach goes with the --address of a cluster's dashboard, http://HOST:8265, and that address with --detach."
+        )
 
 
 def _demand_one_plan(
@@ -266,14 +268,14 @@ class _Prepared:
     handed: bool = False
 
 
-def _detach(prepared: _Prepared, address: str, as_json: bool) -> int:
-    """Has the cluster drive a run."""
+def _detach(prepared: _Prepared, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
+    """Has the cluster drive a run. `others`: what `resume` is asked for besides."""
     from trainload.launch.cluster.jobs import submit
 
     run_dir = prepared.run_dir
     prepared.handed = True  # from here on a job may use the folder, whatever becomes of this process
     try:
-        job = submit(address, run_dir, _driver(run_dir, "auto", as_json=False))
+        job = submit(address, run_dir, [*_driver(run_dir, "auto", as_json=False), *others])
     except LostClusterError:
         raise
     except (ClusterError, TrainingError):  # there is no job, or none any more
@@ -323,6 +325,7 @@ def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
 @click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting, from here on: see docs/runs.md.")
+@click.option("--detach", is_flag=True, help="Leave it to the cluster, as a job.")
 @json_option
 def resume(
     run_dir: Path,
@@ -332,12 +335,13 @@ def resume(
     backend: Backend,
     address: str | None,
     given: tuple[str, ...],
+    detach: bool,
     as_json: bool,
 ) -> int:
     """Continue a run from its last checkpoint, on as many workers as there are now."""
     if not run_dir.is_dir():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
-    _demand_ray(backend, address)
+    _demand_ray(backend, address, detach=detach)
     demand_supported_torch()
     changes = _changes(given)
     if is_kept():
@@ -352,6 +356,8 @@ def resume(
             change(run_dir.absolute(), **changes)
         asked = {"--workers": workers, "--strategy": strategy, "--plan": None if plan_file is None else plan_file.absolute()}
         others = [word for option, value in asked.items() if value is not None for word in (option, str(value))]
+        if detach:
+            return _detach(_Prepared(run_dir.absolute()), address, as_json, others)
         return _keep(run_dir.absolute(), address, as_json, others)
     plan = read_plan(plan_file) if plan_file is not None else None
     from trainload import api

@@ -100,7 +100,7 @@ def push(
 def pull(
     store: str, output: Path, line: str | None, release: str | None, reuse: tuple[Path, ...], without_debug: bool, as_json: bool
 ) -> None:
-    """Get a release as a package. Every byte is compared with its digest first.
+    """Get a release as a package: STORE, STORE#LINE or STORE#LINE/N. Every byte is compared with its digest first.
 
     What packages in the folder of PKG have already is linked, not fetched.
     """

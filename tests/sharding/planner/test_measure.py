@@ -40,6 +40,7 @@ def test_a_link_is_found_again_in_what_it_takes(ranks: int) -> None:
     assert found.bytes_per_second == pytest.approx(link.bytes_per_second, rel=0.01)
 
 
+@pytest.mark.slow
 def test_every_collective_of_every_size_is_timed(measured: Path) -> None:
     timed = read(str(measured)).collectives
     assert [(each.operator, each.bytes) for each in timed] == [(name, size) for size in SIZES for name in OPERATORS]

@@ -128,7 +128,7 @@ def gpt_step(gpt_source: Source) -> StepGraph:
     return gpt_source.steps(["train"])["train"]
 
 
-@pytest.mark.matrix("norm first, context-*")
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[", ".join(case) for case in CASES])
 def test_ranks_compute_what_one_would(ranks: Path, number: int, rank: int) -> None:

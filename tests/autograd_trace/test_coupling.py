@@ -1,0 +1,138 @@
+"""A freeze notes whether what is computed of a row depends on the other rows of its call; a plan that divides the batch says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional
+
+import trainload
+from trainload.launch.journal import read_events
+from trainload.packaging.read import Package
+from trainload.sharding.coupled_rows import note_on_coupled_rows
+
+ROWS = 6
+
+
+class Net(nn.Module):
+    """tokens (rows, 5), values (rows, 4) -> (rows, 3)."""
+
+    def __init__(self, **of_embedding: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(4, 4, **of_embedding)
+        self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, values: Tensor, *, normalised: bool) -> Tensor:
+        hidden = self.words(tokens).mean(1) + values
+        logits: Tensor = self.head(self.drop(self.norm(hidden) if normalised else hidden))
+        return logits
+
+
+def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["tokens"], batch["values"], normalised=False)
+    return functional.cross_entropy(logits, batch["label"])
+
+
+def weighed(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
+    """A mean over positions, of which rows have different numbers."""
+    kept = (batch["tokens"] > 0).sum(1).float()
+    losses = functional.cross_entropy(model(batch["tokens"], batch["values"], normalised=False), batch["label"], reduction="none")
+    return trainload.Loss((losses * kept).sum() / kept.sum(), weight=kept.sum())
+
+
+def in_16_bits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch["tokens"], batch["values"], normalised=False)
+    return functional.cross_entropy(logits.float(), batch["label"])
+
+
+def normalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch["tokens"], batch["values"], normalised=True), batch["label"])
+
+
+def contrasted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Each row is told from the others of its batch."""
+    found = functional.normalize(model(batch["tokens"], batch["values"], normalised=False))
+    return functional.cross_entropy(found @ found.T / 0.1, torch.arange(len(found)))
+
+
+def spread(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits: Tensor = model(batch["tokens"], batch["values"], normalised=False)
+    return plain(model, batch) + logits.std()
+
+
+def job(loss: Callable[..., Any], **of_embedding: Any) -> trainload.Job:
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "tokens": torch.randint(4, (ROWS, 5), generator=generator),
+        "values": torch.randn(ROWS, 4, generator=generator),
+        "label": torch.randint(3, (ROWS,), generator=generator),
+    }
+
+    def sgd(model: nn.Module) -> optim.Optimizer:
+        return optim.SGD([p for n, p in model.named_parameters() if loss is normalised or "norm" not in n], lr=0.1)
+
+    return trainload.Job(Net(**of_embedding), batch, sgd, loss=loss, steps=2, global_batch=4)
+
+
+def frozen(folder: Path, loss: Callable[..., Any], **of_embedding: Any) -> Package:
+    return trainload.freeze(job(loss, **of_embedding), folder / "job.tl")
+
+
+@pytest.mark.parametrize("loss", [plain, weighed, in_16_bits])
+@pytest.mark.filterwarnings("ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient")
+def test_rows_by_themselves_are_not_coupled(tmp_path: Path, loss: Callable[..., Any]) -> None:
+    assert not frozen(tmp_path, loss).manifest.graphs["train"].coupled
+
+
+COUPLED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "batch norm": (normalised, {}),
+    "gradients by frequency": (plain, {"scale_grad_by_freq": True}),
+    "negatives within the batch": (contrasted, {}),
+    "a statistic of the batch": (spread, {}),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.filterwarnings("ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient")
+def test_rows_that_depend_on_one_another_are_noted(tmp_path: Path, name: str) -> None:
+    loss, options = COUPLED[name]
+    assert frozen(tmp_path, loss, **options).manifest.graphs["train"].coupled
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return frozen(tmp_path_factory.mktemp("normalised"), normalised)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"strategy": "single"}, None),
+        ({"strategy": "single", "accumulate": 2}, "2 of 4"),
+        ({"strategy": "zero0"}, "2 of 4"),
+        ({"strategy": "zero0", "batch_norm": "synchronised"}, None),
+        ({"strategy": "zero0", "batch_norm": "synchronised", "accumulate": 2}, "1 of 4"),
+    ],
+)
+def test_a_plan_says_where_losses_depend_on_the_rows_of_a_call(package: Package, options: dict[str, Any], told: str | None) -> None:
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=1 if options["strategy"] == "single" else 2), **options)
+    note = note_on_coupled_rows(package.manifest, plan)
+    assert note is None if told is None else note is not None and f"here {told}" in note
+
+
+def test_the_journal_says_so(package: Package, tmp_path: Path) -> None:
+    batch = job(normalised).batch
+    table: dict[str, Any] = {name: np.concatenate([value, value]) for name, value in batch.items()}
+    np.savez(tmp_path / "rows.npz", **table)
+    plan = trainload.plan(package, trainload.Cluster(), "single", accumulate=2)
+    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=False)
+    (warning,) = [event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"]
+    assert warning.startswith("rows of one call depend on one another in graph train")
