@@ -59,6 +59,7 @@ from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.indices import forbid_negative_indices
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
+from trainload.capture.ambient import one_at_a_time
 from trainload.capture.blame import raised
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import differentiates, has_checkpoints
@@ -92,6 +93,7 @@ def demand_sizes(exported: ExportedProgram, conditions: Sequence[str]) -> None:
     exported._guards_code = list(conditions)
 
 
+@one_at_a_time
 def derive(program: Program, graph: str, device: torch.device, *, sources: bool = False) -> StepGraph:
     """Derives the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
 

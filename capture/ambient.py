@@ -8,6 +8,7 @@ would not have it.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,6 +24,21 @@ _AUTOCAST = {"cpu": torch.bfloat16, "cuda": torch.float16}
 """Device type -> torch's own default of the dtype that `torch.autocast(device_type)` computes in."""
 _ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 _outside: ContextVar[torch.dtype | None] = ContextVar("default dtype outside of neutral()", default=None)
+
+
+_TRACING = threading.RLock()
+"""Held by the thread that traces."""
+
+
+def one_at_a_time(verb: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that traces so that other threads' calls wait: torch's tracers, and what listens to them, patch the process."""
+
+    @functools.wraps(verb)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _TRACING:
+            return verb(*args, **kwargs)
+
+    return inside
 
 
 def neutrally(verb: Callable[P, R]) -> Callable[P, R]:

@@ -20,6 +20,8 @@
     │   └── VersionError                the installed torch is not supported
     └── WorkError (RuntimeError)        the work failed; the command line exits with 1
         ├── TrainingError               a run ended before its last step
+        │   ├── DivergedError           a loss, or a gradient, is not finite
+        │   ├── OutOfMemoryError        a rank could not have the memory that its plan needs
         │   └── LostClusterError        its cluster does not answer any more
         ├── CheckpointError             no checkpoint could be written or read
         └── RunInterrupted              somebody asked the run to stop
@@ -186,6 +188,10 @@ class TrainingError(WorkError):
 
 class DivergedError(TrainingError):
     """A loss, or a gradient, is not finite."""
+
+
+class OutOfMemoryError(TrainingError):
+    """A rank could not have the memory that its plan needs."""
 
 
 class LostClusterError(TrainingError):

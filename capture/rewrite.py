@@ -421,9 +421,13 @@ def derivative(text: str) -> str:
 
 
 def size(spot: Spot | None, text: str, name: str) -> str:
-    """A size that follows the input, and the declaration of the sizes that the model takes as it is. `name`: of an input with that size."""
+    """A size that follows the input, and the declaration of the sizes that the model takes as it is. `name`: of an input with that size,
+    where torch does not name the input and the dim.
+    """
     fixed = re.search(r"^\s*\w+ = (\d+)\s*$", text, re.MULTILINE)
-    declared = re.search(r"^\s*batch = (Dim\([^*\n]*\d\))\s*$", text, re.MULTILINE)
+    declared = re.search(r"^\s*\w+ = (Dim\([^*\n]*\d\))\s*$", text, re.MULTILINE)
+    at_fault = re.search(r"L\['batch'\]\['([^']+)'\]\.size\(\)\[(\d+)\]", text)
+    name, dim = at_fault.groups() if at_fault is not None else (name, "0")
     lines = []
     if spot is not None and ".tolist()" in _text(spot.node):
         return number(None)
@@ -438,9 +442,11 @@ def size(spot: Spot | None, text: str, name: str) -> str:
         text_of_call = _text(spot.node)
         tensor = _text(spot.node.func.value) if isinstance(spot.node.func, ast.Attribute) else "x"
         if re.search(rf"\b{fixed[1]}\b", text_of_call) and tensor.isidentifier():
-            lines.append(re.sub(rf"\b{fixed[1]}\b", f"{tensor}.shape[0]", ast.unparse(spot.statement), count=1))
+            lines.append(re.sub(rf"\b{fixed[1]}\b", f"{tensor}.shape[{dim}]", ast.unparse(spot.statement), count=1))
     if declared is not None:
-        lines.append(f'Job(..., dynamic={{"{name}": {{0: {declared[1]}}}}})  # these sizes and no others')
+        lines.append(f'Job(..., dynamic={{"{name}": {{{dim}: {declared[1]}}}}})  # these sizes and no others')
     else:
-        lines.append(f'Job(..., dynamic={{"{name}": {{0: Dim.STATIC}}}})  # the size of Job.batch and no other')
+        lines.append(f'Job(..., dynamic={{"{name}": {{{dim}: Dim.STATIC}}}})  # the size of Job.batch and no other')
+    if at_fault is not None:
+        lines.append("freeze(job, path, apply_suggested_fixes=True)  # --apply-suggested-fixes: declares what torch suggests")
     return "\n".join(lines)

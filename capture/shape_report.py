@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from trainload.capture.ambient import neutrally
+from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.shape_fixes import refusals, suggested_fixes
@@ -75,6 +75,7 @@ class ShapeReport:
     fixes: tuple[str, ...] = ()
 
 
+@one_at_a_time
 @neutrally
 def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     """Says what sizes a training graph takes, and why. It traces the loss twice: as declared, and with every dim left to torch.

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from trainload.autograd_trace.aot import NotCompiled, compile_graph, has_cpp_compiler, load_compiled
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
-from trainload.launch.cache import LOCK_SECONDS, private_folder
+from trainload.launch.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launch.determinism import deterministic
 from trainload.launch.utilisation import Work, work_of
 from trainload.packaging.canonical import canonical_json, sha256_file
@@ -216,37 +216,49 @@ def compile_build(
     Returns:
         The build's folder, complete.
     """
-    root = private_folder(cache_dir / "compiled")
-    smaller, larger = (root / build_key(package, plan, device, pipeline_index, evaluates=each) for each in (False, True))
-    if not evaluates and _is_whole(larger):
-        return larger
-    final = larger if evaluates else smaller
-    with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
-        if _is_whole(final):
-            return final
-        shutil.rmtree(final, ignore_errors=True)
-        for left in root.glob(f".draft-{final.name}-*"):  # by a process that was killed; the lock is ours
-            shutil.rmtree(left, ignore_errors=True)
-        draft = root / f".draft-{final.name}-{uuid.uuid4().hex}"
-        try:
-            draft.mkdir()
-            with _own_kernels(cache_dir, draft), deterministic():
-                graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
-                _compile_into(draft, graphs, work, plan, on_stage, smaller if _is_whole(smaller) else None)
-            draft.rename(final)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            raise StorageError(
-                "the compiled graphs cannot be written",
-                where=str(cache_dir),
-                expected="room and permission to write",
-                got=error.strerror or str(error),
-                cure="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
-            ) from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    return final
+    with _no_room_told(cache_dir):
+        root = private_folder(cache_dir / "compiled")
+        smaller, larger = (root / build_key(package, plan, device, pipeline_index, evaluates=each) for each in (False, True))
+        if not evaluates and _is_whole(larger):
+            use(larger)
+            if _is_whole(larger):  # it was not removed before it was used
+                return larger
+        final = larger if evaluates else smaller
+        use(final)
+        with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
+            if _is_whole(final):
+                return final
+            shutil.rmtree(final, ignore_errors=True)
+            for left in root.glob(f".draft-{final.name}-*"):  # by a process that was killed; the lock is ours
+                shutil.rmtree(left, ignore_errors=True)
+            draft = root / f".draft-{final.name}-{uuid.uuid4().hex}"
+            try:
+                make_room(cache_dir)
+                draft.mkdir()
+                with _own_kernels(cache_dir, draft), deterministic():
+                    graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
+                    _compile_into(draft, graphs, work, plan, on_stage, smaller if _is_whole(smaller) else None)
+                draft.rename(final)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        return final
+
+
+@contextmanager
+def _no_room_told(cache_dir: Path) -> Iterator[None]:
+    """Raise StorageError where the node's cache cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise StorageError(
+            "the compiled graphs cannot be written",
+            where=str(cache_dir),
+            expected="room and permission to write",
+            got=error.strerror or str(error),
+            cure="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
+        ) from error
 
 
 def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:
@@ -418,7 +430,14 @@ def _use_inductor_cache(cache_dir: Path) -> None:
     """Points Inductor at the node's cache of kernels. It is content-addressed too, and shared by all builds: plans of one package have
     most kernels in common.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(cache_dir / "inductor"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_kernels(cache_dir))
+
+
+def _kernels(cache_dir: Path) -> Path:
+    """The folder of the node's kernels, which is used from now on. One that this release of torch did not compile is of no use to it."""
+    folder = private_folder(cache_dir / "kernels") / f"torch-{torch.__version__}"
+    use(folder)
+    return private_folder(folder)
 
 
 @contextmanager
@@ -428,7 +447,7 @@ def _own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
     Inductor has the C++ compiler write libraries in place, and one that exists counts as whole. So a process that is killed would leave a
     torso that fails every later run, and a compiler that outlives it would write under the next one's feet.
     """
-    shared, own = private_folder(cache_dir / "inductor"), draft / "inductor"
+    shared, own = _kernels(cache_dir), draft / "kernels"
     _link_files(shared, own)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
     try:

@@ -1,6 +1,7 @@
 """The node's cache: what all of its processes share, and run; and what is removed of it when it grows too large.
 
-packages/NAME, data/NAME     entries: a fetched or derived package, a converted data set
+packages/NAME, data/NAME     entries: a fetched or derived package, a converted data set,
+compiled/NAME, kernels/NAME  the compiled graphs of a package under a plan, and all kernels that one release of torch has compiled
 .../NAME.lock                locked by who makes or removes the entry
 .../NAME.used                locked, with others, by each process that uses it; its time is that of the last use
 """
@@ -22,9 +23,9 @@ from trainload.capture.errors import RequestError, StorageError
 LOCK_SECONDS = 3600.0
 """How long a process waits for another one of the node that makes what both need."""
 SIZE_VARIABLE = "TRAINLOAD_CACHE_GIB"
-"""The variable that says how large packages and data may grow together, in GiB; without it a tenth of the disk is left free."""
+"""The variable that says how large all entries may grow together, in GiB; without it a tenth of the disk is left free."""
 _FREE = 0.1
-_KINDS = ("packages", "data")
+_KINDS = ("packages", "data", "compiled", "kernels")
 _AWAY = "removed"
 _used: dict[Path, int] = {}
 """What this process uses: entry -> the open file that says so."""
@@ -92,7 +93,7 @@ def leave(but: Collection[Path] = ()) -> None:
 
 
 def make_room(cache: Path) -> None:
-    """Removes packages and data from a node's cache that nobody uses, the longest unused first, until there is room.
+    """Removes entries from a node's cache that nobody uses, the longest unused first, until there is room.
 
     Called before an entry is made, which is not known to be small: it may take the cache past its size, until the next one is made.
 

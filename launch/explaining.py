@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,11 @@ from trainload.capture.blame import first_line
 from trainload.capture.errors import DataError, TrainingError, TrainloadError
 from trainload.launch.calls import Microbatch
 from trainload.launch.data.run_data import RunData
+from trainload.launch.engine import Engine
+from trainload.launch.out_of_memory import explain_memory, is_out_of_memory
 from trainload.launch.rejected import Rejected, find_rejected
 from trainload.packaging.read import Package
+from trainload.sharding.plan import Plan
 from trainload.sharding.step_graphs import places_in_step, step_graphs
 
 _CPU = torch.device("cpu")
@@ -20,25 +23,44 @@ _OF_PEERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by p
 """Words of errors that come of another rank's end, not of what this one computes."""
 
 
-def explain(
-    error: Exception, package: Package, calls: Iterable[tuple[str, Microbatch]], data: RunData, source: str, when: str
-) -> TrainloadError | None:
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """What a rank was doing when something failed.
+
+    Attributes:
+        package: what is trained.
+        plan: how.
+        rank: the rank.
+        engine: its part of the run.
+        device: where it computes.
+    """
+
+    package: Package
+    plan: Plan
+    rank: int
+    engine: Engine
+    device: torch.device
+
+
+def explain(error: Exception, failing: Failing, data: RunData, source: str, when: str) -> TrainloadError | None:
     """Return what a user should read in place of an error of a step; None where it may come of another rank or of the hardware.
 
     Args:
         error: raised by a graph or by torch.
-        package: what is trained.
-        calls: (graph of the package, what it was called with) of the step on this rank.
+        failing: where.
         data: that the microbatches' rows are of.
         source: the data's place.
         when: "step 3", "the evaluation after step 3".
     """
     if isinstance(error, TrainloadError):
         return error
+    if is_out_of_memory(error):
+        return explain_memory(error, failing.package, failing.plan, failing.engine.held, failing.device, failing.rank, when)
     if _may_be_of_peers(error):
         return None
+    package = failing.package
     program = package.program()
-    for graph, microbatch in calls:
+    for graph, microbatch in failing.engine.calling:
         (step,) = step_graphs(package, _CPU, [graph]).values()
         rejected = find_rejected(step, microbatch.batch, program.constants, program.state)
         if rejected is not None:

@@ -19,7 +19,7 @@ from trainload.launch.reading import reading
 from trainload.launch.replacing import draft_beside
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import NO_LINKS
+from trainload.packaging.files import NO_LINKS, demand_outside_packages
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 
@@ -141,6 +141,7 @@ def check_new_run(run_dir: Path) -> None:
         taken = (run_dir / RUN_FILE).exists()
     if taken:
         raise _taken(run_dir)
+    demand_outside_packages(run_dir)
     demand_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
 
 

@@ -35,7 +35,7 @@ from trainload.launch.determinism import deterministic
 from trainload.launch.drawing import draw_of, next_calls
 from trainload.launch.engine import Engine, GraphResult, StepResult
 from trainload.launch.evaluation import Evaluation
-from trainload.launch.explaining import explain
+from trainload.launch.explaining import Failing, explain
 from trainload.launch.groups import gathered
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
@@ -177,7 +177,8 @@ class _Worker:
         self._utilisation = Utilisation(built.work, self._package.recipe, self._plan, peaks)
         self._memory = 0
         self._start = 0
-        self._load(checkpoint)
+        with self._explaining(self._data, spec.data, "loading the weights"):
+            self._load(checkpoint)
         writer = CheckpointWriter(
             self._checkpoints,
             self._plan,
@@ -358,7 +359,8 @@ class _Worker:
         try:
             yield
         except Exception as error:
-            explained = explain(error, self._package, self._engine.calling, data, source, when)
+            failing = Failing(self._package, self._plan, self._place.rank, self._engine, self._device)
+            explained = explain(error, failing, data, source, when)
             if explained is None or explained is error:
                 raise
             raise explained from error

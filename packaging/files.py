@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import MAX_BYTES, sha256_bytes
-from trainload.packaging.manifest import FileEntry
+from trainload.packaging.manifest import MANIFEST, OUTSIDE, FileEntry
 
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What the system says where a file system makes no hard links."""
@@ -144,6 +144,19 @@ def write_copy(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
+def demand_outside_packages(path: Path) -> None:
+    """Raise StorageError where something at this path would be a file that a package does not list: nobody could open it any more."""
+    whole = path.absolute()
+    for parent in whole.parents:
+        if (parent / MANIFEST).is_file() and (parent / "graphs").is_dir() and whole.relative_to(parent).parts[0] not in OUTSIDE:
+            raise StorageError(
+                "this would be inside a package, which could then not be opened any more",
+                where=str(path),
+                expected=f"a path outside {parent}",
+                cure="Choose another path.",
+            )
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder that appears at `path` when the block ends, whole, or never.
@@ -183,6 +196,7 @@ def new_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def _draft_beside(path: Path) -> Iterator[Path]:
     """A hidden folder beside a path that is free. What is left of it when the block ends is removed."""
+    demand_outside_packages(path)
     if os.path.lexists(path):
         raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
     try:

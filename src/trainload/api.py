@@ -11,7 +11,7 @@ from typing import Literal
 
 from trainload.abstract import freeze_abstract
 from trainload.bundling import Bundler, given_wheel
-from trainload.capture.ambient import neutrally, warned_of_autocast
+from trainload.capture.ambient import neutrally, one_at_a_time, warned_of_autocast
 from trainload.capture.errors import JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
@@ -34,6 +34,7 @@ __all__ = ["DryRunReport", "dry_run", "explain_shapes", "freeze", "launch", "ope
 
 
 @warned_of_autocast
+@one_at_a_time
 @neutrally
 def freeze(
     job: Job,

@@ -109,7 +109,8 @@ def freeze(
     if abstract and (bundle_ops or wheels):
         raise click.UsageError("--abstract goes without --bundle-ops and --wheel: an abstract package is not run.")
     libraries = named_libraries()
-    added = _asset_options(assets)
+    target, small_spec, own_wheels = Path.cwd() / output, _at_its_place(reduced), tuple(str(Path.cwd() / wheel) for wheel in wheels)
+    added = _asset_options(assets)  # the job's own code may go to another folder, so paths are those of this one from now on
     demand_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job
@@ -119,7 +120,7 @@ def freeze(
         from trainload import api
         from trainload.capture.replays import Check
 
-        small = load_job(reduced) if reduced is not None else None
+        small = load_job(small_spec) if small_spec is not None else None
         shapes = {name: api.explain_shapes(job, name) for name in _trained(job)} if explain_shapes else {}
     if not as_json:
         for name, report in shapes.items():
@@ -130,7 +131,7 @@ def freeze(
     with redirect_stdout(sys.stderr):
         package = api.freeze(
             job,
-            output,
+            target,
             check=Check(check),
             strict=strict,
             apply_suggested_fixes=apply_suggested_fixes,
@@ -138,7 +139,7 @@ def freeze(
             abstract=abstract,
             reduced=small,
             libraries=libraries,
-            bundle_ops=wheels or bundle_ops,
+            bundle_ops=own_wheels or bundle_ops,
         )
     seconds = time.perf_counter() - began
     if as_json:
@@ -160,8 +161,14 @@ def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
         name, _, media_type = name.partition(":")
         if not name or not path:
             raise click.UsageError(f"--asset {text}: give NAME=PATH, or NAME:TYPE/SUBTYPE=PATH.")
-        found[name] = (path, media_type or None)
+        found[name] = (str(Path.cwd() / path), media_type or None)
     return found
+
+
+def _at_its_place(spec: str | None) -> str | None:
+    """A spec by a path that means the same in every folder; one by a module's name as it is."""
+    place, colon, name = (spec or "").rpartition(":")
+    return f"{Path.cwd() / place}{colon}{name}" if place.endswith(".py") else spec
 
 
 def _with_assets(job: Job, given: dict[str, tuple[str, str | None]]) -> Job:

@@ -20,7 +20,7 @@ from trainload.autograd_trace.aot import compile_ahead, demand_sizes, has_cpp_co
 from trainload.autograd_trace.plain import custom_libraries, other_devices, own_operators, plain_graph
 from trainload.autograd_trace.size_checks import size_checks
 from trainload.autograd_trace.step_module import draws
-from trainload.capture.ambient import neutrally
+from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.distance import relative_distance
 from trainload.capture.errors import ClusterError, DataError, PackageError
 from trainload.capture.parity import replaying, tolerance_of
@@ -78,6 +78,7 @@ class Exported:
     bytes: int
 
 
+@one_at_a_time
 @neutrally
 def export(
     package: Package,

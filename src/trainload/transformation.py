@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.capture.ambient import neutrally
+from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.compare import Difference, compare
 from trainload.capture.errors import PackageError, PassError, StorageError, TrainloadError
 from trainload.capture.operators import graphs_in, is_overload
@@ -172,6 +172,7 @@ class Transformation:
         return package
 
 
+@one_at_a_time
 @neutrally
 def transform(
     package: Package,

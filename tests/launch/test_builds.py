@@ -13,6 +13,7 @@ import trainload
 from trainload.autograd_trace.aot import compile_graph
 from trainload.launch import build
 from trainload.launch.build import is_compiled, uncompiled_build
+from trainload.launch.cache import SIZE_VARIABLE, in_use, leave, make_room
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 
@@ -79,3 +80,19 @@ def test_a_run_without_held_out_data_takes_the_build_of_one_with_some(
     assert is_compiled(tiny, plan, cache, evaluates=False)
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "without", steps=1, backend="local")
     assert compiled == []
+
+
+@pytest.mark.slow
+def test_what_nobody_uses_makes_room_and_is_compiled_again(
+    tiny: Package, plan: Plan, tiny_data: Path, tmp_path: Path, cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = in_use()
+    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "first", steps=1, backend="local")
+    monkeypatch.setenv(SIZE_VARIABLE, "0")
+    make_room(cache)
+    assert is_compiled(tiny, plan, cache, evaluates=False), "this process uses it"
+    leave(but=before)
+    make_room(cache)
+    assert [path for kind in ("compiled", "kernels") for path in (cache / kind).iterdir() if path.is_dir()] == []
+    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "second", steps=1, backend="local")
+    assert compiled == 2 * ["train.only", "train.update"]

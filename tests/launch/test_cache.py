@@ -37,10 +37,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     leave(but=before)
 
 
-def entry(cache: Path, name: str, *, age: float, used: bool = False) -> Path:
+def entry(cache: Path, name: str, *, age: float, used: bool = False, kind: str = "packages") -> Path:
     """An entry that was last used so many seconds ago."""
     before = in_use()
-    folder = cache / "packages" / name
+    folder = cache / kind / name
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(bytes(ENTRY))
     use(folder)
@@ -59,6 +59,15 @@ def test_the_longest_unused_go_first(cache: Path) -> None:
         entry(cache, str(age), age=age)
     make_room(cache)
     assert names(cache) == {"10", "20"}
+
+
+@pytest.mark.parametrize("kind", ["data", "compiled", "kernels"])
+def test_entries_of_all_kinds_go(cache: Path, kind: str) -> None:
+    old = entry(cache, "old", age=300, kind=kind)
+    entry(cache, "package", age=200)
+    entry(cache, "another", age=100)
+    make_room(cache)
+    assert not old.exists()
 
 
 def test_nothing_goes_while_there_is_room(cache: Path) -> None:

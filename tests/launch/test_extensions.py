@@ -152,7 +152,7 @@ def test_inspect_shows_the_library_without_the_word(elsewhere: Path) -> None:
 
 
 def test_a_namespace_that_is_only_allowed_is_not_loaded_from_the_wheel(elsewhere: Path) -> None:
-    line = refused_apart(["--library", NAMESPACE, "ops", "package.tl"], elsewhere)
+    line = refused_apart(["--library", NAMESPACE, "inspect", "package.tl"], elsewhere)
     assert "is missing" in line
     assert "Its library was not imported" in line
     assert "--trust-extensions" in line

@@ -107,7 +107,7 @@ def test_a_library_that_is_another_than_at_the_freeze_is_told_of(folder: Path, t
 
 
 def test_a_package_is_not_opened_without_the_library(folder: Path) -> None:
-    line = refused_apart(["inspect", "package.tl"], folder)
+    line = refused_apart(["ops", "package.tl"], folder)
     assert "allow the namespace launch_library" in line
 
 

@@ -57,9 +57,11 @@ def inspect(package: str, asset: str | None, output: Path | None, as_json: bool)
 
 
 def _opened_to_look(folder: Path) -> Package:
-    """The package, without its graphs: so its operators need neither be here nor be trusted."""
+    """The package, without its graphs, so its operators need neither be here nor be trusted; where libraries are named, with them."""
     from trainload.packaging.read import open_to_look
 
+    if shared.libraries() or shared.trusts_extensions():
+        return shared.open_package(folder)
     if not folder.exists():
         raise PackageError("there is no such package", where=str(folder))
     return open_to_look(folder)

@@ -194,6 +194,9 @@ def program_options() -> list[str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that a command was asked for."""
+    from trainload.packaging.files import demand_outside_packages
+
+    demand_outside_packages(path)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
