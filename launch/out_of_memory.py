@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,8 +87,8 @@ class _Kept:
         return f"parameters {_gib(self.parameters)}, optimizer state {_gib(self.optimizer)}, buffers {_gib(self.buffers)}"
 
 
-def _bytes(tensors: object) -> int:
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))  # type: ignore[attr-defined]
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory) -> list[Candidate]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from trainload.capture.errors import DataError, StorageError
-from trainload.launch.data.columns import DTYPES, Array
+from trainload.launch.data.columns import DTYPES, Array, native
 
 Batch: TypeAlias = "Mapping[str, Any] | pa.Table | pa.RecordBatch"
 """Some rows: column -> array or tensor of shape (n, *dims), or list; or what Arrow has for them."""
@@ -22,8 +22,8 @@ def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
     """Writes rows as an Arrow file, which `launch` takes as data. It is there whole or not at all.
 
     Args:
-        batches: rows in order. The columns of all have the same dtypes, one of bool, uint8, int8 to int64, float16 to float64, and the same
-            dims; the number of rows may differ.
+        batches: rows in order. The columns of all have the same dtypes, one of bool, int8 to int64, uint8 to uint64, float16 to float64,
+            and the same dims; the number of rows may differ.
         path: of the file, which should end in .arrow. One that is there is replaced.
 
     Returns:
@@ -95,13 +95,13 @@ def _array(value: Any, where: str) -> Array:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError) as error:  # numpy has no such dtype, or the rows have different lengths
         raise DataError("a column is no array", where=where, got=str(error)) from error
-    if array.dtype.name not in DTYPES or not array.dtype.isnative:
-        got = array.dtype.name if array.dtype.isnative else array.dtype.str
+    if array.dtype.name not in DTYPES:
+        got = array.dtype.name
         cure = "Rows of different lengths must be padded or cut." if got == "object" else ""
         raise DataError("a column has a dtype that data files do not hold", where=where, expected=", ".join(DTYPES), got=got, cure=cure)
     if not array.ndim or 0 in array.shape[1:]:
         raise DataError("a column has no rows with values", where=where, expected="(n, *dims), each dim 1 or more", got=str(array.shape))
-    return array
+    return native(array)
 
 
 def _lists(array: Array) -> Any:

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from trainload.capture.errors import DataError
 from trainload.launch.data.columns import Array, ColumnType, Sizes
 
 _SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}
+_WIDEST = 8
+"""Bytes of a value of the widest dtype."""
 _TENSORS = frozenset({"arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2"})
 """Extension types that have one shape in all rows. Ray's are known to pyarrow in processes alone that have loaded Ray Data."""
 
@@ -30,11 +33,11 @@ def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
     found = column_types(batch.schema, where)
     for name, kind in found.items():
         if None in kind.dims:
-            column, dims = batch.column(name).slice(0, 1), list[int]()
+            column, dims = _decoded(batch.column(name).slice(0, 1)), list[int]()
             while _is_list(column.type):
                 _refuse_nulls(column, f"{where}, column {name!r}", 0, 1)
                 dims.append(len(column[0]) if len(column) else 0)
-                column = column.flatten()
+                column = _decoded(column.flatten())
             found[name] = ColumnType(kind.dtype, tuple(dims))
     return found
 
@@ -44,7 +47,7 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
 
     Raises: DataError for nulls, and for rows whose lengths are not the declared ones.
     """
-    column, place = batch.column(name), f"{where}, column {name!r}"
+    column, place = _decoded(batch.column(name)), f"{where}, column {name!r}"
     tensor = _tensor_shape(batch.schema.field(name))
     if tensor is not None:
         return _dense_tensors(column, tensor, place, start)
@@ -58,7 +61,7 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
         else:
             length = _common_length(column, name, len(shape), place, start, lists_per_row, sizes)
         shape.append(length)
-        column = column.flatten()
+        column = _decoded(column.flatten())
     return _values(column, shape, place, start)
 
 
@@ -73,15 +76,53 @@ def _column_type(field: Any) -> ColumnType:
         kind = kind.storage_type.value_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
         return ColumnType(_SPELLING.get(str(kind), str(kind)), tensor)
     dims: list[int | None] = []
+    kind = _decoded_type(kind)
     while _is_list(kind):
         dims.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
-        kind = kind.value_type
+        kind = _decoded_type(kind.value_type)
     return ColumnType(_SPELLING.get(str(kind), str(kind)), tuple(dims))
 
 
 def _is_list(kind: Any) -> bool:
     """Whether a type's values are lists. Structs and maps are nested too, and no arrays."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or _is_view(kind))
+
+
+def _is_view(kind: Any) -> bool:
+    """Whether a type's values are lists that may lie in any order."""
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+def _is_encoded(kind: Any) -> bool:
+    return bool(pa.types.is_run_end_encoded(kind) or pa.types.is_dictionary(kind))
+
+
+def _decoded_type(kind: Any) -> Any:
+    while _is_encoded(kind):
+        kind = kind.value_type
+    return kind
+
+
+def _decoded(column: Any) -> Any:
+    """A column whose values stand one after the other: neither runs nor places in a dictionary."""
+    while _is_encoded(column.type):
+        column = pc.run_end_decode(column) if pa.types.is_run_end_encoded(column.type) else column.dictionary_decode()
+    return column
+
+
+def decoded_bytes(batch: Any) -> int:
+    """About what the columns of a record batch take as arrays, however they are encoded."""
+    total = 0
+    for column in batch.columns:
+        kind, entries = column.type, column
+        if isinstance(kind, pa.BaseExtensionType):
+            kind, entries = kind.storage_type, column.storage
+        while _is_list(kind) or (_is_encoded(kind) and _is_list(_decoded_type(kind))):
+            entries = _decoded(entries).flatten()
+            kind = entries.type
+        kind = _decoded_type(kind)
+        total += len(entries) * (max(1, kind.bit_width // 8) if pa.types.is_primitive(kind) else _WIDEST)
+    return max(total, int(batch.nbytes))
 
 
 def _tensor_shape(field: Any) -> tuple[int, ...] | None:
@@ -126,7 +167,7 @@ def _values(column: Any, shape: list[int], place: str, start: int) -> Array:
 
 def _common_length(column: Any, name: str, dim: int, place: str, start: int, lists_per_row: int, sizes: Sizes) -> int:
     """The one length of all lists of a list array. Raises: DataError at the first row that has another."""
-    lengths = np.diff(column.offsets.to_numpy())
+    lengths = pc.list_value_length(column).to_numpy() if _is_view(column.type) else np.diff(column.offsets.to_numpy())
     if not lengths.size:
         return sizes.bind(name, dim, 0)
     wanted = sizes.bind(name, dim, int(lengths[0]))

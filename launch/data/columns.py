@@ -27,6 +27,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
     "float16": torch.float16,
     "float32": torch.float32,
     "float64": torch.float64,
@@ -72,6 +75,11 @@ class Reader(Protocol):
         """The file's rows in order, as blocks: input name -> (n, *dims) array of the declared dtype. Expects a file whose schema was
         checked. Raises: DataError for nulls, and for rows whose lengths are not the declared ones, naming the row.
         """
+
+
+def native(array: Array) -> Array:
+    """The array in this machine's byte order; of one that has it, itself."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 class Sizes:

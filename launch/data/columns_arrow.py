@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from trainload.capture.program import InputSpec
-from trainload.launch.data.arrow_values import block_of, column_types, first_row_types
+from trainload.launch.data.arrow_values import block_of, column_types, decoded_bytes, first_row_types
 from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
 from trainload.launch.data.files import DataFile
 
@@ -35,7 +35,7 @@ def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> It
     with record_batches(file) as (_, batches):
         start = 0
         for batch in batches:
-            rows = max(1, BLOCK_BYTES * batch.num_rows // max(1, batch.nbytes))
+            rows = max(1, BLOCK_BYTES * batch.num_rows // max(1, decoded_bytes(batch)))
             for first in range(0, batch.num_rows, rows):
                 part = batch.slice(first, rows)
                 yield block_of(part, names, file.name, start + first, sizes)

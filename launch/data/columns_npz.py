@@ -12,7 +12,7 @@ import numpy as np
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, one_length, unreadable
 from trainload.launch.data.files import DataFile
 
 _BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
@@ -30,7 +30,7 @@ def read_schema(file: DataFile) -> FileSchema:
                 shape, _, dtype = read_header(stream)
             if not shape:
                 raise DataError("an array has no rows", where=f"{file.name}, array {name!r}", expected="a leading dim", got="shape ()")
-            columns[name] = ColumnType(dtype.name if dtype.isnative else dtype.str, shape[1:])
+            columns[name] = ColumnType(dtype.name, shape[1:])  # of either byte order
             rows[name] = shape[0]
     return FileSchema(file.name, one_length(rows, file.name), columns)
 
@@ -76,7 +76,7 @@ class _Reader:
         self._whole: Array | None = None
         self._taken = 0
         if fortran:
-            flat = np.frombuffer(self._read(self.rows * self.row_bytes), dtype=self._dtype)
+            flat = self._read(self.rows * self.row_bytes)
             self._whole = np.ascontiguousarray(flat.reshape(self._shape, order="F"))
 
     def take(self, count: int) -> Array:
@@ -84,18 +84,20 @@ class _Reader:
         start, self._taken = self._taken, self._taken + count
         if self._whole is not None:
             return self._whole[start : self._taken]
-        return np.frombuffer(self._read(count * self.row_bytes), dtype=self._dtype).reshape(count, *self._shape[1:])
+        return self._read(count * self.row_bytes).reshape(count, *self._shape[1:])
 
     def finish(self) -> None:
         """Reads to the end, so that the archive's checksum is checked. Raises: ValueError where bytes are left over."""
         if self._stream.read(1):
             raise ValueError("an array is longer than its header says")
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size: int) -> Array:
+        """So many bytes, as values in this machine's byte order."""
         data = self._stream.read(size)
         if len(data) != size:
             raise ValueError("an array is shorter than its header says")
-        return data
+        values: Array = np.frombuffer(data, dtype=self._dtype)
+        return native(values)
 
 
 def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:

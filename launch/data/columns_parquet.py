@@ -15,6 +15,8 @@ from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSc
 from trainload.launch.data.files import DataFile
 
 _MOST_ROWS = 1 << 16
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
+"""Bytes of a value, by the physical type of its column; others are as wide as they are stored."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
@@ -35,7 +37,7 @@ def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> It
     names = [spec.name for spec in inputs]
     with _parquet(file) as opened:
         start = 0
-        for batch in opened.iter_batches(batch_size=_rows_of_a_block(opened), columns=names):
+        for batch in opened.iter_batches(batch_size=_rows_of_a_block(opened, names), columns=names):
             yield block_of(batch, names, file.name, start, sizes)
             start += batch.num_rows
 
@@ -49,7 +51,15 @@ def _parquet(file: DataFile) -> Iterator[Any]:
         raise unreadable(file, "a Parquet file", error) from error
 
 
-def _rows_of_a_block(file: Any) -> int:
-    rows = int(file.metadata.num_rows)
-    size = int(sum(file.metadata.row_group(number).total_byte_size for number in range(file.metadata.num_row_groups)))
-    return max(1, min(_MOST_ROWS, BLOCK_BYTES * max(1, rows) // max(1, size)))
+def _rows_of_a_block(file: Any, names: Sequence[str]) -> int:
+    """How many rows make a block, by what their values take once they are decoded: a file may hold them in next to nothing."""
+    metadata, size = file.metadata, 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for place in range(group.num_columns):
+            column = group.column(place)
+            path = f"{column.path_in_schema}."  # a list's values are at NAME.list.element
+            if any(path.startswith(f"{name}.") for name in names):
+                width = _WIDTHS.get(column.physical_type, 0)
+                size += max(column.num_values * width, column.total_uncompressed_size)
+    return max(1, min(_MOST_ROWS, BLOCK_BYTES * max(1, int(metadata.num_rows)) // max(1, size)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, unreadable
 from trainload.launch.data.files import DataFile
 
 NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
@@ -117,7 +117,7 @@ def _types(archive: tarfile.TarFile, members: Mapping[str, tuple[str, tarfile.Ta
     for column, (ending, member) in members.items():
         if _is_known(ending):
             value = _value(archive, ending, member, f"{where}, {member.name}")
-            found[column] = ColumnType(value.dtype.name if value.dtype.isnative else value.dtype.str, value.shape)
+            found[column] = ColumnType(value.dtype.name, value.shape)
         else:
             found[column] = ColumnType(f"bytes of .{ending}", ())
     return found
@@ -144,7 +144,7 @@ def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where
     try:
         if ending.endswith("npy"):
             array: Array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-            return array
+            return native(array)
         return np.asarray(int(data), dtype=np.int64)
     except (ValueError, OverflowError) as error:
         expected = "an array" if ending.endswith("npy") else "a whole number of 64 bits"
@@ -153,9 +153,8 @@ def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where
 
 def _check(value: Array, spec: InputSpec, sizes: Sizes, where: str) -> None:
     """Holds a row's value to what its input declares."""
-    if value.dtype.name != spec.dtype or not value.dtype.isnative:
-        got = value.dtype.name if value.dtype.isnative else value.dtype.str
-        raise DataError(f"input {spec.name!r} has the wrong dtype", where=where, expected=spec.dtype, got=got)
+    if value.dtype.name != spec.dtype:
+        raise DataError(f"input {spec.name!r} has the wrong dtype", where=where, expected=spec.dtype, got=value.dtype.name)
     if value.ndim != len(spec.shape) - 1:
         wanted = str(len(spec.shape) - 1)
         raise DataError(f"input {spec.name!r} has the wrong number of dims", where=where, expected=wanted, got=str(value.ndim))

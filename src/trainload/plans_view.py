@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from trainload.capture.errors import PlanError
+from trainload.columns_view import Columns
 from trainload.sharding.planner.costs import Memory, StepTime
 from trainload.sharding.planner.search import Candidate, Found
 from trainload.view import size
@@ -27,14 +27,12 @@ def print_found(console: Console, found: Found, output: Path | None) -> None:
         f"{found.candidates[0].plan.global_batch} rows an update; {found.judged} plans judged, {len(found.candidates)} played through",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "plan", "calls", "recompute", "memory", "time", "compute", "exposed", "bubble"):
-        left = title in ("plan", "recompute")
-        table.add_column(title, justify="left" if left else "right", no_wrap=title != "plan")
+    titles = ("", "plan", "calls", "recompute", "memory", "time", "compute", "exposed", "bubble")
+    table = Columns(titles, right={*titles} - {"plan", "recompute"})
     for number, candidate in enumerate(found.candidates, 1):
         choice, time = candidate.choice, candidate.costs.time
         shares = [f"{getattr(time, name) / time.seconds:.0%}" for name in ("compute", "exposed", "bubble")]
-        table.add_row(
+        table.add(
             str(number),
             str(choice),
             str(choice.accumulate),
@@ -165,10 +163,8 @@ def print_explained(console: Console, candidate: Candidate, most: int = 40) -> N
         console.print(_rows(("start", "time", "node", "operator", "bound by", "bytes", "operations"), cells))
 
 
-def _rows(titles: tuple[str, ...], rows: list[list[str]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("node", "operator", "bound by") else "right", overflow="fold")
+def _rows(titles: tuple[str, ...], rows: list[list[str]]) -> Columns:
+    table = Columns(titles, right={*titles} - {"node", "operator", "bound by"})
     for row in rows:
-        table.add_row(*row)
+        table.add(*row)
     return table

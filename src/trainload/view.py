@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
+
+from trainload.columns_view import Columns
 
 if TYPE_CHECKING:
     from trainload.capture.shape_report import ShapeReport
@@ -95,17 +96,15 @@ def status_table(name: str, state: RunState) -> Table:
     return table(rows)
 
 
-def ranks_table(state: RunState, most: int | None = None) -> Table:
+def ranks_table(state: RunState, most: int | None = None) -> Columns:
     """What each rank does. `most`: of more ranks than this, those that are behind, or were not heard of for longest."""
-    made = Table(box=None, pad_edge=False)
-    for title in ("rank", "node", "pid", "heard of", "memory", "does"):
-        made.add_column(title, justify="right" if title in ("rank", "pid", "memory") else "left", overflow="fold")
+    made = Columns(("rank", "node", "pid", "heard of", "memory", "does"), right={"rank", "pid", "memory"})
     behind = sorted(state.ranks.items(), key=lambda each: (each[1].step if each[1].step is not None else -1, -round(each[1].age), each[0]))
     for rank, seen in sorted(behind[:most]):
         does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step + 1}"
-        made.add_row(str(rank), seen.node[:12], str(seen.pid), f"{seen.age:.0f}s ago", size(seen.memory), does)
+        made.add(str(rank), seen.node[:12], str(seen.pid), f"{seen.age:.0f}s ago", size(seen.memory), does)
     if most is not None and len(behind) > most:
-        made.add_row("", f"and {len(behind) - most} more")
+        made.add("", f"and {len(behind) - most} more")
     return made
 
 
@@ -196,9 +195,7 @@ def record_table(record: Any, title: str | None = None) -> Table:
 
 def print_shapes(console: Console, report: ShapeReport) -> None:
     """Prints what each dim of a job's inputs may be, what has it so, and what to write for more; then what torch refuses, if it does."""
-    made = Table(box=None, pad_edge=False, title="sizes of the training graph", title_justify="left")
-    for title in ("dim", "example", "may be", "declared", "because of", "for more"):
-        made.add_column(title, overflow="fold")
+    made = Columns(("dim", "example", "may be", "declared", "because of", "for more"), title="sizes of the training graph")
     for dim in report.dims:
         most = "" if dim.most is None else dim.most
         span = str(dim.least) if dim.symbol is None else f"{dim.symbol}: {dim.least}..{most}"
@@ -206,7 +203,7 @@ def print_shapes(console: Console, report: ShapeReport) -> None:
         relax = dim.relax
         for cause in dim.causes:
             relax = relax.replace(cause.place, _near(cause.place))
-        made.add_row(*map(Text, (f"{dim.input}[{dim.dim}]", str(dim.example), span, dim.declared, causes, relax)))
+        made.add(f"{dim.input}[{dim.dim}]", str(dim.example), span, dim.declared, causes, relax)
     console.print(made)
     for title, lines in (("refused", report.refused), ("torch suggests (--apply-suggested-fixes)", report.fixes)):
         for line in lines:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 from rich.text import Text
 
 from trainload import view
 from trainload.capture.errors import PackageError
 from trainload.capture.versions import demand_supported_torch
+from trainload.columns_view import Columns
 from trainload.commands.shared import FAILED, json_option, out, print_json
 
 if TYPE_CHECKING:
@@ -103,11 +103,10 @@ def _weights(found: PackageDifference, rows: int) -> None:
         _lines([(f"  {found.weights_note}", "dim")], None)
     if not tensors or not rows:
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("tensor", "shape", "changed", "greatest", "relative RMS", "not finite"):
-        table.add_column(title, overflow="fold", justify="left" if title in ("tensor", "shape") else "right")
+    numbers = ("changed", "greatest", "relative RMS", "not finite")
+    table = Columns(("tensor", "shape", *numbers), right=numbers)
     for tensor in tensors[:rows]:
-        table.add_row(*map(Text, _row(tensor)))
+        table.add(*_row(tensor))
     out().print(table)
     if len(tensors) > rows:
         _lines([(f"  and {len(tensors) - rows} more", "dim")], None)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from trainload import view
 from trainload.capture.errors import PackageError
 from trainload.capture.versions import demand_supported_torch
+from trainload.columns_view import Columns
 from trainload.commands import shared
 from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
 
@@ -43,14 +44,12 @@ def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
     if as_json:
         print_json(lines)
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(overflow="fold", ratio=3)
-    table.add_column(overflow="fold", ratio=2)
-    before = ""
+    table = Columns(("node", "source"))
+    before = Text("")
     for line in lines:
         place = f"{line.file}:{line.line}\n" if line.file is not None else ""
-        source = f"[dim]{escape(place)}[/dim]{escape(line.source)}"
-        table.add_row(escape(line.text), source if source != before else "")
+        source = Text.assemble((place, "dim"), line.source)
+        table.add(line.text, source if source != before else "")
         before = source
     out().print(table)
 
@@ -150,12 +149,10 @@ def _compare(path: Path, as_json: bool) -> None:
     if as_json:
         print_json({"torch": torch.__version__, "counts": counts, "operators": rows, "libraries_not_allowed": strange})
     else:
-        table = Table(box=None, pad_edge=False)
-        for title in ("operator", "was", "is", "verdict"):
-            table.add_column(title, overflow="fold")
+        table = Columns(("operator", "was", "is", "verdict"))
         for each in rows:
             name = each.name.removeprefix("torch.ops.")
-            table.add_row(name, escape(each.was), escape("" if each.now is None else each.now), each.verdict.value)
+            table.add(name, each.was, each.now or "", each.verdict.value)
         if rows:
             out().print(table)
         told = [
@@ -174,17 +171,12 @@ def _list(package: Package, as_json: bool) -> None:
         print_json({"operators": uses, "passes": package.manifest.passes})
         return
     graphs = [*package.manifest.graphs, UPDATE, STEP]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("operator", overflow="fold")
-    for graph in graphs:
-        table.add_column(graph, justify="right")
-    table.add_column("core")
-    table.add_column("becomes", overflow="fold")
+    table = Columns(("operator", *graphs, "core", "becomes"), right=graphs)
     for use in uses:
-        name = f"{use.name}[dim] {escape(use.schema.partition('(')[1] + use.schema.partition('(')[2])}[/dim]"
+        name = Text.assemble(use.name, (" " + use.schema.partition("(")[1] + use.schema.partition("(")[2], "dim"))
         core = "" if use.core is None else "yes" if use.core else "no"
         counts = [str(use.counts.get(graph, "")) for graph in graphs]
-        table.add_row(name, *counts, core + (" device" if use.device_specific else ""), ", ".join(use.becomes))
+        table.add(name, *counts, core + (" device" if use.device_specific else ""), ", ".join(use.becomes))
     out().print(table)
     out().print(view.table(_sums(uses)))
 
@@ -219,12 +211,10 @@ def _choose(package: Package, chosen: str | None, output: Path | None, allow_cha
             }
         )
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("operator", "before", "after"):
-        table.add_column(title, justify="left" if title == "operator" else "right")
+    table = Columns(("operator", "before", "after"), right={"before", "after"})
     for name, (was, now) in changed.items():
-        table.add_row(name, str(was), str(now), style=None if was == now else "bold")
-    table.add_row("all calls", str(sum(before.values())), str(sum(after.values())))
+        table.add(name, str(was), str(now), style="" if was == now else "bold")
+    table.add("all calls", str(sum(before.values())), str(sum(after.values())))
     out().print(table)
     rows: list[tuple[str, Any]] = [("left outside core ATen", ", ".join(left) or "none")]
     rows += [row for one in applied for row in _effect(one)[1:]]

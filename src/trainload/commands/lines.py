@@ -11,6 +11,7 @@ from rich.tree import Tree
 
 from trainload import view
 from trainload.capture.versions import demand_supported_torch
+from trainload.columns_view import Columns
 from trainload.commands import shared
 from trainload.commands.shared import json_option, out, print_json
 from trainload.commands.stores import line_option, store_argument
@@ -59,11 +60,9 @@ def history(store: str, line: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"store": store, "line": story.line, "history": rows})
         return
-    made = Table(box=None, pad_edge=False, title=f"line {story.line}", title_justify="left")
-    for title in ("time", "tick", "what", "release", "reason"):
-        made.add_column(title, overflow="fold")
+    made = Columns(("time", "tick", "what", "release", "reason"), title=f"line {story.line}")
     for row in rows:
-        made.add_row(row["time"], row["tick"] or "", row["what"], row["release"] or "", row["reason"])
+        made.add(row["time"], row["tick"] or "", row["what"], row["release"] or "", row["reason"])
     out().print(made)
 
 

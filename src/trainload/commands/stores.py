@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from trainload import view
 from trainload.capture.versions import demand_supported_torch
+from trainload.columns_view import Columns
 from trainload.commands.shared import Transfer, json_option, out, positive, print_json
 
 if TYPE_CHECKING:
@@ -136,13 +136,11 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
         print_json({"store": store, "lines": {name: [_state_json(state) for state in states] for name, states in found.items()}})
         return
     for name, states in found.items():
-        made = Table(box=None, pad_edge=False, title=f"line {name}", title_justify="left")
-        for title in ("release", "status", "package", "parent", "created", "bytes", "message"):
-            made.add_column(title, overflow="fold")
+        made = Columns(("release", "status", "package", "parent", "created", "bytes", "message"), title=f"line {name}", right={"bytes"})
         for state in states:
             release = state.release
             row = (release.name, state.status, release.package[:12], _name(release.parent), release.created, view.size(release.bytes))
-            made.add_row(*row, _said(state))
+            made.add(*row, _said(state))
         out().print(made)
 
 

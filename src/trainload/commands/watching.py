@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from trainload import run_view, view
 from trainload.capture.errors import StorageError
+from trainload.columns_view import Columns
 from trainload.commands.shared import err, json_option, out, positive, print_json, run_argument
 
 if TYPE_CHECKING:
@@ -50,11 +50,10 @@ def runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json([{"run": path, **({"phase": "unknown"} if state is None else _brief(state))} for path, state in found])
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "phase", "step", "loss", "checkpoint", "failures", "heard of"):
-        table.add_column(title, justify="left" if title in ("run", "phase") else "right")
+    numbers = ("step", "loss", "checkpoint", "failures", "heard of")
+    table = Columns(("run", "phase", *numbers), right=numbers)
     for path, state in found:
-        table.add_row(path.name, *(view.run_cells(state) if state is not None else ("unknown",)))
+        table.add(path.name, *(view.run_cells(state) if state is not None else ("unknown",)))
     out().print(table)
 
 

@@ -1,0 +1,66 @@
+"""Tables that stay readable where the terminal is narrow: no word is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+_GAP = 1
+"""Spaces between two columns."""
+
+
+class Columns:
+    """Rows under titles. Where the longest words of all columns do not fit side by side, each row is a block of lines "title  value".
+
+        found = Columns(("operator", "calls"), right={"calls"})
+        found.add("aten.add.Tensor", "12")
+        console.print(found)
+
+    Args:
+        titles: of the columns.
+        title: of the whole.
+        right: titles of columns whose values stand at the right.
+    """
+
+    def __init__(self, titles: Sequence[str], *, title: str | None = None, right: Collection[str] = ()) -> None:
+        self._titles, self._title, self._right = tuple(titles), title, frozenset(right)
+        self._rows: list[tuple[tuple[Text, ...], str | Style]] = []
+
+    def add(self, *cells: str | Text, style: str | Style = "") -> None:
+        """Add a row. Strings are shown as they are; cells that are left out are empty."""
+        texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        texts += [Text("")] * (len(self._titles) - len(texts))
+        self._rows.append((tuple(texts), style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = zip(*(cells for cells, _ in self._rows), strict=True) if self._rows else [()] * len(self._titles)
+        widths = [max(map(_longest_word, (title, *map(str, cells)))) for title, cells in zip(self._titles, columns, strict=True)]
+        if sum(widths) + _GAP * (len(widths) - 1) <= options.max_width:
+            made = Table(box=None, pad_edge=False, title=self._title, title_justify="left")
+            for title, width in zip(self._titles, widths, strict=True):
+                made.add_column(title, justify="right" if title in self._right else "left", min_width=width)
+            for cells, style in self._rows:
+                made.add_row(*cells, style=style)
+            yield made
+            return
+        if self._title is not None:
+            yield Text(self._title, style="italic")
+        for number, (cells, style) in enumerate(self._rows):
+            block = Table(show_header=False, box=None, pad_edge=False)
+            block.add_column(style="dim", no_wrap=True)
+            block.add_column(overflow="fold", style=style)
+            for title, cell in zip(self._titles, cells, strict=True):
+                if cell.plain:
+                    block.add_row(title, cell)
+            if number:
+                yield Text("")
+            yield block
+
+
+def _longest_word(text: str) -> int:
+    return max(map(cell_len, text.split()), default=0)

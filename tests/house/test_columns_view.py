@@ -1,0 +1,56 @@
+"""Tables break no word, however narrow the terminal is."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from trainload import cli
+from trainload.columns_view import Columns
+from trainload.packaging.read import Package
+
+LONG = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+"""No terminal of 80 columns has room for it beside three other columns."""
+
+
+def printed(table: Columns, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return out.getvalue()
+
+
+def words(text: str) -> set[str]:
+    return {word.rstrip(",") for word in text.split()}
+
+
+def table() -> Columns:
+    made = Columns(("operator", "calls", "becomes"), title="graph", right={"calls"})
+    made.add(LONG, "1234", f"{LONG}, aten.mul.Tensor")
+    made.add("aten.add.Tensor", "7")
+    return made
+
+
+def test_where_there_is_room_rows_are_lines() -> None:
+    lines = printed(table(), 150).splitlines()
+    assert [line.split() for line in lines] == [
+        ["graph"], ["operator", "calls", "becomes"], [LONG, "1234", f"{LONG},", "aten.mul.Tensor"], ["aten.add.Tensor", "7"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [70, 80, 120, 150])
+def test_no_word_is_broken(width: int) -> None:
+    assert {LONG, "1234", "aten.mul.Tensor", "aten.add.Tensor"} <= words(printed(table(), width))
+
+
+def test_where_there_is_none_rows_are_blocks() -> None:
+    assert [line.split() for line in printed(table(), 80).splitlines()[1:3]] == [["operator", LONG], ["calls", "1234"]]
+
+
+def test_ops_breaks_no_operators_name_at_80_columns(
+    tiny: Package, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["ops", str(tiny.path)]) == 0
+    assert {name.removeprefix("torch.ops.") for name in tiny.manifest.ops} <= words(capsys.readouterr().out)
