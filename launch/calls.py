@@ -89,7 +89,7 @@ class Calls:
         found: dict[Role, list[Tensor]] = {}
         for port, value in zip(graph.outputs, results, strict=True):
             if port.role is Role.BUFFER:
-                self._held.buffers[port.name] = value
+                self._held.buffers[port.name] = value.contiguous()  # as the graph was derived for
             elif port.role is Role.BUCKET_GRADIENT:
                 given.gradients[port.name] = value
             elif port.role in BETWEEN:
@@ -121,7 +121,7 @@ class Calls:
                 return self._held.constants[name]
             case Role.BATCH:
                 source = self._recipe.feeds.get(graph, {}).get(name)
-                return microbatch.batch[name].to(self._device) if source is None else given.fed[source][given.number]
+                return microbatch.batch[name].to(self._device) if source is None else given.fed[source][given.number].contiguous()
             case Role.SCALE:
                 return self.scale(graph)
             case Role.ACTIVATION | Role.COTANGENT | Role.SAVED:
