@@ -56,6 +56,8 @@ from trainload.capture.quiet import quiet_torch
 from trainload.packaging.graph_fields import plain_treespec, strip_graph
 
 _DIALECT = "TRAINING"
+_SYMBOL = re.compile(r"Symbol\('([a-z]+[0-9]+)'")
+"""A symbol in a size, as sympy spells expressions."""
 _POSITIONAL, _KEYWORD = serde.ArgumentKind.POSITIONAL.value, serde.ArgumentKind.KEYWORD.value
 _REFUSALS = (
     SerializeError,
@@ -358,7 +360,23 @@ def _to_json(
         call["in_spec"], call["out_spec"] = plain_treespec(call["in_spec"]), plain_treespec(call["out_spec"])
     kept = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
     debug = {"nodes": notes, "guards": guards, "torch": torch.__version__, "schema": list(serde.SCHEMA_VERSION)}
-    return GraphJson({"graph_module": kept, "range_constraints": document["range_constraints"]}, debug)
+    limits, used = document["range_constraints"], _symbols(kept)  # torch may limit a symbol that it has replaced everywhere
+    return GraphJson({"graph_module": kept, "range_constraints": {name: limits[name] for name in limits if name in used}}, debug)
+
+
+def _symbols(value: Any) -> set[str]:
+    """The symbols of all sizes in a document."""
+    found: set[str] = set()
+    stack = [value]
+    while stack:
+        here = stack.pop()
+        if isinstance(here, dict):
+            if isinstance(expression := here.get("expr_str"), str):
+                found.update(_SYMBOL.findall(expression))
+            stack += here.values()
+        elif isinstance(here, list):
+            stack += here
+    return found
 
 
 def _plain(value: Any) -> Any:
