@@ -124,8 +124,15 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
         raise CaptureError(
             f"the update of {type(update._parts[0]).__name__} cannot be captured: {str(error).strip().splitlines()[0]}",
             where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
-            cure="Its step must be tensor operators on the parameter, the gradient and the state; .item() of them may be reckoned with.",
+            cure=_cure_of(update._parts[0]),
         ) from error
+
+
+def _cure_of(optimizer: torch.optim.Optimizer) -> str:
+    options = [name for name, value in optimizer.param_groups[0].items() if isinstance(value, Tensor)]
+    if options:
+        return f"Give {', '.join(options)} as a number: {type(optimizer).__name__} reads a tensor as one while it steps."
+    return "Its step must be tensor operators on the parameter, the gradient and the state; .item() of them may be reckoned with."
 
 
 def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:

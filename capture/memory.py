@@ -103,12 +103,21 @@ def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, wri
         for spec in exported.graph_signature.input_specs:
             if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
                 user = next(iter(inputs[spec.arg.name].users), None)
-                fixed[f"tensor that forward uses at {place_of_node(user)}"] = exported.constants[spec.target]
+                fixed[f"{_USED} at {place_of_node(user)}"] = exported.constants[spec.target]
     check_memory(changing, fixed)
+
+
+_USED = "tensor that forward uses"
 
 
 def _cure(one: str, other: str) -> str:
     kind, _, name = one.partition(" ")
+    if kind == "parameter" and other.startswith(_USED):
+        return (
+            f"Use model.{name} itself there, or model.{name}.detach(), and keep several parameters in an nn.ParameterList or "
+            "nn.ParameterDict: what is in a Python list or dict is no part of the model. If it is to keep its values, clone it "
+            "(.detach().clone())."
+        )
     if kind == "buffer" and other.startswith("buffer "):
         return "Give each a tensor of its own (clone it), or register it once and reach it there."
     if kind == "parameter" and other.startswith("parameter "):

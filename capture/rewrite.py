@@ -59,12 +59,12 @@ def spot_of(place: Place | None) -> Spot | None:
     except SyntaxError:
         return None
     for node, parents in _walk(tree, ()):
-        if isinstance(node, ast.expr | ast.Assert | ast.If | ast.While) and _span(node) == place.span:
+        if isinstance(node, ast.expr | ast.Assert | ast.If | ast.While | ast.For) and _span(node) == place.span:
             while True:
                 match node:
                     case ast.Assert(test=inner) | ast.If(test=inner) | ast.IfExp(test=inner) | ast.While(test=inner):
                         node, parents = inner, (node, *parents)
-                    case ast.UnaryOp(op=ast.Not(), operand=inner):
+                    case ast.UnaryOp(op=ast.Not(), operand=inner) | ast.For(iter=inner):
                         node, parents = inner, (node, *parents)
                     case ast.expr():
                         return Spot(node, parents)
@@ -438,6 +438,8 @@ def size(spot: Spot | None, text: str, name: str) -> str:
             lines.append(_replaced(spot.statement, call, _text(value)))
         case ast.Call(func=ast.Name(id="float"), args=[value]) as call if spot is not None:
             lines.append(_replaced(spot.statement, call, f"torch.sym_float({_text(value)})"))
+    if spot is not None and isinstance(loop := spot.statement, ast.For) and loop.iter is spot.node:  # over as many rows as the example has
+        lines.append(f"{_text(loop.iter)}.sum(0)  # an operator over the dim, or torch.vmap(f)({_text(loop.iter)}), in place of the loop")
     if spot is not None and fixed is not None and isinstance(spot.node, ast.Call) and not hasattr(spot.statement, "body"):
         text_of_call = _text(spot.node)
         tensor = _text(spot.node.func.value) if isinstance(spot.node.func, ast.Attribute) else "x"

@@ -36,10 +36,25 @@ def check_model(model: object) -> nn.Module:
             )
     check_names(model)
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
+    _check_floating(model)
     check_tensors(("buffer", name, buffer) for name, buffer in model.named_buffers())
     check_tensors(fake_attributes(model))
     check_sharing(model)
     return model
+
+
+def _check_floating(model: nn.Module) -> None:
+    """Check that parameters are of floating point: ranks store them, frozen ones too, in buckets of such."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            owner, _, own = name.rpartition(".")
+            raise CaptureError(
+                "the parameter is of no floating-point dtype",
+                where=f"Job.model: {name}",
+                expected="float32, bfloat16, float16 or float64",
+                got=str(parameter.dtype).removeprefix("torch."),
+                cure=f"Nothing trains it, so make it a buffer: {owner or 'self'}.register_buffer({own!r}, value).",
+            )
 
 
 def parameter_specs(model: nn.Module, without_gradient: set[str]) -> tuple[ParameterSpec, ...]:

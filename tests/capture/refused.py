@@ -316,6 +316,15 @@ def a_fixed_size(_: Any, x: Tensor) -> Any:
     return x.view(4, 2, 4).flatten(1)
 
 
+@refused("specialised-dim", "x.sum(0)  # an operator over the dim")
+def a_loop_over_rows(_: Any, x: Tensor) -> Any:
+    total = torch.zeros(x.shape[1])
+    # -> x
+    for row in x:
+        total = total + row
+    return x - total
+
+
 @refused("specialised-dim", "return x * torch.sym_float(len(x))")
 def a_length_as_a_float(_: Any, x: Tensor) -> Any:
     # -> float(len(x))

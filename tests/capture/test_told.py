@@ -1,0 +1,59 @@
+"""Messages that name what a user wrote, and what to write in its place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.capture.jobs import job
+from torch import Tensor, nn, optim
+
+from trainload.autograd_trace.trainers import make_optimizers
+from trainload.autograd_trace.update import capture_optimizer
+from trainload.capture.errors import CaptureError
+from trainload.capture.trace import capture
+
+
+class Listed(nn.Module):
+    """Reads a parameter from a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.all = [self.first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        for weight in self.all:
+            y = y + x @ weight.T
+        return y
+
+
+def test_a_list_of_parameters_leads_to_a_parameter_list() -> None:
+    with pytest.raises(CaptureError, match=r"Use model\.first\.weight itself there.*nn\.ParameterList"):
+        capture(job(Listed()))
+
+
+class Quantised(nn.Module):
+    """A frozen parameter of whole numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.first.scale = nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x) * self.first.scale
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+def test_a_parameter_of_no_floating_point_is_named_at_the_freeze(dtype: torch.dtype) -> None:
+    with pytest.raises(CaptureError, match=r"first\.scale: the parameter is of no floating-point dtype.*first\.register_buffer\('scale'"):
+        capture(job(Quantised(dtype)))
+
+
+def test_a_learning_rate_that_may_be_no_tensor_is_named() -> None:
+    given = job(nn.Linear(8, 8), optimizer=lambda m: optim.Adagrad(m.parameters(), lr=torch.tensor(0.1)))
+    optimizers = make_optimizers(given)
+    with pytest.raises(CaptureError, match="Give lr as a number: Adagrad reads a tensor as one"):
+        capture_optimizer(given, capture(given), optimizers)
