@@ -104,6 +104,8 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
     """The page for an exception of a replay: eager (`by` "the model") or captured (`by` "the captured graph")."""
     cause = cause_of(chain(error))
     place = place_of_error(error) if by == "the model" else None
+    if by != "the model" and "functorch" in str(error):
+        return _nested_transforms(captured.name, str(error))
     if cause is not NO_AUTOGRAD:
         cause = OTHER_SIZE
     text = first_line(str(error))
@@ -113,6 +115,23 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
         cure=cause.advice,
         findings=[_finding(cause, place, str(error), captured.inputs[0].name)],
     )
+
+
+def _nested_transforms(graph: str, text: str) -> CaptureError:
+    """The page for transforms of torch.func of which one, traced, cannot run inside the other."""
+    problem = "a transform of torch.func inside of another, which a graph cannot hold"
+    advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) in place of vmap over the jvp of a row."
+    finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
+    return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(text), cure=advice, findings=[finding])
+
+
+def own_generator() -> CaptureError:
+    """The page for a random number that is drawn from a generator of the user's. To be called below the user's line."""
+    place = place_here()
+    problem = "forward draws from a generator of its own, whose state is no part of the model"
+    advice = "Leave out `generator`: what a graph draws follows from the run's seed, the step and the row."
+    finding = Finding(GLOBAL.anchor, problem, advice, "noise = torch.rand(size, device=x.device)  # no generator", place)
+    return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
 
 
 def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError:
@@ -321,7 +340,9 @@ def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers
     guards = _Guards()
     _raised(attempt, guards.heard(answers))
     text = "\n".join(str(each) for each in chain(error))
-    return [_finding(cause, place, text, name) for place in guards.places] or [_finding(cause, None, text, name)]
+    here = place_of_error(error)
+    places = [here] if here is not None else guards.places
+    return [_finding(cause, place, text, name) for place in places] or [_finding(cause, None, text, name)]
 
 
 class _Guards(logging.Handler):

@@ -72,7 +72,7 @@ SPECIALISED = Cause(
     "a dim that was declared dynamic has one size only in this model",
     "Compute sizes from x.shape; or declare that the size never changes.",
     (),
-    r"specialized it to be a constant|is specialized to be a constant",
+    r"specialized it to be a constant|is specialized to be a constant|unhashable type: .*Sym(Int|Float|Bool)",
 )
 CONSTRAINT = Cause(
     "violated-constraint",

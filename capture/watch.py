@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from trainload.capture import marks
 from trainload.capture.applied import FUNCTION_BASE, applied
 from trainload.capture.batch_norm import BATCH_NORM, counted_average
-from trainload.capture.blame import own_backward
+from trainload.capture.blame import own_backward, own_generator
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
@@ -287,6 +287,8 @@ class _Functions(TorchFunctionMode):
                 marks.REQUIRE_GRAD(args[0])
         elif func == Tensor.requires_grad.__set__ and args[1] and not args[0].requires_grad:  # type: ignore[attr-defined]  # a descriptor
             marks.REQUIRE_GRAD(args[0])
+        elif isinstance(kwargs.get("generator"), torch.Generator):
+            raise own_generator()
         elif name in _REFUSED:
             raise own_backward(f"forward calls {name}, which a graph cannot say", _REFUSED[name])
         return func(*args, **kwargs)

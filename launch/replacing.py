@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 @contextmanager
 def draft_beside(path: Path, data: bytes, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary file beside `path` with this content. It is removed unless the caller renames it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with draft.open("wb") as file:
             file.write(data)

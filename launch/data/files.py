@@ -16,6 +16,7 @@ from fsspec.core import has_magic
 
 from trainload.capture.errors import DataError, MissingDataError
 from trainload.launch.reading import reading
+from trainload.launch.replacing import replace_file
 from trainload.packaging.canonical import canonical_json, sha256_bytes, sha256_file
 from trainload.packaging.credentials import without_secrets
 from trainload.packaging.stores.filesystem import failures, file_system, unreachable
@@ -82,9 +83,7 @@ class LocalFile:
         digest = sha256_file(self.path)
         if max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < began:
             memory.parent.mkdir(exist_ok=True)
-            draft = memory.with_suffix(".tmp")
-            draft.write_text(digest, "ascii")
-            draft.rename(memory)
+            replace_file(memory, digest.encode("ascii"), durable=False)  # several processes may be at it
         return digest
 
 

@@ -12,12 +12,16 @@ from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
 from trainload.capture.errors import StorageError
+from trainload.launch.sinks.sink import Outcome
 from trainload.launch.spec import read_spec
 
 EXPERIMENT = "trainload"
 _RUN_FILE = "mlflow-run"
 _MOST = 500
 """Numbers that are sent at once."""
+_KEPT = 100 * _MOST
+"""Numbers that are kept for a server that does not take them: the last ones."""
+_STATUS: Mapping[Outcome, int] = {"ended": RunStatus.FINISHED, "stopped": RunStatus.KILLED, "failed": RunStatus.FAILED}
 
 
 class Mlflow:
@@ -57,11 +61,14 @@ class Mlflow:
     def text(self, kind: str, message: str, step: int, time: float) -> None:
         self._client.set_tag(self._run, f"last {kind}", message[:5000])
 
-    def close(self) -> None:
-        self._send()
-        self._client.set_terminated(self._run)
+    def close(self, outcome: Outcome, /) -> None:
+        try:
+            self._send()
+        finally:
+            self._client.set_terminated(self._run, RunStatus.to_string(_STATUS[outcome]))
 
     def _send(self) -> None:
-        for start in range(0, len(self._waiting), _MOST):
-            self._client.log_batch(self._run, metrics=self._waiting[start : start + _MOST])
-        self._waiting = []
+        self._waiting = self._waiting[-_KEPT:]
+        while self._waiting:
+            self._client.log_batch(self._run, metrics=self._waiting[:_MOST])
+            del self._waiting[:_MOST]

@@ -25,6 +25,7 @@ from trainload.launch.sinks.measures import (
     Measure,
     measure_of,
 )
+from trainload.launch.sinks.sink import Outcome
 from trainload.launch.spec import read_spec
 from trainload.launch.state import Summary
 
@@ -79,7 +80,7 @@ class Prometheus:
             self._counts[kind] += 1
             self._give(OF_TEXTS[kind], float(self._counts[kind]))
 
-    def close(self) -> None:
+    def close(self, _outcome: Outcome, /) -> None:
         self._closed.set()
         self._thread.join()
         self._give(RUNNING, 0.0)

@@ -15,6 +15,9 @@ from trainload.capture.errors import ClusterError, StorageError
 from trainload.launch.journal import Event
 
 SinkName = Literal["tensorboard", "mlflow", "prometheus"]
+Outcome = Literal["ended", "stopped", "failed"]
+_OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "failed": "failed"}
+"""Kind of a run's last event -> what became of the run."""
 _END_SECONDS = 30.0
 _OF_STEPS = ("loss", "gradient_norm", "loss_scale", "seconds", "data_wait", "mfu", "memory", "tokens_per_second", "rows_per_second")
 
@@ -28,8 +31,8 @@ class Sink(Protocol):
     def text(self, kind: str, message: str, step: int, time: float) -> None:
         """Something that happened after `step` updates."""
 
-    def close(self) -> None:
-        """Nothing more will come."""
+    def close(self, outcome: Outcome, /) -> None:
+        """Nothing more will come: the run has ended, was stopped, or has failed."""
 
 
 @contextmanager
@@ -61,6 +64,7 @@ class _Feed(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._sink, self._on_event = sink, on_event
         self._done = 0
+        self._outcome: Outcome = "failed"  # one of which no last event is told
         self._failing = False
         self.queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.start()
@@ -68,8 +72,9 @@ class _Feed(threading.Thread):
     def run(self) -> None:
         while (event := self.queue.get()) is not None:
             self._done = _steps_done(event, self._done)
+            self._outcome = _OUTCOMES.get(event.kind, "failed")
             self._try(partial(_pass_on, self._sink, event, self._done))
-        self._try(self._sink.close)
+        self._try(partial(self._sink.close, self._outcome))
 
     def end(self) -> None:
         """All that was told is passed on, if that does not take too long."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
+from trainload.launch.sinks.sink import Outcome
+
 FOLDER = "tensorboard"
 
 
@@ -23,5 +25,5 @@ class TensorBoard:
     def text(self, kind: str, message: str, step: int, time: float) -> None:
         self._writer.add_text(kind, message, step, walltime=time)
 
-    def close(self) -> None:
+    def close(self, _outcome: Outcome, /) -> None:
         self._writer.close()

@@ -258,6 +258,12 @@ def a_list_of_the_module(m: Any, x: Tensor) -> Any:
     return x * len(m.history)
 
 
+@refused("global-state", "# no generator")
+def a_generator_of_its_own(_: Any, x: Tensor) -> Any:
+    # -> torch.rand(x.shape[1], generator=torch.Generator())
+    return x * torch.rand(x.shape[1], generator=torch.Generator())
+
+
 @refused("global-state", "SEEN.append(1)")
 def a_list_of_the_file(_: Any, x: Tensor) -> Any:
     # -> SEEN.append(1)
@@ -314,6 +320,12 @@ def a_write_to_a_parameter(m: Any, x: Tensor) -> Any:
 def a_fixed_size(_: Any, x: Tensor) -> Any:
     # -> x.view(4, 2, 4)
     return x.view(4, 2, 4).flatten(1)
+
+
+@refused("specialised-dim", "{0: Dim.STATIC}")
+def a_size_as_a_key(_: Any, x: Tensor) -> Any:
+    # -> {4: 1.0, 5: 2.0}[x.shape[0]]
+    return x * {4: 1.0, 5: 2.0}[x.shape[0]]
 
 
 @refused("specialised-dim", "x.sum(0)  # an operator over the dim")

@@ -57,3 +57,24 @@ def test_a_learning_rate_that_may_be_no_tensor_is_named() -> None:
     optimizers = make_optimizers(given)
     with pytest.raises(CaptureError, match="Give lr as a number: Adagrad reads a tensor as one"):
         capture_optimizer(given, capture(given), optimizers)
+
+
+class Transformed(nn.Module):
+    """A jvp of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def tangent(row: Tensor) -> Tensor:
+            found: Tensor = torch.func.jvp(lambda t: self.first(t).sin(), (row,), (torch.ones_like(row),))[1]
+            return found
+
+        mapped: Tensor = torch.func.vmap(tangent)(x)
+        return mapped
+
+
+def test_a_transform_inside_of_another_is_told_as_that() -> None:
+    with pytest.raises(CaptureError, match=r"a transform of torch\.func inside of another.*Apply the inner transform to all rows at once"):
+        capture(job(Transformed()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +392,32 @@ def test_a_folder_with_the_name_of_a_data_file_stands_for_the_files_in_it(
         "b.parquet/part-0.parquet",
         "b.parquet/part-1.parquet",
     ]
+
+
+def test_a_cold_file_has_one_identity_whoever_asks_at_the_same_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npz")
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    (file,) = find_files(path, (".npz",))
+    found: list[str | BaseException] = []
+    barrier = threading.Barrier(8)
+
+    def ask(number: int) -> None:
+        barrier.wait()
+        try:
+            found.extend(file.identity(tmp_path / f"cache-{place}") for place in range(100))
+        except BaseException as error:  # noqa: BLE001  # shown by the test
+            found.append(error)
+
+    for place in range(100):
+        (tmp_path / f"cache-{place}").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainload.launch.data.files._SETTLED_NS", -(10**12))  # however new the file is
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 800 and set(found) == {expected}
 
 
 @pytest.mark.parametrize("source", ["set", "set/*.parquet"])

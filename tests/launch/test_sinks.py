@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event as Record
 import trainload
 from trainload.launch.journal import Event, losses, read_events
 from trainload.launch.sinks import sink as sinks
-from trainload.launch.sinks.sink import numbers_of, told
+from trainload.launch.sinks.sink import Outcome, numbers_of, told
 from trainload.launch.spec import read_spec
 from trainload.packaging.read import Package
 
@@ -73,6 +74,7 @@ class Refusing:
     def __init__(self) -> None:
         self.away = True
         self.taken: list[int] = []
+        self.outcome = ""
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
         if self.away:
@@ -82,8 +84,9 @@ class Refusing:
     def text(self, kind: str, message: str, step: int, time: float) -> None:
         raise AssertionError("there was none")
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome, /) -> None:
         self.taken.append(-1)
+        self.outcome = outcome
 
 
 def step(number: int) -> Event:
@@ -103,6 +106,52 @@ def test_a_server_that_is_away_costs_a_warning_and_not_the_run(tmp_path: Path, m
     assert server.taken == [3, -1]
     warnings = [event.data["message"] for event in heard if event.kind == "warning"]
     assert warnings == ["mlflow does not take the run's numbers: nobody answers"]
+
+
+@pytest.mark.parametrize(("last", "outcome"), [("end", "ended"), ("stopped", "stopped"), ("failed", "failed"), (None, "failed")])
+def test_a_sink_is_told_what_became_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str | None, outcome: Outcome) -> None:
+    server = Refusing()
+    server.away = False
+    monkeypatch.setattr(sinks, "_opened", lambda name, run_dir: server)
+    with told(["mlflow"], tmp_path, lambda _: None) as tell:
+        tell(step(0))
+        if last is not None:
+            tell(Event(last, {"step": 1, "steps": 1}, 2.0))
+    assert server.outcome == outcome
+
+
+@pytest.mark.slow
+def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.entities import Metric
+
+    from trainload.launch.sinks import mlflow
+
+    statuses: list[str] = []
+    sent: list[Metric] = []
+
+    class Client:
+        away = True
+
+        def log_batch(self, run: str, metrics: list[Metric]) -> None:
+            if self.away:
+                raise ConnectionError("nobody answers")
+            sent.extend(metrics)
+
+        def set_terminated(self, run: str, status: str) -> None:
+            statuses.append(status)
+
+    sink = mlflow.Mlflow.__new__(mlflow.Mlflow)
+    client = Client()
+    sink._client, sink._run, sink._waiting = client, "run", []  # type: ignore[assignment]  # stands for MLflow's
+    monkeypatch.setattr(mlflow, "_KEPT", 1200)
+    for number in range(3000):
+        with contextlib.suppress(ConnectionError):
+            sink.numbers({"loss": 1.0}, number, 1.0)
+    assert len(sink._waiting) <= 1200
+    client.away = False
+    sink.close("failed")
+    assert [metric.step for metric in sent] == list(range(1800, 3000))
+    assert statuses == ["FAILED"]
 
 
 def test_a_library_that_is_not_there_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
