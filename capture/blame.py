@@ -340,8 +340,8 @@ def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers
     guards = _Guards()
     _raised(attempt, guards.heard(answers))
     text = "\n".join(str(each) for each in chain(error))
-    here = place_of_error(error)
-    places = [here] if here is not None else guards.places
+    key = place_of_error(error) if "unhashable" in text else None  # a size as a key is an error where it stands
+    places = [key] if key is not None else guards.places
     return [_finding(cause, place, text, name) for place in places] or [_finding(cause, None, text, name)]
 
 

@@ -331,7 +331,7 @@ def a_size_as_a_key(_: Any, x: Tensor) -> Any:
 @refused("specialised-dim", "x.sum(0)  # an operator over the dim")
 def a_loop_over_rows(_: Any, x: Tensor) -> Any:
     total = torch.zeros(x.shape[1])
-    # -> x
+    # -> for row in x:
     for row in x:
         total = total + row
     return x - total

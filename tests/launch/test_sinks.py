@@ -142,7 +142,7 @@ def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(tmp_pat
 
     sink = mlflow.Mlflow.__new__(mlflow.Mlflow)
     client = Client()
-    sink._client, sink._run, sink._waiting = client, "run", []  # type: ignore[assignment]  # stands for MLflow's
+    sink._client, sink._run, sink._waiting = client, "run", []
     monkeypatch.setattr(mlflow, "_KEPT", 1200)
     for number in range(3000):
         with contextlib.suppress(ConnectionError):
