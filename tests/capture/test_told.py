@@ -76,5 +76,5 @@ class Transformed(nn.Module):
 
 
 def test_a_transform_inside_of_another_is_told_as_that() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)a transform of torch\.func inside of another.*Apply the inner transform to all rows at once"):
+    with pytest.raises(CaptureError, match=r"(?s)a transform of torch\.func inside of another.*Apply the inner transform to all rows"):
         capture(job(Transformed()))
