@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 from rich.cells import cell_len
@@ -10,7 +11,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-_GAP = 1
+_WORD = re.compile(r"^[^\S\n]*\S+|\S+", re.MULTILINE)
+"""A word; the first one of a line with its indentation, from which rich does not part it."""
+_GAP = 2
 """Spaces between two columns."""
 
 
@@ -37,13 +40,25 @@ class Columns:
         texts += [Text("")] * (len(self._titles) - len(texts))
         self._rows.append((tuple(texts), style))
 
+    def _widths(self, room: int) -> list[int] | None:
+        """The columns' widths: each of its longest line, or as near to it as there is room, from the left; None where words would break."""
+        texts = [[title, *(str(cells[place]) for cells, _ in self._rows)] for place, title in enumerate(self._titles)]
+        widths = [max(map(_longest_word, column)) for column in texts]
+        left = room - sum(widths) - _GAP * (len(widths) - 1)
+        if left < 0:
+            return None
+        for place, column in enumerate(texts):
+            more = min(left, max(map(_longest_line, column)) - widths[place])
+            widths[place] += more
+            left -= more
+        return widths
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = zip(*(cells for cells, _ in self._rows), strict=True) if self._rows else [()] * len(self._titles)
-        widths = [max(map(_longest_word, (title, *map(str, cells)))) for title, cells in zip(self._titles, columns, strict=True)]
-        if sum(widths) + _GAP * (len(widths) - 1) <= options.max_width:
+        widths = self._widths(options.max_width)
+        if widths is not None:
             made = Table(box=None, pad_edge=False, title=self._title, title_justify="left")
             for title, width in zip(self._titles, widths, strict=True):
-                made.add_column(title, justify="right" if title in self._right else "left", min_width=width)
+                made.add_column(title, justify="right" if title in self._right else "left", width=width, overflow="fold")
             for cells, style in self._rows:
                 made.add_row(*cells, style=style)
             yield made
@@ -62,5 +77,9 @@ class Columns:
             yield block
 
 
+def _longest_line(text: str) -> int:
+    return max(map(cell_len, text.splitlines()), default=0)
+
+
 def _longest_word(text: str) -> int:
-    return max(map(cell_len, text.split()), default=0)
+    return max(map(cell_len, _WORD.findall(text)), default=0)

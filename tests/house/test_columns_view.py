@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from trainload import cli
@@ -39,13 +41,23 @@ def test_where_there_is_room_rows_are_lines() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [70, 80, 120, 150])
+@pytest.mark.parametrize("width", [*range(70, 160, 7), 80, 120])
 def test_no_word_is_broken(width: int) -> None:
     assert {LONG, "1234", "aten.mul.Tensor", "aten.add.Tensor"} <= words(printed(table(), width))
 
 
 def test_where_there_is_none_rows_are_blocks() -> None:
     assert [line.split() for line in printed(table(), 80).splitlines()[1:3]] == [["operator", LONG], ["calls", "1234"]]
+
+
+@given(st.lists(st.lists(st.text("abc  ", max_size=30), min_size=4, max_size=4), min_size=1, max_size=4), st.integers(40, 120))
+def test_every_word_is_there_whole(rows: list[list[str]], width: int) -> None:
+    made = Columns(("one", "two", "three", "four"), right={"three"})
+    for row in rows:
+        made.add(*row)
+    expected = sorted(word for row in rows for cell in row for word in cell.split())
+    titles = {"one", "two", "three", "four"}
+    assert sorted(word for word in printed(made, width).split() if word not in titles) == expected
 
 
 def test_ops_breaks_no_operators_name_at_80_columns(
