@@ -86,6 +86,7 @@ def frozen(folder: Path, loss: Callable[..., Any], **of_embedding: Any) -> Packa
     return trainload.freeze(job(loss, **of_embedding), folder / "job.tl")
 
 
+@pytest.mark.matrix("weighed")
 @pytest.mark.parametrize("loss", [plain, weighed, in_16_bits])
 @pytest.mark.filterwarnings("ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient")
 def test_rows_by_themselves_are_not_coupled(tmp_path: Path, loss: Callable[..., Any]) -> None:
@@ -100,6 +101,7 @@ COUPLED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix("gradients by frequency")
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.filterwarnings("ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient")
 def test_rows_that_depend_on_one_another_are_noted(tmp_path: Path, name: str) -> None:

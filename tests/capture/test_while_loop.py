@@ -58,6 +58,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # the eager operator's tracer looks at it
+@pytest.mark.matrix("Rounds")
 @pytest.mark.parametrize("kind", [Rounds, Until])
 def test_it_is_frozen_opened_and_trained_as_in_eager(tmp_path: Path, kind: type[nn.Module]) -> None:
     x = np.random.default_rng(0).standard_normal((1, 4), dtype=np.float32).repeat(ROWS * STEPS, 0)

@@ -186,6 +186,7 @@ def inverted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return inverse.square().mean()
 
 
+@pytest.mark.slow
 def test_another_failure_says_at_which_step_and_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=f"step {STEP + 1}: RuntimeError: linalg.inv: a matrix is singular"):
         launch(frozen(inverted, tmp_path), written(tmp_path, "label", 0), tmp_path, compile=False)

@@ -59,6 +59,7 @@ def pushed(package: Package, data: Path, target: Path) -> None:
     trainload.push(package.path, target)
 
 
+@pytest.mark.matrix("new-launched", "new-with_result", "graphs/new-exported")
 @pytest.mark.parametrize("act", [launched, with_result, planned, exported, pushed])
 @pytest.mark.parametrize("place", ["new", "graphs/new"])
 def test_nothing_is_written_into_a_package(
@@ -78,16 +79,18 @@ def test_a_job_file_that_goes_to_another_folder_moves_no_output(tmp_path: Path, 
     assert trainload.open(tmp_path / "out.tl").asset("words") == b"a b c"
 
 
+@pytest.mark.slow
 def test_threads_freeze_at_the_same_time(tmp_path: Path) -> None:
+    jobs = [tiny_job() for _ in range(3)]  # made here: threads would draw their weights from one generator
     found: list[Package | BaseException] = []
 
     def freeze(number: int) -> None:
         try:
-            found.append(trainload.freeze(tiny_job(), tmp_path / f"{number}.tl"))
+            found.append(trainload.freeze(jobs[number], tmp_path / f"{number}.tl"))
         except BaseException as error:  # noqa: BLE001  # shown by the test
             found.append(error)
 
-    threads = [threading.Thread(target=freeze, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=freeze, args=(number,)) for number in range(len(jobs))]
     for thread in threads:
         thread.start()
     for thread in threads:
