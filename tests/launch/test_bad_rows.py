@@ -17,7 +17,7 @@ from torch.nn import functional
 import trainload
 from trainload.capture.errors import DataError, TrainingError
 from trainload.launch.data.sampler import rows
-from trainload.launch.journal import read_events
+from trainload.launch.journal import LOGS, log_name, read_events
 from trainload.packaging.read import Package
 
 WORDS, CLASSES, LENGTH = 12, 5, 4
@@ -176,7 +176,7 @@ def test_a_run_on_ray_is_not_tried_again(package: Package, tmp_path: Path, ray_c
         trainload.launch(package, plan, data, run_dir=tmp_path / "run", compile=False)
     demand_told(caught.value, "tokens", WORDS, WORDS - 1, "self.words(tokens)")
     assert [event.kind for event in read_events(tmp_path / "run")].count("start") == 1
-    assert "Traceback (most recent call last)" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    assert "Traceback (most recent call last)" in (tmp_path / "run" / LOGS / log_name(1)).read_text()
 
 
 def inverted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
