@@ -219,10 +219,8 @@ def compile_build(
     with _no_room_told(cache_dir):
         root = private_folder(cache_dir / "compiled")
         smaller, larger = (root / build_key(package, plan, device, pipeline_index, evaluates=each) for each in (False, True))
-        if not evaluates and _is_whole(larger):
-            use(larger)
-            if _is_whole(larger):  # it was not removed before it was used
-                return larger
+        if not evaluates and _is_kept(larger):
+            return larger
         final = larger if evaluates else smaller
         use(final)
         with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
@@ -232,12 +230,13 @@ def compile_build(
             for left in root.glob(f".draft-{final.name}-*"):  # by a process that was killed; the lock is ours
                 shutil.rmtree(left, ignore_errors=True)
             draft = root / f".draft-{final.name}-{uuid.uuid4().hex}"
+            before = smaller if _is_kept(smaller) else None
             try:
                 make_room(cache_dir)
                 draft.mkdir()
                 with _own_kernels(cache_dir, draft), deterministic():
                     graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
-                    _compile_into(draft, graphs, work, plan, on_stage, smaller if _is_whole(smaller) else None)
+                    _compile_into(draft, graphs, work, plan, on_stage, before)
                 draft.rename(final)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -418,6 +417,14 @@ def _ports(spelled: Sequence[Sequence[str]]) -> tuple[Port, ...]:
     return tuple(Port(Role(role), name) for role, name in spelled)
 
 
+def _is_kept(folder: Path) -> bool:
+    """Return whether the cache holds a complete build, which this process uses from now on and nobody removes."""
+    if not folder.is_dir():
+        return False
+    use(folder)
+    return _is_whole(folder)
+
+
 def _is_whole(folder: Path) -> bool:
     """Whether a build is complete and as it was written."""
     if not (folder / _INDEX).is_file():
@@ -434,7 +441,7 @@ def _use_inductor_cache(cache_dir: Path) -> None:
 
 
 def _kernels(cache_dir: Path) -> Path:
-    """The folder of the node's kernels, which is used from now on. One that this release of torch did not compile is of no use to it."""
+    """Return the folder of the node's kernels, which this process uses from now on. Each release of torch has its own."""
     folder = private_folder(cache_dir / "kernels") / f"torch-{torch.__version__}"
     use(folder)
     return private_folder(folder)

@@ -12,7 +12,7 @@ from tests.launch.tiny import write_rows
 import trainload
 from trainload.autograd_trace.aot import compile_graph
 from trainload.launch import build
-from trainload.launch.build import is_compiled, uncompiled_build
+from trainload.launch.build import compile_build, is_compiled, uncompiled_build
 from trainload.launch.cache import SIZE_VARIABLE, in_use, leave, make_room
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
@@ -69,6 +69,19 @@ def test_a_run_with_held_out_data_takes_over_what_one_without_has_compiled(
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "with", eval_data=held_out, steps=1, backend="local")
     assert compiled == ["train.only", "train.update", "eval"]
     assert is_compiled(tiny, plan, cache, evaluates=True)
+
+
+@pytest.mark.slow
+def test_a_build_does_not_make_room_of_the_one_that_it_takes_over(
+    tiny: Package, plan: Plan, cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = in_use()
+    compile_build(tiny, plan, CPU, cache, lambda *_: None, evaluates=False)
+    leave(before)
+    monkeypatch.setenv(SIZE_VARIABLE, "0")
+    compile_build(tiny, plan, CPU, cache, lambda *_: None, evaluates=True)
+    assert compiled == ["train.only", "train.update", "eval"]
+    assert is_compiled(tiny, plan, cache, evaluates=False)
 
 
 @pytest.mark.slow
