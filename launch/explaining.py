@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainload.capture.blame import first_line
+from trainload.capture.blame import raised
 from trainload.capture.errors import DataError, TrainingError, TrainloadError
 from trainload.launch.calls import Microbatch
 from trainload.launch.data.run_data import RunData
@@ -25,12 +25,12 @@ _OF_PEERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by p
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """What a rank was doing when something failed.
+    """The rank that raised an error, with what it trains.
 
     Attributes:
         package: what is trained.
         plan: how.
-        rank: the rank.
+        rank: its number.
         engine: its part of the run.
         device: where it computes.
     """
@@ -43,11 +43,11 @@ class Failing:
 
 
 def explain(error: Exception, failing: Failing, data: RunData, source: str, when: str) -> TrainloadError | None:
-    """Return what a user should read in place of an error of a step; None where it may come of another rank or of the hardware.
+    """Return what a user should read in place of an error of a step; None where another rank or the machine may be the reason.
 
     Args:
         error: raised by a graph or by torch.
-        failing: where.
+        failing: the rank that raised it.
         data: that the microbatches' rows are of.
         source: the data's place.
         when: "step 3", "the evaluation after step 3".
@@ -60,15 +60,15 @@ def explain(error: Exception, failing: Failing, data: RunData, source: str, when
         return None
     package = failing.package
     program = package.program()
+    steps = step_graphs(package, _CPU, dict.fromkeys(graph for graph, _ in failing.engine.calling))
     for graph, microbatch in failing.engine.calling:
-        (step,) = step_graphs(package, _CPU, [graph]).values()
-        rejected = find_rejected(step, microbatch.batch, program.constants, program.state)
+        rejected = find_rejected(steps[graph], microbatch.batch, program.constants, program.state)
         if rejected is not None:
             return _data_error(rejected, package, graph, microbatch, data, source, when)
-    if _may_be_of_the_hardware(error):
+    if _may_be_of_the_machine(error):
         return None
     return TrainingError(
-        f"{type(error).__name__}: {first_line(str(error)).rstrip('.')}",
+        raised(error).rstrip("."),
         where=when,
         cure="The traceback is in the rank's log (trainload logs). It would fail again, so it is not tried again.",
     )
@@ -78,8 +78,8 @@ def _may_be_of_peers(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_PEERS)
 
 
-def _may_be_of_the_hardware(error: Exception) -> bool:
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+def _may_be_of_the_machine(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError | OSError) or "CUDA error" in str(error)
 
 
 def _data_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import trainload
 from trainload.capture.errors import DataError, TrainingError
 from trainload.launch.data.sampler import rows
 from trainload.launch.journal import LOGS, log_name, read_events
+from trainload.launch.rank_state import RankState
 from trainload.packaging.read import Package
 
 WORDS, CLASSES, LENGTH = 12, 5, 4
@@ -180,7 +182,7 @@ def test_a_run_on_ray_is_not_tried_again(package: Package, tmp_path: Path, ray_c
 
 
 def inverted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Of the parameters, too: so the row cannot be found without them."""
+    """Inverts a matrix that depends on the parameters, without which the row cannot be found."""
     logits = model(batch["tokens"])
     inverse: Tensor = torch.linalg.inv(torch.diag_embed(logits * (batch["label"] != 0).unsqueeze(1)))
     return inverse.square().mean()
@@ -190,3 +192,12 @@ def inverted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_another_failure_says_at_which_step_and_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=f"step {STEP + 1}: RuntimeError: linalg.inv: a matrix is singular"):
         launch(frozen(inverted, tmp_path), written(tmp_path, "label", 0), tmp_path, compile=False)
+
+
+def test_an_error_of_the_machine_is_not_said_to_come_again(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(held: RankState) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(RankState, "load_package", load)
+    with pytest.raises(OSError, match="Input/output error"):
+        launch(package, written(tmp_path, "label", 0), tmp_path, compile=False)
