@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from trainload.capture.errors import OutOfMemoryError, PlanError
 from trainload.launch.rank_state import RankState
@@ -20,7 +20,7 @@ from trainload.sharding.planner.search import Candidate, Choice, costs_of, evalu
 from trainload.sharding.source import Source
 
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
-"""Words by which torch's allocators, numpy and the system say it."""
+"""Words of the errors of torch's allocators, of numpy and of the system."""
 _LESS = 0.8
 """A plan is named where it needs at most this part of what failed."""
 _GIB = 2**30
@@ -47,65 +47,49 @@ def explain_memory(
         rank: its number.
         when: "step 3", "the evaluation after step 3".
     """
-    kept = _Kept.of(held)
     used = used_bytes(device)
     said = next((line.strip() for line in str(error).splitlines() if any(word in line for word in _WORDS)), type(error).__name__)
     estimated, smaller = "", ""
-    try:
+    with suppress(PlanError, MemoryError, RuntimeError):  # there may be no memory for that either
         source, figures = Source(package), read(_FIGURES[device.type])
         costs = costs_of(source, plan, figures)
         estimated = f"; the plan was estimated to need {_spelled(costs.memory)} at its peak, in {costs.memory.at}"
         smaller = ". ".join(_advice(each, costs.memory) for each in _smaller(source, plan, figures, costs.memory))
-    except (PlanError, MemoryError, RuntimeError):  # there may be no memory for that either
-        smaller = ""
     return OutOfMemoryError(
         f"rank {rank} ran out of memory: {said.rstrip('.')}",
         where=when,
-        got=f"{_gib(used)} held by the process, of which {kept}{estimated}",
+        got=f"{_gib(used)} held by the process, of which {_held(held)}{estimated}",
         cure=smaller or "Use more microbatches (--set accumulate=N), --recompute full, or more ranks with --strategy zero3.",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Bytes that a rank holds between steps, by kind."""
-
-    parameters: int
-    optimizer: int
-    buffers: int
-
-    @classmethod
-    def of(cls, held: RankState) -> _Kept:
-        states = [value for values in held.states.values() for value in values]
-        return cls(
-            parameters=_bytes(held.params.values()),
-            optimizer=_bytes([*states, *held.means.values()]),
-            buffers=_bytes([*held.buffers.values(), *held.constants.values()]),
-        )
-
-    def __str__(self) -> str:
-        return f"parameters {_gib(self.parameters)}, optimizer state {_gib(self.optimizer)}, buffers {_gib(self.buffers)}"
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _held(held: RankState) -> str:
+    states = [value for values in held.states.values() for value in values]
+    kinds = {
+        "parameters": [*held.params.values()],
+        "optimizer state": [*states, *held.means.values()],
+        "buffers": [*held.buffers.values(), *held.constants.values()],
+    }
+    return _listed({kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()})
 
 
 def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory) -> list[Candidate]:
-    """Plans for the same devices that need less memory: the fastest of them, and the one that needs least."""
+    """Return plans for the same devices that need less memory: the fastest of them, and the one that needs least."""
     found: list[Candidate] = []
     for choice in _choices(plan):
         try:
             found.append(evaluate(source, plan.cluster, figures, choice, plan.global_batch))
         except PlanError:
             continue
-    fitting = sorted((c for c in found if c.costs.memory.tensors <= _LESS * failed.tensors), key=lambda c: c.costs.time.seconds)
-    least = min(fitting, key=lambda c: c.costs.memory.tensors, default=None)
-    return [] if least is None else [fitting[0], least] if fitting[0] is not least else [least]
+    fitting = [each for each in found if each.costs.memory.tensors <= _LESS * failed.tensors]
+    if not fitting:
+        return []
+    fastest, least = min(fitting, key=lambda c: c.costs.time.seconds), min(fitting, key=lambda c: c.costs.memory.tensors)
+    return [fastest] if fastest is least else [fastest, least]
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """The plan's own choice, with one thing changed after the other."""
+    """Yield the plan's own choice with another strategy, recomputation and number of microbatches."""
     pipeline = plan.pipeline
     schedule = None if pipeline is None else (pipeline.schedule, len(pipeline.stage_ranks) // pipeline.ranks)
     own = Choice(plan.strategy, plan.tensor_ranks, plan.pipeline_ranks, plan.accumulate, plan.recompute, schedule, plan.divide)
@@ -138,7 +122,11 @@ def _spelled(memory: Memory) -> str:
         "communication": memory.communication,
         "buffers and rows": memory.buffers,
     }
-    return f"{_gib(memory.tensors)} ({', '.join(f'{name} {_gib(size)}' for name, size in parts.items() if size)})"
+    return f"{_gib(memory.tensors)} ({_listed({name: size for name, size in parts.items() if size})})"
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
 
 
 def _gib(size: int) -> str:
