@@ -26,13 +26,13 @@ def ignore(graph: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one call of a step graph is given.
+    """The rows of one call of a step graph.
 
     Attributes:
         batch: name -> (rows, ...) tensor on the CPU.
-        row: the number, within the global batch, of its first row.
-        rows: (n,) int64 numbers of its rows in their data set; None where they are of none.
-        part: of the run's data, that they are of.
+        row: the number of its first row within the global batch.
+        rows: (n,) int64 numbers of its rows in their data set; None where there is none.
+        part: number of the part of the run's data that they are of.
     """
 
     batch: Mapping[str, Tensor]

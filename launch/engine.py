@@ -74,7 +74,7 @@ class Engine:
         on_call: told the name, within the build, of each graph that is about to be called.
 
     Attributes:
-        calling: (graph of the package, microbatch) of this rank in the present step or evaluation so far, the last ones last.
+        calling: (graph of the package, microbatch) of each call of this rank in the present step, or of a microbatch in evaluation.
     """
 
     def __init__(
@@ -115,23 +115,22 @@ class Engine:
             draw = draws[call.draw]
             assert len(draw.microbatches) == self._plan.accumulate, "one microbatch for each accumulation"
             computed = graph_name(call.graph, Mode.COMPUTE, draw.variant)
-            trained = graph_name(call.graph, Mode.TRAIN, draw.variant)
-            self.calling += [(computed if computed in self._built.forward else trained, m) for m in draw.microbatches]
-            if computed in self._built.forward:
-                graph = self._built.forward[computed]
+            name = computed if computed in self._built.forward else graph_name(call.graph, Mode.TRAIN, draw.variant)
+            self.calling += [(name, microbatch) for microbatch in draw.microbatches]
+            if name in self._built.forward:
+                graph = self._built.forward[name]
                 outputs = [self._calls.call(graph, m, Given(call, i, fed)) for i, m in enumerate(draw.microbatches)]
                 _feed(fed, call.graph, graph, outputs)
             else:
                 given = self._recipe.rates(counts) if rates is None else rates
-                results[call.graph] = self._train(call, draw, fed, given)
+                results[call.graph] = self._train(name, call, draw, fed, given)
                 turns.append((call.graph, results[call.graph]))
             counts[call.graph] += 1
         main = results.pop(self._recipe.main)
         return StepResult(main.loss, main.weight, main.metrics, main.gradient_norm, main.loss_scale, results, turns)
 
-    def _train(self, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
+    def _train(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
         """One turn of a training graph: forward and backward over the microbatches, then the update."""
-        name = graph_name(call.graph, Mode.TRAIN, draw.variant)
         names = self.metric_names(name)
         totals, gradients = self._in_turn(name, call, draw, fed) if self._pipeline is None else self._piped(name, call, draw, len(names))
         scaling = self.held.scaling.get(call.graph, [])
@@ -168,10 +167,11 @@ class Engine:
         """
         fed: dict[str, list[Tensor]] = {}
         found: dict[str, Tensor] = {}
+        self.calling = []
         for graph in dict.fromkeys(turn.graph for turn in self._recipe.turns):
             computed, evaluated = (graph_name(graph, mode, variant) for mode in (Mode.COMPUTE, Mode.EVAL))
             turn = TurnCall(graph, 0, 0)
-            self.calling = [(evaluated if evaluated in self._package.manifest.graphs else computed, microbatch)]
+            self.calling.append((evaluated if evaluated in self._package.manifest.graphs else computed, microbatch))
             if self._pipeline is not None:
                 totals = self._pipeline.evaluate(self._built.stages[evaluated], turn, microbatch)
                 found[graph] = self._pipeline.shared(totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2)
@@ -205,7 +205,7 @@ class Engine:
         return [o.name for o in self._package.manifest.graphs[name].outputs if o.role == "metric"]
 
     def _has_own_weight(self, name: str) -> bool:
-        """Return whether a training graph computes its weight, which may be 0, and is not weighed by its rows."""
+        """Return whether a training graph computes its weight, which may be 0. Another's is its number of rows: it needs no waiting for."""
         return any(output.role == "weight" for output in self._package.manifest.graphs[name].outputs)
 
     def _phase(self, number: int) -> Phase:
