@@ -17,6 +17,7 @@ from trainload.autograd_trace.aot import compile_graph, load_compiled
 from trainload.capture.distance import relative_distance
 from trainload.capture.operators import is_collective, is_overload
 from trainload.launch.rounding import EXPLAINED, explained_distances, rounded_runs
+from trainload.sharding.nodes import holds_tensors
 
 _SHOWN = 3
 
@@ -64,7 +65,7 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
         def departs(part: Sequence[Node]) -> bool | None:
             return _departs(part, values, compiling, fails=fails)
 
-        nodes = [n for n in module.graph.nodes if n.op == "call_function" and _holds_tensors(n) and not is_collective(n)]
+        nodes = [n for n in module.graph.nodes if n.op == "call_function" and holds_tensors(n) and not is_collective(n)]
         if not departs(nodes):
             return []
         return (_first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs)(nodes, departs)
@@ -173,7 +174,7 @@ def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
     """These nodes, and those that compute the sizes that they take."""
     found, open_ = set(nodes), list(nodes)
     while open_:
-        sizes = {each for each in open_.pop().all_input_nodes if each.op == "call_function" and not _holds_tensors(each)} - found
+        sizes = {each for each in open_.pop().all_input_nodes if each.op == "call_function" and not holds_tensors(each)} - found
         found |= sizes
         open_ += sizes
     return found
@@ -182,10 +183,6 @@ def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
 def _is_sized(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
-
-
-def _holds_tensors(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor | tuple | list)
 
 
 def _copied(value: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.fx import Node
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.operators import is_overload
-from trainload.sharding.nodes import arguments, ends
+from trainload.sharding.nodes import arguments, computed_from, ends
 from trainload.sharding.pipeline.sizes import symbols_of
 from trainload.sharding.work import number
 
@@ -46,7 +47,14 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A node's use of indices: those of `index` must be in [-size, size) where negative ones count from the end, else in [0, size)."""
+    """An operator's indices.
+
+    Attributes:
+        index: the node that gives them.
+        size: of the dim that they are for.
+        from_end: whether a negative index counts from the end, so that -size is the least that is valid; else 0 is.
+        ignored: a value that is valid too.
+    """
 
     index: Node
     size: Any
@@ -158,15 +166,8 @@ class _Values:
 
     def inputs_of(self, wanted: Node) -> tuple[str, ...]:
         """Return the inputs of the batch that a node's value is computed from."""
-        stack, seen, found = [wanted], {wanted}, []
-        while stack:
-            node = stack.pop()
-            if node in self._ports:
-                found += [self._ports[node].name] if self._ports[node].role is Role.BATCH else []
-            fresh = [s for s in node.all_input_nodes if s not in seen and isinstance(s.meta.get("val"), Tensor | tuple | list)]
-            seen.update(fresh)
-            stack += fresh
-        return tuple(sorted(found))
+        ports = [self._ports[node] for node in computed_from([wanted], values=True) if node.op == "placeholder"]
+        return tuple(sorted(port.name for port in ports if port.role is Role.BATCH))
 
     def _compute(self, node: Node) -> Any:
         if node.op == "placeholder":
@@ -184,11 +185,9 @@ class _Values:
 
 
 def _uses(node: Node) -> Iterator[_Use]:
-    """The indices that an operator takes, with their ranges."""
-    if node.op != "call_function" or not is_overload(node.target) or node.target.overloadpacket not in _INDEXING:
-        return
-    given = arguments(node)
-    yield from _INDEXING[node.target.overloadpacket](given)
+    """Yield the indices that an operator takes, with their ranges."""
+    if node.op == "call_function" and is_overload(node.target) and node.target.overloadpacket in _INDEXING:
+        yield from _INDEXING[node.target.overloadpacket](arguments(node))
 
 
 def _shape(node: Node) -> Sequence[Any]:
@@ -205,14 +204,9 @@ def _of_classes(given: dict[str, Any]) -> Iterator[_Use]:
     yield _Use(given["target"], shape[1 if len(shape) > 1 else 0], ignored=given["ignore_index"])
 
 
-def _along_dim(given: dict[str, Any]) -> Iterator[_Use]:
+def _along_dim(given: dict[str, Any], *, from_end: bool = False) -> Iterator[_Use]:
     shape = _shape(given["self"])
-    yield _Use(given["index"], shape[given["dim"]] if shape else 1)
-
-
-def _filled(given: dict[str, Any]) -> Iterator[_Use]:
-    shape = _shape(given["self"])
-    yield _Use(given["index"], shape[given["dim"]] if shape else 1, from_end=True)
+    yield _Use(given["index"], shape[given["dim"]] if shape else 1, from_end)
 
 
 def _of_each_dim(given: dict[str, Any]) -> Iterator[_Use]:
@@ -228,7 +222,7 @@ def _of_elements(given: dict[str, Any]) -> Iterator[_Use]:
     yield _Use(given["index"], math.prod(_shape(given["self"])), from_end=True)
 
 
-_INDEXING = {
+_INDEXING: dict[Any, Callable[[dict[str, Any]], Iterator[_Use]]] = {
     aten.embedding: _of_rows,
     aten._embedding_bag: _of_rows,
     aten._embedding_bag_forward_only: _of_rows,
@@ -237,7 +231,7 @@ _INDEXING = {
     **dict.fromkeys(
         (aten.gather, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_select, aten.index_add, aten.index_copy), _along_dim
     ),
-    aten.index_fill: _filled,
+    aten.index_fill: partial(_along_dim, from_end=True),
     aten.index: _of_each_dim,
     aten.index_put: _of_each_dim,
     aten.take: _of_elements,

@@ -1,11 +1,12 @@
-"""What every rewriting of a flat graph does: look at its ends, and append nodes with the values that a fake mode finds for them."""
+"""What every rewriting of a flat graph does: look at its ends, follow its values, and append nodes with what a fake mode finds for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 
@@ -18,6 +19,27 @@ def ends(module: GraphModule) -> tuple[list[Node], Sequence[Node]]:
 def mode_of(placeholders: Sequence[Node]) -> Any:
     """The fake mode of a graph's values."""
     return next(value.fake_mode for node in placeholders if hasattr(value := node.meta["val"], "fake_mode"))
+
+
+def holds_tensors(node: Node) -> bool:
+    """Return whether a node's value is a tensor or several, not a size."""
+    return isinstance(node.meta.get("val"), Tensor | tuple | list)
+
+
+def computed_from(nodes: Iterable[Node], *, values: bool = False) -> set[Node]:
+    """Return the nodes that some nodes are computed from, themselves included.
+
+    Args:
+        nodes: of one graph.
+        values: whether sizes do not count: what has the size of an input need not depend on its values.
+    """
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        fresh = {source for source in stack.pop().all_input_nodes if holds_tensors(source) or not values} - found
+        found |= fresh
+        stack += fresh
+    return found
 
 
 def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:

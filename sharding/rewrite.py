@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload, is_seeded
-from trainload.sharding.nodes import append, ends, mode_of
+from trainload.sharding.nodes import append, computed_from, ends, mode_of
 from trainload.sharding.plan import DATA, REPLICATE, Bucket, Plan
 
 aten = torch.ops.aten
@@ -428,21 +428,15 @@ class _Rewriter:
     def _refuse_difference(self, port: Port) -> None:
         """Refuses a buffer of whole numbers whose new value is another one on every rank."""
         local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, *BETWEEN)}
-        place = next(i for i, p in enumerate(self._step.outputs) if p == port)
-        stack, seen = [self._results[place]], set[Node]()
-        while stack:
-            node = stack.pop()
-            if node in local:
-                raise PlanError(
-                    "a buffer of whole numbers is computed from the batch, so every rank would have another one",
-                    where=f"buffer {port.name}",
-                    expected="a count that does not depend on the rank's rows, or a floating-point buffer (ranks take the mean)",
-                    got=str(node.meta["val"].dtype if node.op != "placeholder" else self._results[place].meta["val"].dtype),
-                    cure="Plan for one device, or keep the statistic as a floating-point mean.",
-                )
-            if node not in seen:
-                seen.add(node)
-                stack += [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor | tuple | list)]
+        result = self._results[self._step.outputs.index(port)]
+        if local & computed_from([result], values=True):
+            raise PlanError(
+                "a buffer of whole numbers is computed from the batch, so every rank would have another one",
+                where=f"buffer {port.name}",
+                expected="a count that does not depend on the rank's rows, or a floating-point buffer (ranks take the mean)",
+                got=str(result.meta["val"].dtype),
+                cure="Plan for one device, or keep the statistic as a floating-point mean.",
+            )
 
     # New nodes
 

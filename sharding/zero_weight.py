@@ -5,11 +5,15 @@ The mean over nothing is NaN, and so is its gradient: 0 times either is NaN agai
 
 from __future__ import annotations
 
-from torch import Tensor, ops
-from torch.fx import Graph, GraphModule, Node
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from torch import ops
+from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.sharding.nodes import append, ends, mode_of
+from trainload.sharding.nodes import append, computed_from, ends, mode_of
 
 aten = ops.aten
 _MEANS = (Role.LOSS, Role.METRIC)
@@ -23,54 +27,30 @@ def ignore_zero_weight(step: StepGraph) -> StepGraph:
     Args:
         step: a step graph, as one rank of the tensor axis has it.
     """
-    weight = _weight(step)
-    if weight is None or not _reads_values(weight):
+    if not _has_own_weight(step):
         return step
-    placeholders, results = ends(step.module)
-    mode, nodes = mode_of(placeholders), list(step.module.graph.nodes)
-    begin = next((place for place, node in enumerate(nodes) if node.name == TANGENT), len(nodes) - 1)
-    means = [node for port, node in zip(step.outputs, results, strict=True) if port.role in _MEANS]
-    gradients = {node for port, node in zip(step.outputs, results, strict=True) if port.role is Role.GRADIENT}
-    early = [node for node in nodes[:begin] if node in gradients]
-    graph = Graph()
-    copied: dict[Node, Node] = {}
-    masked: dict[Node, Node] = {}
-
-    def mask(node: Node) -> None:
-        masked[node] = append(graph, mode, aten.masked_fill.Scalar, copied[node], nothing, 0)
-
-    for place, node in enumerate(nodes):
-        if place == begin:  # what forward puts out is computed in forward
-            nothing = append(graph, mode, aten.eq.Scalar, copied[weight], 0)
-            for mean in dict.fromkeys(means):
-                mask(mean)
-        if node.op == "output":
-            own = (*_MEANS, Role.GRADIENT)
-            ports = zip(step.outputs, results, strict=True)
-            output = graph.output(tuple(masked[value] if port.role in own else copied[value] for port, value in ports))
-            output.meta["val"] = node.meta.get("val")
-            break
-        copied[node] = graph.node_copy(node, lambda source: copied[source])
-        for gradient in early if place == begin else [node] if place > begin and node in gradients else []:
-            mask(gradient)
+    graph = deepcopy(step.module.graph)
+    results: Any = graph.output_node().args[0]
+    mode, outputs = mode_of(graph.find_nodes(op="placeholder")), list(zip(step.outputs, results, strict=True))
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    backward = next((node for node in order if node.name == TANGENT), graph.output_node())
+    with graph.inserting_before(backward):  # what forward puts out is computed in forward
+        nothing = append(graph, mode, aten.eq.Scalar, _weight(step, results), 0)
+        means = dict.fromkeys(node for port, node in outputs if port.role in _MEANS)
+        masked = {mean: append(graph, mode, aten.masked_fill.Scalar, mean, nothing, 0) for mean in means}
+    for gradient in dict.fromkeys(node for port, node in outputs if port.role is Role.GRADIENT):
+        with graph.inserting_after(max(gradient, backward, key=order.__getitem__)):
+            masked[gradient] = append(graph, mode, aten.masked_fill.Scalar, gradient, nothing, 0)
+    own = (*_MEANS, Role.GRADIENT)
+    graph.output_node().args = (tuple(masked[node] if port.role in own else node for port, node in outputs),)
     return StepGraph(GraphModule(step.module, graph), step.inputs, step.outputs)
 
 
-def _weight(step: StepGraph) -> Node | None:
-    _, results = ends(step.module)
+def _has_own_weight(step: StepGraph) -> bool:
+    """Return whether a graph's weight is computed from values of its inputs, not from their sizes alone."""
+    weight = _weight(step, ends(step.module)[1])
+    return weight is not None and any(node.op == "placeholder" for node in computed_from([weight], values=True))
+
+
+def _weight(step: StepGraph, results: Sequence[Node]) -> Node | None:
     return next((node for port, node in zip(step.outputs, results, strict=True) if port.role is Role.WEIGHT), None)
-
-
-def _reads_values(node: Node) -> bool:
-    """Return whether a tensor is computed from values of the graph's inputs, not from their sizes alone."""
-    stack, seen = [node], {node}
-    while stack:
-        here = stack.pop()
-        if here.op == "placeholder":
-            return True
-        fresh = [
-            source for source in here.all_input_nodes if source not in seen and isinstance(source.meta.get("val"), Tensor | tuple | list)
-        ]
-        seen.update(fresh)
-        stack += fresh
-    return False

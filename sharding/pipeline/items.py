@@ -7,7 +7,7 @@ them for itself, in forward and again in backward. All others are *placed*: one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx import Node
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import body_at, is_overload
-from trainload.sharding.nodes import ends
+from trainload.sharding.nodes import computed_from, ends
 from trainload.sharding.work import bytes_of
 
 aten = torch.ops.aten
@@ -95,14 +95,7 @@ class Items:
 
     def _before_backward(self) -> set[Node]:
         """What forward's outputs are computed of: it may stand among the nodes of backward."""
-        found: set[Node] = set()
-        stack = [n for n, port in zip(self._results, self.step.outputs, strict=True) if port.role is not Role.GRADIENT]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack += node.all_input_nodes
-        return found
+        return computed_from(n for n, port in zip(self._results, self.step.outputs, strict=True) if port.role is not Role.GRADIENT)
 
     def _classify(self, nodes: Sequence[Node]) -> None:
         kept = {buffer for buffer, port in self._ports.items() if port.role is Role.BUFFER and port.name in self._homes}
@@ -242,19 +235,6 @@ def is_sendable(node: Node) -> bool:
 def updated_buffers(step: StepGraph) -> list[str]:
     """Buffers whose new value depends on more than the batch, constants and old values of such buffers: they have a home."""
     placeholders, results = ends(step.module)
-    ports = dict(zip(placeholders, step.inputs, strict=True))
     outputs = {port.name: node for port, node in zip(step.outputs, results, strict=True) if port.role is Role.BUFFER}
-    return [name for name, node in outputs.items() if _reaches(node, lambda n: n in ports and ports[n].role is Role.PARAMETER)]
-
-
-def _reaches(node: Node, wanted: Callable[[Node], bool]) -> bool:
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        here = stack.pop()
-        if wanted(here):
-            return True
-        if here not in seen:
-            seen.add(here)
-            stack += here.all_input_nodes
-    return False
+    parameters = {placeholder for placeholder, port in zip(placeholders, step.inputs, strict=True) if port.role is Role.PARAMETER}
+    return [name for name, node in outputs.items() if parameters & computed_from([node])]

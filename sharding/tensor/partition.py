@@ -21,7 +21,7 @@ import trainload.sharding.tensor.rules  # noqa: F401 - these three declare what 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import bodies_of
-from trainload.sharding.nodes import arguments, ends, mode_of
+from trainload.sharding.nodes import arguments, ends, holds_tensors, mode_of
 from trainload.sharding.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
 from trainload.sharding.tensor.links import Links
@@ -240,7 +240,7 @@ class _Partitioner:
         if node.target is operator.getitem and node.args[0] in self._items:
             made, place = self._items[node.args[0]][node.args[1]]  # type: ignore[index]
             self._values[node] = {place: made}
-        elif not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+        elif not holds_tensors(node):
             self._values[node] = {Held.WHOLE: self._size(node)}
         elif (
             node.target is operator.getitem
