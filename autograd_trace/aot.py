@@ -60,8 +60,7 @@ from trainload.autograd_trace.indices import forbid_negative_indices
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
 from trainload.capture.ambient import one_at_a_time
-from trainload.capture.blame import raised
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, raised
 from trainload.capture.higher_order import differentiates, has_checkpoints
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.capture.program import GraphCapture, Program

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.autograd_trace.step_module import StepModule, output_ports, trainable_parameters
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, first_line
 from trainload.capture.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.parity import tolerance_of
 from trainload.capture.program import GraphCapture, Program
@@ -59,17 +59,7 @@ def arguments_of(program: Program, step: StepGraph, batch: Mapping[str, Tensor],
         row: the number of the batch's first row, for what is drawn.
         rows: that the loss's gradient is divided by.
     """
-    return _arguments(program, step, batch, _scalars(row, rows))
-
-
-def _scalars(row: int, rows: int) -> dict[Role, Tensor]:
-    return {
-        Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(row), Role.SCALE: torch.tensor(1.0 / rows),
-    }  # fmt: skip
-
-
-def _arguments(program: Program, step: StepGraph, batch: Mapping[str, Tensor], scalars: Mapping[Role, Tensor]) -> list[Tensor]:
-    arguments = []
+    arguments, scalars = list[Tensor](), _scalars(row, rows)
     for port in step.inputs:
         match port.role:
             case Role.PARAMETER:
@@ -85,16 +75,22 @@ def _arguments(program: Program, step: StepGraph, batch: Mapping[str, Tensor], s
     return arguments
 
 
+def _scalars(row: int, rows: int) -> dict[Role, Tensor]:
+    return {
+        Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(row), Role.SCALE: torch.tensor(1.0 / rows),
+    }  # fmt: skip
+
+
 def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor], known: Replayed | None) -> None:
     rows = next(iter(batch.values())).shape[0]
     scalars = _scalars(rows, rows)
-    arguments = _arguments(program, step, batch, scalars)
+    arguments = arguments_of(program, step, batch, rows, rows)
     with torch.no_grad():
         try:
             results = step.module(*arguments)
         except RuntimeError as error:  # torch's kernels
             raise CaptureError(
-                f"the joint graph fails on {rows} rows: {str(error).strip().splitlines()[0]}",
+                f"the joint graph fails on {rows} rows: {first_line(error)}",
                 where=f"graph {capture.name}",
                 cure="The derivative of an operator of the model has the number of rows of the example in it: write it with other "
                 "operators (x * mask in place of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",

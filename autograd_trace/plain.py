@@ -17,7 +17,7 @@ from trainload.autograd_trace.draws import RANDOM
 from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.step_module import batch_symbol, placeholders
 from trainload.capture import ctc, gamma  # noqa: F401 - their operators must be registered before they are named
-from trainload.capture.errors import PackageError
+from trainload.capture.errors import PackageError, first_line
 from trainload.capture.higher_order import differentiates, is_ours
 from trainload.capture.operators import calls_in, graphs_in, is_overload, is_seeded, nodes_in
 from trainload.capture.program import GraphCapture
@@ -71,9 +71,8 @@ def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
     try:
         traced = _traced(capture, device)
     except Exception as error:  # torch's tracer may raise anything
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         cause = _CAUSE if own else "it is for another device, or has regions that torch cannot save"
-        raise PackageError(f"{cause}, and cannot be traced again: {reason[:200]}", where=where, got=", ".join(own)) from error
+        raise PackageError(f"{cause}, and cannot be traced again: {first_line(error)}", where=where, got=", ".join(own)) from error
     left = own_operators(traced)
     if left:
         raise PackageError(_CAUSE, where=where, got=", ".join(left), cure="Export a graph without them: --graph.")

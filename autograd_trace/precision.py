@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from trainload.capture.errors import JobError
+from trainload.capture.errors import JobError, first_line
 from trainload.capture.higher_order import evaluate, is_ours
 from trainload.capture.operators import calls_in, graphs_in, is_higher_order, nodes_in
 from trainload.capture.place import place_of_node
@@ -111,9 +111,8 @@ class _Retyped(Interpreter):
         except JobError:
             raise
         except Exception as error:  # torch's operators may raise anything on dtypes that they do not take
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise JobError(
-                f"an operator does not take what it would be given: {first[:200]}",
+                f"an operator does not take what it would be given: {first_line(error)}",
                 where=self._where,
                 got=f"{n.target} at {place_of_node(n)}",
                 cure=_REFREEZE,

@@ -17,7 +17,7 @@ from trainload.autograd_trace.graphs import StateSpec, UpdateGraph
 from trainload.autograd_trace.optimizer_state import StateNames, state_names
 from trainload.autograd_trace.python_numbers import as_number, numbers_stay_tensors, standing_for_number
 from trainload.autograd_trace.ways import Decide, Results, Ways
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, first_line
 from trainload.capture.quiet import quiet_torch
 
 EXAMPLE = 64
@@ -122,7 +122,7 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
             return torch.export.export(update, args, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line
         raise CaptureError(
-            f"the update of {type(update._parts[0]).__name__} cannot be captured: {str(error).strip().splitlines()[0]}",
+            f"the update of {type(update._parts[0]).__name__} cannot be captured: {first_line(error)}",
             where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
             cure=_cure_of(update._parts[0]),
         ) from error

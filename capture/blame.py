@@ -40,7 +40,7 @@ from trainload.capture.causes import (
     Cause,
     cause_of,
 )
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, first_line, raised
 from trainload.capture.finding import Finding, Place
 from trainload.capture.job import Job
 from trainload.capture.kernels import without_kernel
@@ -52,8 +52,6 @@ from trainload.capture.shape_guards import listening
 Attempt = Callable[[AbstractContextManager[object]], object]
 """Captures once more, within a context."""
 
-_QUOTED = 100
-"""So many characters of what was raised stand in a sentence of ours."""
 _ATTEMPTS = 8
 _SECONDS = 30.0
 """The search for further causes takes at most so many captures, and begins none after so many seconds."""
@@ -94,7 +92,7 @@ def capture_error(
     return CaptureError(
         problem,
         where=_where(first.place),
-        got=_gist(str(error)) or type(error).__name__,
+        got=_gist(error),
         cure=first.advice,
         findings=findings,
     )
@@ -105,24 +103,23 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
     cause = cause_of(chain(error))
     place = place_of_error(error) if by == "the model" else None
     if by != "the model" and "functorch" in str(error):
-        return _nested_transforms(captured.name, str(error))
+        return _nested_transforms(captured.name, error)
     if cause is not NO_AUTOGRAD:
         cause = OTHER_SIZE
-    text = first_line(str(error))
     return CaptureError(
-        f"{by} fails on {rows} rows of the example batch in the {captured.name} graph: {type(error).__name__}: {text}",
+        f"{by} fails on {rows} rows of the example batch in the {captured.name} graph: {raised(error)}",
         where=_where(place) or f"graph {captured.name}",
         cure=cause.advice,
         findings=[_finding(cause, place, str(error), captured.inputs[0].name)],
     )
 
 
-def _nested_transforms(graph: str, text: str) -> CaptureError:
+def _nested_transforms(graph: str, error: Exception) -> CaptureError:
     """The page for transforms of torch.func of which one, traced, cannot run inside the other."""
     problem = "a transform of torch.func inside of another, which a graph cannot hold"
     advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) in place of vmap over the jvp of a row."
     finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
-    return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(text), cure=advice, findings=[finding])
+    return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(error), cure=advice, findings=[finding])
 
 
 def own_generator() -> CaptureError:
@@ -171,10 +168,10 @@ def _of_any_size(error: CaptureError, function: nn.Module, batch: dict[str, Tens
     watched = Watched()
     with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
         watched = watch(function, batch)
-    raised = watched.error or _backward_error(function, batch)
-    if raised is None:
+    error_of_eager = watched.error or _backward_error(function, batch)
+    if error_of_eager is None:
         return None
-    finding = _of_eager(raised)
+    finding = _of_eager(error_of_eager)
     return CaptureError(error.problem, where=_where(finding.place), cure=EAGER.advice, findings=[finding])
 
 
@@ -192,8 +189,7 @@ def _backward_error(function: nn.Module, batch: dict[str, Tensor]) -> Exception 
 
 
 def _of_eager(error: Exception) -> Finding:
-    raised = f"{type(error).__name__}: {first_line(str(error))[:_QUOTED]}"
-    return Finding(EAGER.anchor, f"{EAGER.sentence}: {raised}", EAGER.advice, "", place_of_error(error))
+    return Finding(EAGER.anchor, f"{EAGER.sentence}: {raised(error)}", EAGER.advice, "", place_of_error(error))
 
 
 def own_backward(problem: str, advice: str) -> CaptureError:
@@ -228,8 +224,7 @@ def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
     elif watched.error is not None:
         yield _of_eager(watched.error)
     else:
-        raised = f"{type(error).__name__}: {first_line(str(error))[:_QUOTED]}"
-        yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised}", BREAK.advice, rewrite.custom_operator(), place)
+        yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised(error)}", BREAK.advice, rewrite.custom_operator(), place)
 
 
 def _data(watched: Watched) -> list[Finding]:
@@ -370,18 +365,7 @@ def _where(place: Place | None) -> str:
     return "" if place is None else str(place)
 
 
-def _gist(text: str) -> str:
-    """What torch said, in a line: of violated constraints the first one, not their number."""
-    constraint = re.search(r"^  - (.*)$", text, re.MULTILINE)
-    return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(text)
-
-
-def raised(error: Exception) -> str:
-    """Return what was raised as "ValueError: the first line of its text"."""
-    text = first_line(str(error))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def first_line(text: str) -> str:
-    """The first line of what was raised that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]
+def _gist(error: Exception) -> str:
+    """Return what torch said, in a line: of violated constraints the first one, not their number."""
+    constraint = re.search(r"^  - (.*)$", str(error), re.MULTILINE)
+    return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(error)

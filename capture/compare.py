@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance
-from trainload.capture.errors import CaptureError, DataError
+from trainload.capture.errors import CaptureError, DataError, raised
 from trainload.capture.parity import replaying, tolerance_of
 from trainload.capture.program import GraphCapture, OutputRole, Program
 
@@ -115,8 +115,7 @@ def _replay(
             if loss is not None and loss.requires_grad:
                 gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         except Exception as error:  # torch's kernels may raise anything
-            message = next((line for line in str(error).splitlines() if line.strip()), "")
-            raise CaptureError(f"{what} fails: {type(error).__name__}: {message[:200]}", where=f"graph {capture.name}") from error
+            raise CaptureError(f"{what} fails: {raised(error)}", where=f"graph {capture.name}") from error
     written = sorted(name for name, tensor in owned.items() if tensor._version != versions[name])
     if written:
         raise CaptureError(f"{what} writes to a parameter", where=f"graph {capture.name}", got=", ".join(written[:4]))

@@ -204,3 +204,14 @@ class CheckpointError(WorkError):
 
 class RunInterrupted(WorkError):
     """Somebody asked the run to stop."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text that says something, or its class where none does; at most 200 characters."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def raised(error: BaseException) -> str:
+    """Return what was raised as "ValueError: the first line of its text", or "AssertionError" where it has none."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from trainload.capture.causes import OWN_KERNEL
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, raised
 from trainload.capture.finding import Finding, Place
 from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.place import place_here, place_of_node
@@ -51,7 +51,7 @@ class _Failing(TorchFunctionMode):
             if not self.name and is_overload(overload):
                 self.name, self.place = operator_name(f"{overload} "), place_here()
                 self.arguments = tuple(argument.name for argument in overload._schema.arguments)
-                self.said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:100]}"
+                self.said = raised(error)
             raise
 
 

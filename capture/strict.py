@@ -22,9 +22,8 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from trainload.capture import marks
-from trainload.capture.blame import raised
 from trainload.capture.causes import BREAK, CONSTRAINT, SPECIALISED, VALUES
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, raised
 from trainload.capture.finding import Place
 from trainload.capture.function import Traced
 from trainload.capture.kernels import refuse_wrapped_kernels

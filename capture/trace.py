@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error, explained, no_gradient, own_backward, raised
-from trainload.capture.errors import CaptureError, JobError, RequestError
+from trainload.capture.blame import capture_error, explained, no_gradient, own_backward
+from trainload.capture.errors import CaptureError, JobError, RequestError, raised
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainload.capture.blame import raised
-from trainload.capture.errors import DataError, TrainingError, TrainloadError
+from trainload.capture.errors import DataError, TrainingError, TrainloadError, raised
 from trainload.launch.calls import Microbatch
 from trainload.launch.data.run_data import RunData
 from trainload.launch.engine import Engine

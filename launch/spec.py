@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.autograd_trace.graphs import MOST
-from trainload.capture.errors import PackageError, StorageError
+from trainload.capture.errors import PackageError, StorageError, first_line
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
 from trainload.launch.probe import demand_writable_folder
@@ -192,7 +192,7 @@ def read_spec(run_dir: Path) -> RunSpec:
             "the run's description cannot be read",
             where=str(path),
             expected="what this trainload writes",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             cure="Resume with the trainload that launched it.",
         ) from error
     own: dict[str, str] = {name: str(made_file(run_dir.absolute(), name)) for name in spec.made}

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from trainload.autograd_trace.graphs import Port, Role
-from trainload.capture.blame import raised
 from trainload.capture.distance import relative_distance
-from trainload.capture.errors import CompileError, PackageError
+from trainload.capture.errors import CompileError, PackageError, raised
 from trainload.launch.build import Built, BuiltGraph, Call, uncompiled_graphs
 from trainload.launch.departures import departing, named, recorded
 from trainload.launch.groups import gathered

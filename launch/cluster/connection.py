@@ -17,7 +17,7 @@ import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray.exceptions import AuthenticationError
 
-from trainload.capture.errors import ClusterError
+from trainload.capture.errors import ClusterError, first_line
 
 _LISTEN_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
@@ -54,7 +54,7 @@ def connect(address: str | None) -> bool:
         raise ClusterError(
             "no Ray cluster answers",
             where=f"address {address or 'local'}",
-            got=f"{str(error).splitlines()[0]}, after {time.monotonic() - began:.0f} s",
+            got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
             cure="Start one with `ray start --head`, or leave out --address for a local one.",
         ) from error
     return True
@@ -75,7 +75,7 @@ def turned_away(address: str, error: AuthenticationError) -> ClusterError:
     return ClusterError(
         "the cluster turns away who does not show its token",
         where=f"address {address}",
-        got=str(error).splitlines()[0],
+        got=first_line(error),
         cure="Give the cluster's token as RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import AuthenticationError
 
-from trainload.capture.errors import ClusterError, LostClusterError, TrainingError
+from trainload.capture.errors import ClusterError, LostClusterError, TrainingError, first_line
 from trainload.launch.cluster.connection import demand_listener, show_token, turned_away
 from trainload.launch.state import read_state
 
@@ -47,14 +47,14 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
         raise ClusterError(
             "the cluster has a job of this name already" if taken else "the cluster does not take the job",
             where=f"{address}, job {name}",
-            got="" if taken else str(error).splitlines()[0],
+            got="" if taken else first_line(error),
             cure="Choose another --run-dir: the job has the name of its last part." if taken else "",
         ) from error
     except OSError as error:
         raise LostClusterError(
             "the cluster has not said whether it takes the job",
             where=f"{address}, job {name}",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             cure=f"Look among its jobs, or ask `trainload status {shlex.quote(str(run_dir))}`.",
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
@@ -101,6 +101,6 @@ def _client(address: str) -> Any:
         raise ClusterError(
             "no Ray cluster takes jobs there",
             where=f"address {address}",
-            got=f"{str(error).splitlines()[0]}, after {time.monotonic() - began:.0f} s",
+            got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
             cure="Give the address of its dashboard, http://HOST:8265; `ray start --head` says it.",
         ) from error

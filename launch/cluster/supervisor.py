@@ -24,6 +24,7 @@ from trainload.capture.errors import (
     StorageError,
     TrainingError,
     TrainloadError,
+    first_line,
 )
 from trainload.launch.activity import Phase
 from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt, Fits
@@ -136,7 +137,7 @@ class Supervisor:
         return LostClusterError(
             "the cluster does not answer any more",
             where=str(self._run_dir),
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             cure=f"When it does, continue with: {self._how_to_resume()}",
         )
 

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
-from trainload.capture.errors import StorageError
+from trainload.capture.errors import StorageError, first_line
 from trainload.launch.sinks.sink import Outcome
 from trainload.launch.spec import read_spec
 
@@ -51,7 +51,7 @@ class Mlflow:
             described |= {f"set.{name}": value for name, value in spec.overrides.model_dump(exclude_defaults=True).items()}
             self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in described.items()])
         except MlflowException as error:
-            raise StorageError("MLflow does not take the run", where="MLFLOW_TRACKING_URI", got=str(error).splitlines()[0]) from error
+            raise StorageError("MLflow does not take the run", where="MLFLOW_TRACKING_URI", got=first_line(error)) from error
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
         self._waiting += [Metric(name, value, int(time * 1000), step) for name, value in values.items() if math.isfinite(value)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainload.capture.errors import SignatureError, StorageError
+from trainload.capture.errors import SignatureError, StorageError, first_line
 
 PASSWORD = "TRAINLOAD_KEY_PASSWORD"
 """Environment variable: the password of a private key."""
@@ -107,7 +107,7 @@ def identity_of(pem: str, name: str) -> Identity:
             return Identity(name, "certificate", hashlib.sha256(first.public_bytes(serialization.Encoding.DER)).hexdigest(), pem)
         key = serialization.load_pem_public_key(pem.encode())
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
-        raise SignatureError("the key cannot be read", where=name, expected=_KINDS, got=_first_line(error)) from error
+        raise SignatureError("the key cannot be read", where=name, expected=_KINDS, got=first_line(error)) from error
     public = _public_pem(key, name)
     return Identity(name, "key", hashlib.sha256(public.encode()).hexdigest(), public)
 
@@ -147,7 +147,7 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
         raise SignatureError("the private key is not encrypted, and a password was given", where=str(path)) from error
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
         wrong = "the password is wrong, or the private key is damaged" if password is not None else "this is no private key"
-        raise SignatureError(wrong, where=str(path), expected=f"PEM of {', '.join(CURVES)}", got=_first_line(error)) from error
+        raise SignatureError(wrong, where=str(path), expected=f"PEM of {', '.join(CURVES)}", got=first_line(error)) from error
     public = _public_pem(key.public_key(), str(path))
     return PrivateKey(path, hashlib.sha256(public.encode()).hexdigest(), public, password)
 
@@ -161,7 +161,7 @@ def certificate_key(der: bytes, where: str) -> str:
     try:
         key = library("cryptography.x509").load_der_x509_certificate(der).public_key()
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
-        raise SignatureError(f"its certificate cannot be read: {_first_line(error)}", where=where) from error
+        raise SignatureError(f"its certificate cannot be read: {first_line(error)}", where=where) from error
     return hashlib.sha256(_public_pem(key, where).encode()).hexdigest()
 
 
@@ -173,7 +173,3 @@ def _public_pem(key: Any, name: str) -> str:
     serialization = library("cryptography.hazmat.primitives.serialization")
     pem: bytes = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return pem.decode()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

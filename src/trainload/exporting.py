@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from trainload.autograd_trace.size_checks import size_checks
 from trainload.autograd_trace.step_module import draws
 from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.distance import relative_distance
-from trainload.capture.errors import ClusterError, DataError, PackageError
+from trainload.capture.errors import ClusterError, DataError, PackageError, raised
 from trainload.capture.parity import replaying, tolerance_of
 from trainload.capture.program import GraphCapture, Mode
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
@@ -208,7 +207,7 @@ def _export_graph(
             except OSError:
                 raise
             except Exception as error:  # torch's compiler may raise anything
-                raise PackageError(f"torch {torch.__version__} cannot export it: {_line(error)}", where=where, got=to) from error
+                raise PackageError(f"torch {torch.__version__} cannot export it: {raised(error)}", where=where, got=to) from error
             difference = _difference(capture, _Own(whole, program), place, to, device, batches) if check else None
     return Exported(path, to, name, device.type, inputs, outputs, own, libraries, difference, files=1, bytes=path.stat().st_size)
 
@@ -272,7 +271,7 @@ def _difference(
             compiled = load_ahead(written)
             call = lambda batch: compiled(**batch)  # noqa: E731  # beside the other way to call
     except Exception as error:  # torch's loader may raise anything
-        raise PackageError(f"torch {torch.__version__} cannot open what it wrote: {_line(error)}", where=where, got=to) from error
+        raise PackageError(f"torch {torch.__version__} cannot open what it wrote: {raised(error)}", where=where, got=to) from error
     tolerance = tolerance_of(capture) * (_COMPILED if to == "aoti" else 1.0)
     worst = 0.0
     for seed, batch in enumerate(batches, _SEED):
@@ -282,7 +281,7 @@ def _difference(
             with replaying(False, seed):
                 got = call({name: value.to(device) for name, value in batch.items()})
         except Exception as error:  # as above
-            raise PackageError(f"what was written fails: {_line(error)}", where=where, got=to) from error
+            raise PackageError(f"what was written fails: {raised(error)}", where=where, got=to) from error
         pairs = [(f"output {spec.name}", a, b) for spec, a, b in zip(capture.outputs, expected, got, strict=True)]
         pairs += [(f"buffer {name}", value, buffers[name]) for name, value in own.buffers.items() if name in buffers]
         for what, value, other in pairs:
@@ -319,8 +318,3 @@ class _Own:
                 arguments.append(state[name])
         results: Sequence[Tensor] = self._program.graph_module(*arguments)
         return results
-
-
-def _line(error: BaseException) -> str:
-    lines = (line.strip() for line in str(error).splitlines() if line.strip())
-    return f"{type(error).__name__}: {next(itertools.chain(lines, ['']))[:300]}"

@@ -22,7 +22,7 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.compare import Difference, compare
-from trainload.capture.errors import PackageError, PassError, StorageError, TrainloadError
+from trainload.capture.errors import PackageError, PassError, StorageError, TrainloadError, first_line
 from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.synthesise import rows_of, synthesise
@@ -255,7 +255,7 @@ def _complete(module: GraphModule, where: str) -> None:
         try:
             part.graph.lint()
         except RuntimeError as error:
-            raise PassError(f"the pass leaves a broken graph: {str(error).splitlines()[0]}", where=where) from error
+            raise PassError(f"the pass leaves a broken graph: {first_line(error)}", where=where) from error
         part.recompile()
 
 
@@ -274,7 +274,7 @@ def _value(node: Node, where: str) -> Any:
         with mode:
             return function(*args, **kwargs)
     except Exception as error:  # an operator given the wrong arguments may raise anything
-        raise PassError(f"a new node cannot be computed: {str(error).splitlines()[0]}", where=f"{where}, node {node.name}") from error
+        raise PassError(f"a new node cannot be computed: {first_line(error)}", where=f"{where}, node {node.name}") from error
 
 
 def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> PassEntry:

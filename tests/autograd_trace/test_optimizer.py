@@ -182,6 +182,15 @@ class Looping(Normalised):
                     p.sub_(p.grad * group["lr"])
 
 
+class Untraceable(Normalised):
+    """Raises an error without a text where it is traced."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        if torch.compiler.is_exporting():
+            raise NotImplementedError
+        super().step(closure)
+
+
 class Listing(Normalised):
     """Keeps a set."""
 
@@ -351,6 +360,7 @@ def test_state_is_described() -> None:
         (Estimating, "depends on other parameters"),
         (Slowing, "changes the learning rate"),
         (Looping, r"cannot be captured: int\(\) takes a number"),
+        (Untraceable, "the update of Untraceable cannot be captured: NotImplementedError"),
         (Listing, "state 'seen'.*neither a tensor"),
         (lambda p: optim.LBFGS(p), "closure.*Use AdamW"),
         (lambda p: optim.SparseAdam(p), "sparse gradients.*Use Adam"),

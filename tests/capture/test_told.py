@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 
 from trainload.autograd_trace.trainers import make_optimizers
 from trainload.autograd_trace.update import capture_optimizer
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, raised
 from trainload.capture.trace import capture
 
 
@@ -78,3 +78,16 @@ class Transformed(nn.Module):
 def test_a_transform_inside_of_another_is_told_as_that() -> None:
     with pytest.raises(CaptureError, match=r"(?s)a transform of torch\.func inside of another.*Apply the inner transform to all rows"):
         capture(job(Transformed()))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("\n  two sizes differ \nhere"), "ValueError: two sizes differ"),
+        (AssertionError(), "AssertionError"),
+        (OSError("\n"), "OSError"),
+    ],
+    ids=["several lines", "no text", "an empty line"],
+)
+def test_what_was_raised_is_told_in_one_line(error: Exception, told: str) -> None:
+    assert raised(error) == told

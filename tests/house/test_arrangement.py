@@ -117,6 +117,13 @@ def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
     assert private_torch_names(line) == []
 
 
+def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
+    """By `first_line`: an error may have no text, and so no first line."""
+    taken = re.compile(r"str\((?:error|exc\w*|\w+\.error)\)[\w.()]*\.(?:split\w*|partition)\([^)]*\)\[")
+    files = [*stage_files(), *face_files()]
+    assert [str(path.relative_to(ROOT)) for path in files if taken.search(path.read_text())] == []
+
+
 def test_what_starts_a_ray_cluster_is_marked() -> None:
     """`make test` runs these one at a time, and all others two at a time. What uses the fixture `ray_cluster` is marked by itself."""
     starts = r"\bfaults\.py\b|\burl_run\.py\b|\bstart_head\b|\bray\.init\("
