@@ -23,11 +23,9 @@ R = TypeVar("R")
 _AUTOCAST = {"cpu": torch.bfloat16, "cuda": torch.float16}
 """Device type -> torch's own default of the dtype that `torch.autocast(device_type)` computes in."""
 _ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-_outside: ContextVar[torch.dtype | None] = ContextVar("default dtype outside of neutral()", default=None)
-
-
 _TRACING = threading.RLock()
 """Held by the thread that traces."""
+_outside: ContextVar[torch.dtype | None] = ContextVar("default dtype outside of neutral()", default=None)
 
 
 def one_at_a_time(verb: Callable[P, R]) -> Callable[P, R]:

@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind
 from trainload.capture.errors import CaptureError
 from trainload.capture.place import place_of_node
 
+_USED = "tensor that forward uses"
 _MOST_WORK = 10**6
 """Bound on numpy's exact search for a common element of two strided arrays, which is exponential in the number of dims; what is undecided
 counts as overlapping."""
@@ -105,9 +106,6 @@ def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, wri
                 user = next(iter(inputs[spec.arg.name].users), None)
                 fixed[f"{_USED} at {place_of_node(user)}"] = exported.constants[spec.target]
     check_memory(changing, fixed)
-
-
-_USED = "tensor that forward uses"
 
 
 def _cure(one: str, other: str) -> str:

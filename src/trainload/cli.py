@@ -109,8 +109,11 @@ def freeze(
     if abstract and (bundle_ops or wheels):
         raise click.UsageError("--abstract goes without --bundle-ops and --wheel: an abstract package is not run.")
     libraries = named_libraries()
-    target, small_spec, own_wheels = Path.cwd() / output, _at_its_place(reduced), tuple(str(Path.cwd() / wheel) for wheel in wheels)
-    added = _asset_options(assets)  # the job's own code may go to another folder, so paths are those of this one from now on
+    # The job's own code may go to another folder, so paths are made absolute before it runs.
+    target = Path.cwd() / output
+    small_spec = _at_its_place(reduced)
+    own_wheels = tuple(str(Path.cwd() / wheel) for wheel in wheels)
+    added = _asset_options(assets)
     demand_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job

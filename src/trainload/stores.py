@@ -62,7 +62,7 @@ def push(
         if line is not None or not promote or only_if is not None or rejected is not None or facts:
             raise StorageError("a registry has tags, no lines and releases", where=str(store), cure="Give a message alone, or use a store.")
         return push_oci(Path(package), str(store), message=message, debug=debug, options=options, on_progress=on_progress)
-    store, line, _ = _named(store, line, release=None, takes_release=False)
+    store, line = _line_named(store, line)
     if "://" not in str(store):
         demand_outside_packages(Path(store))
     return push_to_store(
@@ -113,7 +113,7 @@ def pull(
         if line is not None or release is not None:
             raise StorageError("a registry has tags, no lines and releases", where=str(store), cure="Name the tag, or a digest.")
         return pull_oci(str(store), Path(path), debug=debug, reuse=reuse, options=options, on_progress=on_progress)
-    store, line, release = _named(store, line, release)
+    store, line, release = _release_named(store, line, release)
     return pull_from_store(store, path, line=line, release=release, debug=debug, reuse=reuse, options=options, on_progress=on_progress)
 
 
@@ -129,7 +129,7 @@ def releases(store: str | Path, *, line: str | None = None, options: Mapping[str
         StorageError: there is no store or no such line.
         IntegrityError: a record is damaged.
     """
-    store, line, _ = _named(store, line, release=None, takes_release=False)
+    store, line = _line_named(store, line)
     place = Store(store, options)
     lines = place.lines() if line is None else (place.known_line(line),)
     return {name: place.releases(name) for name in lines}
@@ -160,24 +160,32 @@ def promote(
         ConflictError: another release is current than `only_if` says; nothing was changed.
         StorageError: there is no such release, it was rejected, or its files were removed.
     """
-    store, line, _ = _named(store, line, release=None, takes_release=False)
+    store, line = _line_named(store, line)
     place = Store(store, options)
     return place.promote(place.line(line), release, only_if=only_if, reason=reason, rejected=rejected)
 
 
-def _named(
-    store: str | Path, line: str | None, release: str | int | None, *, takes_release: bool = True
-) -> tuple[str | Path, str | None, str | int | None]:
+def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | None]:
+    """Return the store and the line that STORE or STORE#LINE and its companion name.
+
+    Raises:
+        StorageError: they name different lines, or the reference names a release.
+    """
+    url, line, release = _release_named(store, line, None)
+    if release is not None:
+        raise StorageError("this names a release", where=str(store), expected="STORE or STORE#LINE", cure="Leave out the release's number.")
+    return url, line
+
+
+def _release_named(store: str | Path, line: str | None, release: str | int | None) -> tuple[str | Path, str | None, str | int | None]:
     """Return the store, the line and the release that a reference STORE#LINE/RELEASE and its companions name.
 
     Raises:
-        StorageError: they name different ones, or a release where none is taken.
+        StorageError: they name different ones.
     """
     if not is_reference(store) or is_oci(store):
         return store, line, release
     url, own_line, own_release = parts_of(str(store))
-    if own_release is not None and not takes_release:
-        raise StorageError("this names a release", where=str(store), expected="STORE or STORE#LINE", cure="Leave out the release's number.")
     for what, own, other in (("line", own_line, line), ("release", own_release, release)):
         if own is not None and other is not None and own != str(other):
             raise StorageError(f"two {what}s are named", where=str(store), expected=f"one {what}", got=f"{own} and {other}")

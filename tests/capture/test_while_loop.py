@@ -20,13 +20,17 @@ from trainload.launch.journal import losses, read_events
 ROWS, STEPS = 4, 3
 
 
-class Rounds(nn.Module):
-    """A fixed number of rounds over the parameter."""
+class OneLayer(nn.Module):
+    """The same layer each time that it is made."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 4)
+
+
+class Rounds(OneLayer):
+    """Three rounds through the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         loop: Any = torch.while_loop
@@ -34,13 +38,8 @@ class Rounds(nn.Module):
         return found
 
 
-class Until(nn.Module):
-    """As many as the data say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 4)
+class Until(OneLayer):
+    """Halves the layer's output until it is small: the number of rounds depends on the data."""
 
     def forward(self, x: Tensor) -> Tensor:
         loop: Any = torch.while_loop

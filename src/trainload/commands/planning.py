@@ -79,6 +79,8 @@ def plan(
     as_json: bool,
 ) -> None:
     """Write down which rank of a cluster does what. Needs no cluster."""
+    from trainload.sharding.coupled_rows import note_on_coupled_rows
+
     if output is not None and output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
     name, shard_ranks = strategy or (None, None)
@@ -108,7 +110,8 @@ def plan(
         print_json(made)
         return
     rows = _described(made)
-    rows += _notes(opened, made)
+    if (note := note_on_coupled_rows(opened.manifest, made)) is not None:
+        rows.append(("note", note))
     if output is not None:
         rows.append(("plan", str(output)))
     out().print(view.table(rows))
@@ -161,13 +164,6 @@ def _described(made: Plan) -> list[tuple[str, Any]]:
         ("buckets", len(made.buckets)),
         *view.as_json(made.estimate).items(),
     ]
-
-
-def _notes(package: Package, made: Plan) -> list[tuple[str, Any]]:
-    from trainload.sharding.coupled_rows import note_on_coupled_rows
-
-    note = note_on_coupled_rows(package.manifest, made)
-    return [] if note is None else [("note", note)]
 
 
 def _described_tensor(made: Plan) -> list[tuple[str, Any]]:
@@ -271,6 +267,7 @@ def _plan_best(
 ) -> None:
     """Searches, and shows what was found."""
     from trainload import plans_view
+    from trainload.sharding.coupled_rows import note_on_coupled_rows
     from trainload.sharding.plan import Cluster
     from trainload.sharding.planner.device import read
     from trainload.sharding.planner.search import Wanted, search, smallest
@@ -289,9 +286,8 @@ def _plan_best(
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
     print_json(plans_view.as_record(found)) if show.as_json else plans_view.print_found(out(), found, show.output)
-    if best is not None and not show.as_json:
-        for _, note in _notes(package, best.plan):
-            out().print(note)
+    if best is not None and not show.as_json and (note := note_on_coupled_rows(package.manifest, best.plan)) is not None:
+        out().print(note, markup=False)
     if best is None:
         raise plans_view.nothing_fits(found, smallest(source, shape, profile, asked, **options))
 
