@@ -35,7 +35,9 @@ def _affine_grid(theta: Tensor, size: Sequence[Size], align_corners: bool) -> Te
 
 
 def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
-    """An operator that fails on some matrices. torch differentiates the form of it that gives wrong numbers in place of an error.
+    """Return a substitute for an operator of torch.linalg that fails on some matrices.
+
+    torch differentiates its `_ex` form, which returns wrong numbers where the operator raises; the substitute checks `info`.
 
     Args:
         operator: of torch.linalg, which gives results and then `info`, not 0 where it failed.

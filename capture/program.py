@@ -157,7 +157,7 @@ class GraphCapture:
     guard: Guard | None = None
     """Which batches it takes; None where that was not asked, or the package is from before guards."""
     coupled: bool = False
-    """Whether what it computes of a row depends on the other rows of the call, as a freeze has found; False where none has looked."""
+    """Whether a row's results depend on the other rows of the call. A freeze measures it; before that it is False."""
     tracing: Tracing | None = field(default=None, compare=False)
     """How it was captured; None where it was read from a package, whose debug/capture.json says it."""
 

@@ -23,7 +23,7 @@ EXPLAINED = 1e-5
 _RUNS = 2
 """The number of runs; the greatest distance counts."""
 _FACTOR = 10.0
-"""How many times that distance a compiled graph may have: a sum of many terms rounds more than once."""
+"""A compiled graph may differ by this many times that distance: a sum of many terms rounds more than once."""
 
 
 class Rounding(Interpreter):

@@ -67,7 +67,7 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
 
 
 def _unused(client: Any, name: str) -> str:
-    """The name, or the name with a number, where jobs that are over have those before it."""
+    """Return the name, with a number if finished jobs have it already."""
     over = {job.submission_id for job in client.list_jobs() if job.submission_id is not None and job.status.is_terminal()}
     numbers = itertools.count(2)
     found = name

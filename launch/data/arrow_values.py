@@ -84,12 +84,12 @@ def _column_type(field: Any) -> ColumnType:
 
 
 def _is_list(kind: Any) -> bool:
-    """Whether a type's values are lists. Structs and maps are nested too, and no arrays."""
+    """Return whether a type's values are lists. Structs and maps are nested too, but are not arrays."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or _is_view(kind))
 
 
 def _is_view(kind: Any) -> bool:
-    """Whether a type's values are lists that may lie in any order."""
+    """Return whether a type is a list view: lists that may lie in any order in memory, and overlap."""
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
@@ -104,23 +104,20 @@ def _decoded_type(kind: Any) -> Any:
 
 
 def _decoded(column: Any) -> Any:
-    """A column whose values stand one after the other: neither runs nor places in a dictionary."""
+    """Return a column without run-end or dictionary encoding."""
     while _is_encoded(column.type):
         column = pc.run_end_decode(column) if pa.types.is_run_end_encoded(column.type) else column.dictionary_decode()
     return column
 
 
 def decoded_bytes(batch: Any) -> int:
-    """About what the columns of a record batch take as arrays, however they are encoded."""
+    """Return about how many bytes the columns of a record batch take as arrays, however they are encoded."""
     total = 0
     for column in batch.columns:
-        kind, entries = column.type, column
-        if isinstance(kind, pa.BaseExtensionType):
-            kind, entries = kind.storage_type, column.storage
-        while _is_list(kind) or (_is_encoded(kind) and _is_list(_decoded_type(kind))):
+        entries = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
+        while _is_list(_decoded_type(entries.type)):
             entries = _decoded(entries).flatten()
-            kind = entries.type
-        kind = _decoded_type(kind)
+        kind = _decoded_type(entries.type)
         total += len(entries) * (max(1, kind.bit_width // 8) if pa.types.is_primitive(kind) else _WIDEST)
     return max(total, int(batch.nbytes))
 

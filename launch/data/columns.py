@@ -78,7 +78,7 @@ class Reader(Protocol):
 
 
 def native(array: Array) -> Array:
-    """The array in this machine's byte order; of one that has it, itself."""
+    """Return an array in this machine's byte order: the same array where it has that order already."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -52,7 +52,7 @@ def _parquet(file: DataFile) -> Iterator[Any]:
 
 
 def _rows_of_a_block(file: Any, names: Sequence[str]) -> int:
-    """How many rows make a block, by what their values take once they are decoded: a file may hold them in next to nothing."""
+    """Return the number of rows to read at once, from the size of the decoded values: encoded they may take almost no space."""
     metadata, size = file.metadata, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

@@ -169,7 +169,7 @@ def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
 
 
 def _at_its_place(spec: str | None) -> str | None:
-    """A spec by a path that means the same in every folder; one by a module's name as it is."""
+    """Return a spec with its file's absolute path; a spec that names a module stays as it is."""
     place, colon, name = (spec or "").rpartition(":")
     return f"{Path.cwd() / place}{colon}{name}" if place.endswith(".py") else spec
 

@@ -41,7 +41,10 @@ class Columns:
         self._rows.append((tuple(texts), style))
 
     def _widths(self, room: int) -> list[int] | None:
-        """The columns' widths: each of its longest line, or as near to it as there is room, from the left; None where words would break."""
+        """Return the width of each column, or None where words would break.
+
+        Each column gets the width of its longest line, or as much of it as there is room for, from the left.
+        """
         texts = [[title, *(str(cells[place]) for cells, _ in self._rows)] for place, title in enumerate(self._titles)]
         widths = [max(map(_longest_word, column)) for column in texts]
         left = room - sum(widths) - _GAP * (len(widths) - 1)

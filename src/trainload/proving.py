@@ -98,7 +98,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
 
 
 def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
-    """The program, with what its training graphs' `coupled` is found to be."""
+    """Return the program with `coupled` measured for each training graph."""
     program = proven.program
     found = {n: are_rows_coupled(program, program.graphs[n], step, examples[n]) for n, step in proven.training_steps().items()}
     return replace(program, graphs={n: replace(graph, coupled=found.get(n, False)) for n, graph in program.graphs.items()})

@@ -1,4 +1,4 @@
-"""Where outputs may go: not inside a package, and relative to the folder that the command was called in."""
+"""Paths of outputs: none may be inside a package; relative ones start at the folder in which the command was called."""
 
 from __future__ import annotations
 
