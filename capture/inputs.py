@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import enum
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,27 @@ LONGEST_NAME = 256
 """Characters of an input's name, dots included."""
 
 
+class Placed:
+    """A tensor of an example batch whose leading dim is not that of the rows.
+
+    It is no dataclass, which would be a container of a batch.
+
+    Args:
+        tensor: as the user's functions take it.
+        dim: of its rows; None: it has none, and is the same for every batch.
+    """
+
+    __slots__ = ("dim", "tensor")
+
+    def __init__(self, tensor: Tensor, dim: int | None) -> None:
+        self.tensor = tensor
+        self.dim = dim
+
+
 def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Tensor]:
-    """The tensors of a batch by dotted name ("mask.left", "pair.0"), in sorted order of names.
+    """Return the inputs of a batch by dotted name ("mask.left", "pair.0"), in sorted order of names: (rows, ...) tensors.
+
+    A tensor that is `Placed` has its rows moved to the front; one that is the same for every batch is no input.
 
     Args:
         batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of these, to any depth.
@@ -40,6 +59,8 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
     for name, value in _entries("", batch):
         if isinstance(value, Tensor):
             found[name] = value
+        elif isinstance(value, Placed):
+            found |= {} if value.dim is None else {name: value.tensor.movedim(value.dim, 0)}
         elif not (value is None or isinstance(value, int | float | str | enum.Enum)):
             raise JobError(
                 "an entry of a type that a batch cannot hold",
@@ -61,33 +82,51 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
 
 def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
     """What a batch holds beside tensors, by dotted name, sorted."""
-    return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor)))
+    return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor | Placed)))
+
+
+def with_tensors(batch: Mapping[str, Any], replaced: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """Return a batch nested as `batch` is, with what `replaced` gives for the name and the value of each of its tensors."""
+
+    def each(name: str, value: Any) -> Any:
+        return replaced(name, value) if isinstance(value, Tensor) else value
+
+    return {name: _mapped(value, name, each) for name, value in batch.items()}
 
 
 def structure_of(value: Any) -> str:
     """The containers of a batch, without what is in them: batches of one structure differ in tensors and constants only."""
     parts = _parts(value)
     if parts is None:
-        return "tensor" if isinstance(value, Tensor) else "constant"
+        return "tensor" if isinstance(value, Tensor | Placed) else "constant"
     inside = ", ".join(f"{key}: {structure_of(part)}" for key, part in sorted(parts.items(), key=lambda entry: str(entry[0])))
     return f"{type(value).__module__}.{type(value).__qualname__}({inside})"
 
 
 def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A batch nested as `batch` is, with its constants, and `leaves` in the places of its tensors.
+    """Return a batch as the user's functions take it: nested as `batch` is, with its constants, and `leaves` in the places of its tensors.
 
     Dataclasses are copied field by field: neither `__init__` nor `__post_init__` runs.
+
+    Args:
+        batch: the example.
+        leaves: (rows, ...) tensors by dotted name; rows of a tensor that is `Placed` are moved to where it has them.
     """
-    return {name: _rebuilt(value, name, leaves) for name, value in batch.items()}
+
+    def made(name: str, value: Any) -> Any:
+        if isinstance(value, Placed):
+            return value.tensor if value.dim is None else leaves[name].movedim(0, value.dim).contiguous()
+        return leaves[name] if isinstance(value, Tensor) else value
+
+    return {name: _mapped(value, name, made) for name, value in batch.items()}
 
 
-def _rebuilt(value: Any, name: str, leaves: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return leaves[name]
+def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
+    """Return a value with every entry that is no container replaced; `function` is given its dotted name and itself."""
     parts = _parts(value)
     if parts is None:
-        return value
-    made = {key: _rebuilt(part, f"{name}.{key}", leaves) for key, part in parts.items()}
+        return function(name, value)
+    made = {key: _mapped(part, f"{name}.{key}", function) for key, part in parts.items()}
     if dataclasses.is_dataclass(value):
         twin = copy.copy(value)
         for key, part in made.items():

@@ -143,8 +143,8 @@ class Job:
     Attributes:
         model: the module, with its weights, on any device.
         batch: an example batch, input name -> tensor; or a dict, list, tuple, named tuple or dataclass of tensors, which are then
-            inputs with dotted names ("mask.left", "pair.0"). Every tensor's leading dim is the batch dim, of 2 rows or more.
-            None, numbers and strings in it are constants of the graphs.
+            inputs with dotted names ("mask.left", "pair.0"). Every tensor's leading dim is the batch dim, of 2 rows or more, but for
+            what `shared` and `dynamic` say. None, numbers and strings in it are constants of the graphs.
         loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above. None: `model(**batch)` returns it.
         optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters, or several, each over some of them.
             None: every one of `graphs` has its own.
@@ -154,7 +154,10 @@ class Job:
         predict_inputs: the names of the batch's outermost entries that predict reads. None: all of them.
         dynamic: (dotted) input name -> {dim: torch.export.Dim, one derived from it such as 2*dim, Dim.AUTO, Dim.DYNAMIC,
             Dim.STATIC, the size, or None}, or one of these for each dim. Dims are fixed where nothing is said, but for the leading
-            dim of every input, which is dynamic (one dim, named "batch") unless this says `{0: Dim.STATIC}`. docs/shapes.md.
+            dim of every input, which is dynamic (one dim, named "batch") unless this says `{0: Dim.STATIC}`. Of an input whose rows are
+            elsewhere it names that dim: `{"state": {1: Dim("batch")}}`. docs/shapes.md.
+        shared: (dotted) names of tensors of the batch that are the same for all rows of every batch: class weights, anchors, a mask. The
+            package keeps their values, and no data set holds them. A container's name stands for all tensors in it. docs/shapes.md.
         steps: length of the run: optimizer updates, or rounds of the loop where there are `graphs`.
         global_batch: rows of one optimizer update, over all workers and microbatches. None: the example's rows.
         clip_norm: greatest global L2 norm of the gradient. None: no clipping.
@@ -179,6 +182,7 @@ class Job:
     predict: PredictFunction | None = None
     predict_inputs: Collection[str] | None = None
     dynamic: Mapping[str, Any] = field(default_factory=dict)
+    shared: Collection[str] = ()
     steps: int = 1000
     global_batch: int | None = None
     clip_norm: float | None = None

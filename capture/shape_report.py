@@ -13,6 +13,7 @@ from torch.export import Dim, ExportedProgram
 from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
+from trainload.capture.rows import arranged
 from trainload.capture.shape_fixes import refusals, suggested_fixes
 from trainload.capture.shape_guards import Guards
 from trainload.capture.shapes import Shapes, is_hint, limits_of, spelled
@@ -88,7 +89,7 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
         JobError: the job's description does not hold together, or there is no such graph.
         CaptureError: the model cannot be captured for a reason that has nothing to do with sizes.
     """
-    model = check_model(job.model)
+    job, model = arranged(job), check_model(job.model)
     trained = [target for target in targets_of(job) if target.training]
     step = next((target for target in trained if graph in (None, target.name)), None)
     if step is None:

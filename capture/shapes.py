@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
             got=", ".join(map(repr, unknown)),
         )
     _check_rows(leaves)
-    shapes = {name: _entry(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}
+    shapes = {name: dims_said(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}
     rows = _batch_dim(shapes)
     count = next(iter(leaves.values())).shape[0]
     if count < 2 and rows is not Dim.STATIC:
@@ -109,14 +110,35 @@ def _check_rows(leaves: Mapping[str, Tensor]) -> None:
                 where=f"Job.batch: {name}",
                 expected="one dim or more",
                 got="0 dims",
-                cure="Give it a leading batch dim, make it a plain number, or make it a constant of the model.",
+                cure=f"If it is the same for all rows, declare shared=[{name!r}]; else give it a leading batch dim.",
             )
     rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
     if len(set(rows.values())) != 1:
-        raise JobError("inputs differ in their number of rows", where="Job.batch", expected="one leading size", got=str(rows))
+        raise JobError(
+            "inputs differ in their number of rows", where="Job.batch", expected="one leading size", got=str(rows), cure=_cure(leaves)
+        )
 
 
-def _entry(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
+def _cure(leaves: Mapping[str, Tensor]) -> str:
+    """Return what to declare where leading sizes differ. The number of rows is taken to be a size that most inputs have somewhere."""
+    leading = Counter(leaf.shape[0] for leaf in leaves.values())
+    rows = max(leading, key=lambda size: (sum(size in leaf.shape for leaf in leaves.values()), leading[size]))
+    advice = []
+    for name, leaf in leaves.items():
+        if leaf.shape[0] != rows:
+            shared = f"shared=[{name!r}] if it is the same for all rows"
+            place = list(leaf.shape).index(rows) if rows in leaf.shape else None
+            declared = f"dynamic={{{name!r}: {{{place}: Dim('batch')}}}}"
+            advice.append(shared if place is None else f"{declared} if its rows are dim {place}, or {shared}")
+    return f"Declare {'; '.join(advice[:3])}. See docs/shapes.md."
+
+
+def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
+    """Return what `Job.dynamic` says of an input's dims, by their numbers from 0; sizes and None have become Dim.STATIC.
+
+    Raises:
+        JobError: it contradicts itself or the example.
+    """
     if said is None:
         return {}
     where = f"Job.dynamic[{name!r}]"

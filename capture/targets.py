@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainload.capture.errors import JobError
 from trainload.capture.function import StepFunction, TensorsFunction, Traced
-from trainload.capture.inputs import leaves_of
+from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Graph, Job
 from trainload.capture.parity import replaying
 from trainload.capture.program import MAIN, RESERVED, Mode, OutputRole, graph_name
@@ -172,7 +172,7 @@ def _outputs(function: Traced, batch: Mapping[str, Any]) -> Iterator[tuple[str, 
     """What a function has for other graphs, on an example."""
     with modes_kept(function.model) as set_training, state_kept(function.model), replaying(False, 0), torch.no_grad():
         set_training(False)
-        values = function.run(dict(batch))
+        values = function.run(rebuild(batch, leaves_of(batch)))
     for spec, value in zip(function.signature.outputs, values, strict=True):
         if spec.role is OutputRole.OUTPUT:
             yield spec.name, value.detach().clone()

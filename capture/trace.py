@@ -25,6 +25,7 @@ from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, Si
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.regions import make_regions
 from trainload.capture.replays import Check, Replayed, replay_batches
+from trainload.capture.rows import arranged
 from trainload.capture.shapes import Shapes, warn_of_special_lengths
 from trainload.capture.state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
 from trainload.capture.strict import could_help, export_strictly, tried_too
@@ -53,7 +54,7 @@ def capture(
         JobError: the job's description does not hold together.
         CaptureError: the model cannot be captured, or what was captured differs from eager.
     """
-    model = check_model(job.model)
+    job, model = arranged(job), check_model(job.model)
     graphs: dict[str, GraphCapture] = {}
     constants: dict[str, Tensor] = {}
     unreached: dict[str, set[str]] = {}

@@ -126,7 +126,7 @@ def check_inputs(inputs: Sequence[InputSpec]) -> None:
                 f"input {spec.name!r} has no batch dim, so no row of a data set can give it",
                 expected="a shape that begins with the batch dim",
                 got="()",
-                cure="Make it a constant of the model, or give it a batch dim.",
+                cure="Freeze the job again with this input declared in Job.shared, or with a batch dim.",
             )
 
 

@@ -17,6 +17,7 @@ from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.replays import Check
+from trainload.capture.rows import arranged
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
 from trainload.packaging.graph_digest import graphs_digest
@@ -54,14 +55,14 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
     small = prove(reduced, check, strict=False)  # as the job itself, which cannot be run, is captured
     optimizers = make_optimizers(job)
     program, proof = capture_abstract(job, small.program)
-    real = with_real_batch(job)
+    real = arranged(with_real_batch(job))
     targets = targets_of(real)
     examples = {target.name: example_of(real, target)[0] for target in targets}
     program = with_guards(program, targets, examples)
     batches = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values())]
     if all(leaf.device.type != "meta" for leaves in batches for leaf in leaves.values()):
         program = with_quantiles(program, examples)
-    recipe, updates = capture_optimizer(job, program, optimizers)
+    recipe, updates = capture_optimizer(real, program, optimizers)
     program = with_trained(program, recipe.groups)
     _check_updates(recipe, updates, small.recipe, small.updates)
     steps = {name: derive(program, name, _CPU) for name, graph in program.graphs.items() if graph.training}

@@ -17,6 +17,7 @@ from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job
 from trainload.capture.program import Program
 from trainload.capture.replays import Check
+from trainload.capture.rows import arranged
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
@@ -92,6 +93,7 @@ def freeze(
         if not abstract or apply_suggested_fixes:
             raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
         return freeze_abstract(job, path, reduced, check)
+    job = arranged(job)
     wheels = () if isinstance(bundle_ops, bool) else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
     for fix in fixes:

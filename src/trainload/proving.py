@@ -24,6 +24,7 @@ from trainload.capture.errors import StorageError
 from trainload.capture.job import Job
 from trainload.capture.program import Program, Tracing
 from trainload.capture.replays import Check, Replayed, replay_batches
+from trainload.capture.rows import arranged
 from trainload.capture.strict import tried_too
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
@@ -74,6 +75,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
         JobError: the job's description does not hold together.
         CaptureError: it cannot be captured soundly.
     """
+    job = arranged(job)
     optimizers = make_optimizers(job)  # before the capture: a factory may change the model
     replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
     program = capture(job, check, replayed if check is Check.USUAL else None, strict)

@@ -23,6 +23,7 @@ from trainload.capture.guards import Guard
 from trainload.capture.job import Job, LossFunction
 from trainload.capture.program import GraphCapture
 from trainload.capture.recorded import Families, Family, Shapes
+from trainload.capture.rows import arranged
 from trainload.capture.state import modes_kept, state_kept
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import export_graph, input_specs
@@ -185,7 +186,7 @@ class Recording:
 
     def _guards(self, batch: dict[str, Any], fields: Mapping[str, Any]) -> list[Guard]:
         """What the graphs of one example take."""
-        job = Job(model=self._model, batch=batch, **fields)
+        job = arranged(Job(model=self._model, batch=batch, **fields))
         found = []
         with modes_kept(self._model) as set_training, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the freeze says them

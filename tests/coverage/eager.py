@@ -12,6 +12,7 @@ from torch.export import Dim
 
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Job, Loss
+from trainload.capture.rows import arranged
 
 SEED = 7
 STEP = 3
@@ -52,7 +53,7 @@ def eager_step(case: Case, rows: int) -> Step:
 
 
 def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
-    job = case.job()
+    job = arranged(case.job())
     model = job.model.train()
     batch = resized(leaves_of(job.batch), rows)
     torch.set_autocast_cache_enabled(False)  # as in a captured graph; the cache alone moves bf16 gradients by 1e-3

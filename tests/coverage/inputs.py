@@ -10,9 +10,10 @@ from tests.coverage.case import ROWS, WIDTH, Batch, Family, make_job, mean_squar
 from torch import Tensor, nn
 from torch.export import Dim
 
+from trainload.capture.job import Loss
+
 FAMILY = Family("inputs")
 add = FAMILY.add
-_COLUMNS = "a batch is what a data set holds as columns so far: named tensors of one number of rows"
 
 
 class Two(nn.Module):
@@ -153,10 +154,35 @@ def _() -> Any:
     return make_job(model, {"inputs": batch}, lambda m, b: loss(m, b["inputs"]))  # type: ignore[dict-item, arg-type]  # what is tried
 
 
-@add("a 0-dim tensor in the batch", gap=_COLUMNS)
+@add("a 0-dim tensor that all rows share")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
-    return make_job(model, {**batch, "scale": torch.tensor(0.5)}, lambda m, b: loss(m, b) * b["scale"])
+    return make_job(model, {**batch, "scale": torch.tensor(0.5)}, lambda m, b: loss(m, b) * b["scale"], shared=["scale"])
+
+
+@add("class weights that all rows share")
+def _() -> Any:
+    model, _, _ = small(lambda _, x: x.relu())
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, WIDTH, (ROWS,)), "weight": torch.rand(WIDTH) + 0.5}
+
+    def loss(model: nn.Module, b: Batch) -> Loss:
+        return Loss(nn.functional.cross_entropy(model(b["x"]), b["y"], b["weight"]), weight=b["weight"][b["y"]].sum())
+
+    return make_job(model, batch, loss, shared=["weight"])
+
+
+@add("a recurrent state with its rows in dim 1")
+def _() -> Any:
+    model = nn.GRU(WIDTH, WIDTH, 2, batch_first=True)
+    batch = {"x": torch.randn(ROWS, 5, WIDTH), "state": torch.randn(2, ROWS, WIDTH)}
+    return make_job(model, batch, lambda m, b: m(b["x"], b["state"])[0].square().mean(), dynamic={"state": {1: Dim("batch")}})
+
+
+@add("time before rows")
+def _() -> Any:
+    model = nn.LSTM(WIDTH, WIDTH)
+    batch = {"x": torch.randn(5, ROWS, WIDTH)}
+    return make_job(model, batch, lambda m, b: m(b["x"])[0].square().mean(), dynamic={"x": {1: Dim("batch")}})
 
 
 @add("inputs of every dtype")

@@ -25,6 +25,7 @@ import trainload
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import RequestError
 from trainload.capture.inputs import leaves_of
+from trainload.capture.rows import arranged
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.step_graphs import derived_key
@@ -90,7 +91,7 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            job = case.job()
+            job = arranged(case.job())
             made = time.perf_counter() - start
             trainload.freeze(job, folder / "case.tl")
             package = open_package(folder / "case.tl")
