@@ -45,7 +45,12 @@ def bound(
         return _copied(optimizer, {id(optimizer.param_groups): [options]})
     try:
         taken = inspect.signature(type(optimizer)).parameters
-        defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        # The group has every option. A constructor asks a tensor's value, which is none while an update is traced.
+        defaults = {
+            n: v
+            for n, v in optimizer.defaults.items()
+            if n in taken and (not isinstance(v, Tensor) or taken[n].default is inspect.Parameter.empty)
+        }
         made = type(optimizer)([options], **defaults)  # its state is made in __init__
     except TypeError as error:
         raise CaptureError(

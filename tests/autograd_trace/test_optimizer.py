@@ -30,6 +30,7 @@ Make = Callable[[Any], optim.Optimizer]
 ELEMENTWISE: dict[str, Make] = {
     "Adadelta": lambda p: optim.Adadelta(p, weight_decay=0.1, maximize=True),
     "Adagrad": lambda p: optim.Adagrad(p),
+    "Adagrad-tensor": lambda p: optim.Adagrad(p, lr=torch.tensor(0.02)),
     "Adagrad-options": lambda p: optim.Adagrad(p, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5, maximize=True),
     "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
     "Adam-fused": lambda p: optim.Adam(p, fused=True),
@@ -56,7 +57,9 @@ ELEMENTWISE: dict[str, Make] = {
     "a count in the options": lambda p: InOptions(p),
     "state made in the constructor": lambda p: Prepared(p, decay=0.5),
 }
-one_of_each_family = pytest.mark.matrix(when=lambda name: name in ("Adagrad", "Adam", "Adam-tensors", "SGD", "Lion", "a count in Python"))
+one_of_each_family = pytest.mark.matrix(
+    when=lambda name: name in ("Adagrad-tensor", "Adam", "Adam-tensors", "SGD", "Lion", "a count in Python")
+)
 WHOLE: dict[str, Make] = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
     "Adafactor-options": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1, maximize=True, d=1.5, beta2_decay=-0.5),
