@@ -35,7 +35,7 @@ class Local:
 
 
 def local_step(step: StepGraph, axes: Local) -> StepGraph:
-    """The step graph of a rank of the tensor axis, with the statistics and the recomputation that its plan wants.
+    """Return the step graph of a rank of the tensor axis, with the statistics and the recomputation that its plan wants.
 
     Args:
         step: the whole graph.
@@ -43,6 +43,11 @@ def local_step(step: StepGraph, axes: Local) -> StepGraph:
     """
     if axes.tensor_ranks > 1:
         step = partition(step, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
+    return completed(step, axes)
+
+
+def completed(step: StepGraph, axes: Local) -> StepGraph:
+    """As `local_step`, of a graph that is partitioned already where there is a tensor axis."""
     if axes.data_ranks > 1:
         step = synchronised(step, axes.data_ranks, DATA)
     return ignore_zero_weight(recomputed(step, axes.recompute))

@@ -31,7 +31,7 @@ class RankGraphs:
 
     ranks: dict[str, RankGraph]
     updates: dict[str, GraphModule]
-    cuts: dict[str, Stages]
+    cuts: Mapping[str, Stages]
 
     def collectives(self, plan: Plan) -> dict[str, tuple[Collective, ...]]:
         """What has to be the same on ranks that meet, by the name of a graph or of a part of it: what each graph calls, that it is the
@@ -97,6 +97,7 @@ def rank_graphs(
     updates: Sequence[UpdateGraph],
     device: torch.device,
     pipeline_index: int = 0,
+    cuts: Mapping[str, Stages] | None = None,
 ) -> RankGraphs:
     """Rewrites a package's step graphs for the ranks of a plan.
 
@@ -107,9 +108,10 @@ def rank_graphs(
         updates: its optimizers' updates.
         device: where the ranks compute.
         pipeline_index: of the ranks.
+        cuts: what `cuts_of` gives for these graphs; None: they are cut now.
     """
     training = package.manifest.training_graphs()
-    cuts = {name: cut_for(step, plan) for name, step in local.items()} if plan.pipeline is not None else {}
+    cuts = cuts_of(plan, local) if cuts is None else cuts
     graphs: dict[str, RankGraph] = {}
     for name, step in local.items():
         groups = package.recipe.graph(name).groups if name in training else None
@@ -123,6 +125,11 @@ def rank_graphs(
     owners = dict.fromkeys(update_owners(package).values())
     traced = {o: UpdateStep(plan, updates, package.recipe, o, pipeline_index=pipeline_index).trace(device) for o in owners}
     return RankGraphs(graphs, traced, cuts)
+
+
+def cuts_of(plan: Plan, local: Mapping[str, StepGraph]) -> dict[str, Stages]:
+    """Return the stages of step graphs by name; none where the plan has no pipeline."""
+    return {name: cut_for(step, plan) for name, step in local.items()} if plan.pipeline is not None else {}
 
 
 def _own_parts(stages: Stages, plan: Plan, pipeline_index: int) -> dict[tuple[int, Part], StepGraph]:

@@ -16,7 +16,7 @@ from trainload.sharding.check_plan import check_plan
 from trainload.sharding.collectives import Collective, demand_agreement
 from trainload.sharding.local_step import Local
 from trainload.sharding.plan import Plan
-from trainload.sharding.rank_graphs import RankGraphs, rank_graphs
+from trainload.sharding.rank_graphs import RankGraphs, cuts_of, rank_graphs
 from trainload.sharding.source import Source
 
 Calls = Mapping[str, Sequence[Collective]]
@@ -64,7 +64,8 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
     check_plan(plan, source.package)
     local = source.local(Local.of(plan), source.package.manifest.training_graphs() if training_only else None)
     given = source.package, plan, local, source.updates, source.device
-    ranks = tuple(rank_graphs(*given, index) for index in range(plan.pipeline_ranks))
+    cuts = cuts_of(plan, local)
+    ranks = tuple(rank_graphs(*given, index, cuts) for index in range(plan.pipeline_ranks))
     calls = tuple(graphs.collectives(plan) for graphs in ranks)
     demand_meeting([calls[plan.pipeline_index(rank)] for rank in range(plan.world_size)], plan)
     return Simulation(plan, ranks, calls)

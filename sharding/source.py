@@ -11,11 +11,12 @@ from trainload.autograd_trace.graphs import StepGraph, UpdateGraph
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import parameter_order
 from trainload.sharding.check_plan import groups_of
-from trainload.sharding.local_step import Local, local_step
+from trainload.sharding.local_step import Local, completed
 from trainload.sharding.plan import Shard
 from trainload.sharding.step_graphs import step_graphs
 from trainload.sharding.strategies import Divide
 from trainload.sharding.tensor.axis import TensorAxis, divide
+from trainload.sharding.tensor.partition import Partitioned, partition
 
 UNDIVIDED = TensorAxis(1, {})
 
@@ -25,6 +26,7 @@ class Source:
 
     Args:
         package: what is to be trained.
+        evaluates: whether plans are made for evaluation as well, which takes the graphs of evaluation.
 
     Attributes:
         device: whose step graphs are taken. Plans are made without the devices that they are for.
@@ -32,13 +34,15 @@ class Source:
         whole: groups whose update takes whole parameters.
     """
 
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: Package, *, evaluates: bool = True) -> None:
         self.package = package
+        self._evaluates = evaluates
         self.device = torch.device("cpu")
         self.trained = groups_of(package)
         self.whole = {u.group for u in package.manifest.updates if not u.elementwise}
         self._axes: dict[tuple[int, tuple[tuple[str, Shard | None], ...], Divide], TensorAxis] = {}
         self._steps: dict[str, StepGraph] = {}
+        self._partitioned: dict[tuple[str, int, tuple[tuple[str, Shard], ...], bool], Partitioned] = {}
         self._local: dict[Local, dict[str, StepGraph]] = {}
 
     def steps(self, names: Iterable[str]) -> dict[str, StepGraph]:
@@ -72,7 +76,8 @@ class Source:
         key = ranks, tuple((rules or {}).items()), what
         if key not in self._axes:
             whole = {name for name, groups in self.trained.items() if self.whole.intersection(groups)}
-            self._axes[key] = divide(self.training, ranks, whole, rules, what)
+            main = self.package.manifest.training_graphs()[0]
+            self._axes[key] = divide(self.training, ranks, whole, rules, what, functools.partial(self._partition, main, ranks))
         return self._axes[key]
 
     def local(self, axes: Local, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
@@ -80,14 +85,29 @@ class Source:
 
         Args:
             axes: what they are divided by.
-            names: of the graphs; None: of all that are called in training or evaluation.
+            names: of the graphs; None: of all that are called in training, and in evaluation if plans are made for that.
         """
         made = self._local.setdefault(axes, {})
-        wanted = tuple(self.package.manifest.step_graphs() if names is None else names)
-        steps = self.steps(name for name in wanted if name not in made)
-        made |= {name: local_step(step, axes) for name, step in steps.items()}
+        wanted = tuple(self.package.manifest.step_graphs(evaluates=self._evaluates) if names is None else names)
+        for name in wanted:
+            if name not in made:
+                made[name] = completed(self._whole_or_partitioned(name, axes), axes)
         return {name: made[name] for name in wanted}
 
+    def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
+        if axes.tensor_ranks == 1:
+            return self.steps([name])[name]
+        return self._partition(name, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
+
+    def _partition(self, name: str, ranks: int, shards: Mapping[str, Shard], *, positions: bool) -> Partitioned:
+        """Partition a step graph, once for all plans that differ in other axes alone."""
+        ordered = tuple(sorted(shards.items()))
+        key = name, ranks, ordered, positions
+        if key not in self._partitioned:
+            self._partitioned[key] = partition(self.steps([name])[name], ranks, dict(ordered), positions=positions)
+        return self._partitioned[key]
+
     def forget(self) -> None:
-        """Frees what `local` has made."""
+        """Free the graphs that were made for plans."""
         self._local.clear()
+        self._partitioned.clear()

@@ -7,7 +7,7 @@ and sends. The second makes the plans that came out best, rewrites their graphs,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -30,6 +30,10 @@ from trainload.sharding.tensor.axis import TensorAxis
 
 EXACT = 8
 """How many plans are made and played through, unless asked otherwise."""
+_AS_FAST = 1.02
+"""Of plans that take up to this times the shortest time, the one that holds least is the best."""
+_ROWS_APART = 8
+"""The first pass plays calls of 1, 8, 64, ... rows through, and takes what lies between to be linear."""
 _SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (("1f1b", None), ("1f1b", 2), ("zero-bubble", None), ("zbv", None))
 _MAX_STAGES, _MAX_NODES = 16, 4096
 
@@ -90,7 +94,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Candidates, those that fit first, the fastest first of each; how many combinations were judged; what could not be made."""
+    """What a search has found.
+
+    Attributes:
+        candidates: those that fit first, then the fastest; but the best one, if any fits, is the first of all.
+        judged: how many combinations were judged.
+        refused: what could not be made.
+        device: what it was searched for.
+    """
 
     candidates: tuple[Candidate, ...]
     judged: int
@@ -103,7 +114,7 @@ class Found:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """The one to take: of those that fit and are as good as the fastest, the one that holds least."""
         return next((c for c in self.candidates if self.fits(c)), None)
 
 
@@ -116,8 +127,9 @@ def search(
     global_batch: int | None = None,
     exact: int = EXACT,
     options: Mapping[str, Any] = MappingProxyType({}),
+    say: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Finds plans of a package for a cluster.
+    """Find plans of a package for a cluster.
 
     Args:
         source: the package.
@@ -127,17 +139,19 @@ def search(
         global_batch: rows of one update; None: the recipe's.
         exact: how many plans are made and played through.
         options: what else `make_plan` takes, for all plans alike.
+        say: told what is being done.
 
     Raises:
         PlanError: nothing can be made at all.
     """
     rows = global_batch or source.package.recipe.global_batch
-    judged, refused = _judge_all(source, cluster, device, wanted, rows, options)
+    judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
     if not judged:
         reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
         raise PlanError("no plan can be made", where="plan", got=reasons or f"{rows} rows that do not divide among the devices")
     candidates: list[Candidate] = []
     for choice in _to_try(judged, device):
+        say(f"{len(judged):,} plans judged; playing number {len(candidates) + 1} of the best {exact} through: {choice}")
         try:
             candidates.append(evaluate(source, cluster, device, choice, rows, options))
         except PlanError as error:
@@ -146,8 +160,7 @@ def search(
         if len(candidates) >= exact and (fitting or len(candidates) >= 2 * exact):
             break
     source.forget()
-    order = sorted(candidates, key=lambda c: _order(c, device))
-    return Found(tuple(order), len(judged), tuple(refused), device)
+    return Found(in_order(candidates, device), len(judged), tuple(refused), device)
 
 
 def smallest(
@@ -166,7 +179,7 @@ def smallest(
     rows = global_batch or source.package.recipe.global_batch
     while cluster.nodes * 2 <= _MAX_NODES:
         cluster = cluster.model_copy(update={"nodes": cluster.nodes * 2})
-        judged, _ = _judge_all(source, cluster, device, wanted, rows, options)
+        judged, _ = _judge_all(source, cluster, device, wanted, rows, options, lambda _: None)
         for each in sorted(judged, key=lambda each: each.bytes)[:2]:
             try:
                 found = evaluate(source, cluster, device, each.choice, rows, options)
@@ -214,9 +227,15 @@ def costs_of(source: Source, plan: Plan, device: DeviceProfile, *, compiled: boo
     return costs(source.package, plan, simulate(source, plan, training_only=True).ranks, device, compiled=compiled)
 
 
-def _order(candidate: Candidate, device: DeviceProfile) -> tuple[bool, float]:
-    over = candidate.costs.memory.peak > device.memory_bytes
-    return over, candidate.costs.memory.peak if over else candidate.costs.time.seconds
+def in_order(candidates: Sequence[Candidate], device: DeviceProfile) -> tuple[Candidate, ...]:
+    """Sort candidates as `Found` has them."""
+    over = sorted((c for c in candidates if c.costs.memory.peak > device.memory_bytes), key=lambda c: c.costs.memory.peak)
+    fitting = sorted((c for c in candidates if c.costs.memory.peak <= device.memory_bytes), key=lambda c: c.costs.time.seconds)
+    if fitting:
+        as_fast = [c for c in fitting if c.costs.time.seconds <= _AS_FAST * fitting[0].costs.time.seconds]
+        best = min(as_fast, key=lambda c: c.costs.memory.peak)
+        fitting = [best, *(c for c in fitting if c is not best)]
+    return (*fitting, *over)
 
 
 # What there is to choose from
@@ -271,12 +290,19 @@ def _microbatches(wanted: Wanted, rows: int, pipeline: int, schedule: tuple[Sche
 
 
 def _judge_all(
-    source: Source, cluster: Cluster, device: DeviceProfile, wanted: Wanted, rows: int, options: Mapping[str, Any]
+    source: Source,
+    cluster: Cluster,
+    device: DeviceProfile,
+    wanted: Wanted,
+    rows: int,
+    options: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> tuple[list[_Judged], list[Refused]]:
     judged: list[_Judged] = []
     refused: list[Refused] = []
     for tensor in _tensor_degrees(cluster, wanted):
         divide = wanted.divide if tensor > 1 else "tensor"
+        say("judging plans without a tensor axis" if tensor == 1 else f"judging plans with {divide} {tensor}")
         try:
             judge = _Judge(source, cluster, device, source.tensor(tensor, options.get("tensor_rules"), divide), divide, rows)
         except PlanError as error:
@@ -338,6 +364,17 @@ class _Judge:
 
     def _call(self, how: Recompute, rows: int) -> tuple[float, float]:
         """Seconds of a call of so many rows, and bytes that it holds at most."""
+        low = 1
+        while low * _ROWS_APART <= rows:
+            low *= _ROWS_APART
+        less = self._played(how, low)
+        if low == rows:
+            return less
+        more, share = self._played(how, low * _ROWS_APART), (rows / low - 1) / (_ROWS_APART - 1)
+        return less[0] + share * (more[0] - less[0]), less[1] + share * (more[1] - less[1])
+
+    def _played(self, how: Recompute, rows: int) -> tuple[float, float]:
+        """As `_call`, by the graph."""
         key = how, rows
         if key not in self._calls:
             step = self._steps[how]

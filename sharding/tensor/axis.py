@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainload.autograd_trace.graphs import Role, StepGraph
@@ -11,7 +12,7 @@ from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Replicated, Shard
 from trainload.sharding.strategies import Divide
 from trainload.sharding.tensor.choose import choose, experts
-from trainload.sharding.tensor.partition import partition
+from trainload.sharding.tensor.partition import Partitioned, partition
 from trainload.sharding.tensor.place import Exchange
 from trainload.sharding.tensor.positions import Positions
 
@@ -42,7 +43,12 @@ class TensorAxis:
 
 
 def divide(
-    steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None, what: Divide = "tensor"
+    steps: Sequence[StepGraph],
+    ranks: int,
+    whole: Collection[str],
+    rules: Mapping[str, Shard | None] | None,
+    what: Divide = "tensor",
+    partitioned: Callable[..., Partitioned] | None = None,
 ) -> TensorAxis:
     """Finds what a tensor axis of so many ranks divides of a package.
 
@@ -52,12 +58,13 @@ def divide(
         whole: parameters that it must leave whole, since their update takes whole parameters.
         rules: as `choose` takes them; with "tensor" and "sequence" alone.
         what: as `Plan.divide` says.
+        partitioned: what partitions the main training graph, given shards and `positions`; None: `partition`.
 
     Raises:
         PlanError: a rule does not fit, or nothing can be divided.
     """
     shards = _shards(steps, ranks, whole, rules, what)
-    made = partition(steps[0], ranks, shards, positions=what != "tensor")
+    made = (partitioned or functools.partial(partition, steps[0], ranks))(shards, positions=what != "tensor")
     if what in ("sequence", "context"):
         _demand_positions(made.positions, ranks, LEAST if what == "context" else 0.0)
     return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)

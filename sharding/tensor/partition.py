@@ -180,8 +180,10 @@ class _Partitioner:
         return factor in self.links.factors.leaves(factors)
 
     def _active(self, node: Node) -> Factor | None:
-        """The factor of which an operator is run on shares."""
-        return next((factor for factor in self._divided if runs_on_shares(self.links, node, factor)), None)
+        """The factor of which an operator is run on shares: one that a dim of its operands or of its results has."""
+        touched = [dims for each in (*node.all_input_nodes, node) for dims in self.links.outputs.get(each, ()) if dims is not None]
+        present = {factor for dims in touched for dim in dims for factor in self.links.factors.leaves(dim)}
+        return next((factor for factor in self._divided if factor in present and runs_on_shares(self.links, node, factor)), None)
 
     # Values
 

@@ -271,11 +271,16 @@ def _plan_best(
     from trainload.sharding.plan import Cluster
     from trainload.sharding.planner.device import read
     from trainload.sharding.planner.search import Wanted, search, smallest
+    from trainload.sharding.simulate import simulate
     from trainload.sharding.source import Source
 
-    profile, source = read(device), Source(package)
+    profile, source = read(device), Source(package, evaluates=False)
     shape, asked = Cluster(**cluster, device=profile.kind), Wanted(**wanted)
-    found = search(source, shape, profile, asked, **options)
+    with err().status("reading the package") as shown:
+        found = search(source, shape, profile, asked, **options, say=shown.update)
+        if found.best is not None and found.best.plan.pipeline is not None:
+            shown.update("cutting the graphs of evaluation")
+            simulate(package, found.best.plan)
     if show.explain is not None:
         if show.explain > len(found.candidates):
             raise click.UsageError(f"--explain {show.explain}: there are {len(found.candidates)} candidates.")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
-from trainload.sharding.plan import Cluster
+from trainload.sharding.plan import Cluster, Shard
 from trainload.sharding.planner.device import DeviceProfile, Link, Span, names, read, seconds_of, span_of
-from trainload.sharding.planner.search import Candidate, Choice, Found, Wanted, costs_of, evaluate, search, smallest
+from trainload.sharding.planner.search import Candidate, Choice, Found, Wanted, costs_of, evaluate, in_order, search, smallest
 from trainload.sharding.source import Source
+from trainload.sharding.step_graphs import step_graphs
+from trainload.sharding.tensor.partition import Partitioned, partition
 
 MIB = 2**20
 
@@ -194,6 +199,64 @@ def test_what_cannot_be_made_is_told_with_its_reason(source: Source) -> None:
     found = search(source, cluster(7), device(), global_batch=14, exact=1)
     (refused,) = (each for each in found.refused if each.choice == "tensor 7")
     assert "nothing to divide" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("seconds", "peaks", "order"),
+    [
+        ([1.0, 1.01, 1.03], [30, 20, 10], [1, 0, 2]),
+        ([1.0, 1.03, 1.01], [20, 10, 30], [0, 2, 1]),
+        ([1.0, 1.01, 1.02], [50, 30, 20], [2, 1, 0]),
+        ([2.0, 1.0, 3.0], [60, 50, 55], [1, 2, 0]),
+    ],
+    ids=["as fast, and smaller", "the smaller ones are slower", "the fastest does not fit", "none fits"],
+)
+def test_of_plans_as_fast_as_the_fastest_the_smallest_comes_first(
+    source: Source, seconds: list[float], peaks: list[int], order: list[int]
+) -> None:
+    made = evaluate(source, cluster(1), device(), Choice("single"), 8)
+    none = replace(made.costs.memory, parameters=0, optimizer=0, buffers=0, gradients=0, activations=0, communication=0, reserved=0)
+    time = replace(made.costs.time, exposed=0.0, bubble=0.0, update=0.0)
+    candidates = [
+        replace(made, costs=replace(made.costs, time=replace(time, compute=each), memory=replace(none, activations=peak)))
+        for each, peak in zip(seconds, peaks, strict=True)
+    ]
+    assert [candidates.index(each) for each in in_order(candidates, device(memory=40))] == order
+
+
+def test_a_search_says_what_it_does(source: Source) -> None:
+    told: list[str] = []
+    found = search(source, cluster(2), device(), Wanted(pipeline=1, recompute="job"), exact=2, say=told.append)
+    assert told[:2] == ["judging plans without a tensor axis", "judging plans with tensor 2"]
+    assert [line.partition("; ")[2].partition(": ")[0] for line in told[2:]] == [
+        "playing number 1 of the best 2 through",
+        "playing number 2 of the best 2 through",
+    ]
+    assert told[2].startswith(f"{found.judged:,} plans judged")
+
+
+def test_a_graph_is_partitioned_once_for_all_plans_with_one_tensor_axis(small_package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool = False) -> Partitioned:
+        made.append(ranks)
+        return partition(step, ranks, shards, positions=positions)
+
+    monkeypatch.setattr("trainload.sharding.source.partition", counted)
+    search(Source(small_package), cluster(2), device(), Wanted(tensor=2, pipeline=1), exact=1)
+    assert made == [2, 2]  # once for all that is judged, whose graphs are let go of, and once for the plan that is played through
+
+
+def test_a_search_without_evaluation_derives_no_graph_of_it(small_package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def noted(package: Package, device: torch.device, names: Iterable[str]) -> dict[str, StepGraph]:
+        asked.extend(wanted := list(names))
+        return step_graphs(package, device, wanted)
+
+    monkeypatch.setattr("trainload.sharding.source.step_graphs", noted)
+    found = search(Source(small_package, evaluates=False), cluster(2), device(), Wanted(pipeline=2, recompute="job"), exact=1)
+    assert found.best is not None and set(asked) == set(small_package.manifest.training_graphs())
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them(source: Source) -> None:
