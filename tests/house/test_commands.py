@@ -1,0 +1,38 @@
+"""Every command in README.md and docs/ is one that the command line takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from tests.house.source import ROOT
+
+from trainload import cli
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands that stand in a page's indented blocks, in one line each."""
+    joined = re.sub(r"\\\n\s*", "", page.read_text())
+    return re.findall(r"^    (trainload .*)$", joined, re.MULTILINE)
+
+
+COMMANDS = [(f"{page.name}: {command[:60]}", command) for page in PAGES for command in commands(page)]
+
+
+@pytest.fixture(autouse=True)
+def _only_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page's files are not those of this machine, and nothing is done."""
+    monkeypatch.setattr(click.Path, "convert", lambda _, value, *rest: Path(value))
+    monkeypatch.setattr(click.Command, "invoke", lambda *_: None)
+
+
+@pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[name for name, _ in COMMANDS])
+def test_a_command_of_a_page_is_taken(command: str) -> None:
+    """In a page, [--option] may be left out, and # after a space begins a comment."""
+    words = shlex.split(re.sub(r"\[|\](?=\s|$)|\s+#.*", "", command))
+    cli.commands.main(words[1:], prog_name="trainload", standalone_mode=False)
