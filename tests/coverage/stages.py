@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,15 +25,19 @@ from torch.fx import GraphModule
 
 import trainload
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import RequestError
+from trainload.capture.errors import DataError, RequestError
 from trainload.capture.inputs import leaves_of
+from trainload.capture.job import Job
 from trainload.capture.rows import arranged
+from trainload.launch.journal import read_events
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.step_graphs import derived_key
 
-STAGES = ("captured", "loss", "gradients", "dynamic batch", "saved", "loaded", "joint", "two workers")
+STAGES = ("captured", "loss", "gradients", "dynamic batch", "compiled", "bfloat16", "saved", "loaded", "joint", "two workers")
 PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"
+INTERPRETED = "interpreted"
+"""Of the stage "compiled": a graph cannot be compiled, or differs when it is, so that a run interprets it and says so."""
 ROWS_COMPARED, ROWS_AGAIN, ROWS_SHARED = 11, 13, 6
 """Rows of the comparison with eager, of the one of another size, and of the two-worker step. Primes: see `StatelessDraws`."""
 FULL, LOW = 3e-5, 5e-3
@@ -124,6 +130,8 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
         stages["dynamic batch"] = {"state": SKIPPED, "seconds": 0.0, "error": "the case fixes its number of rows"}
     else:
         compare(case, package, step, batch, ROWS_AGAIN, tolerance, stages, ("dynamic batch",))
+    stages["compiled"] = compiled(package, batch, rows, folder)
+    stages["bfloat16"] = in_bfloat16(case, folder, rows)
     request = {
         "rows": rows,
         "two_rows": 0 if static else ROWS_SHARED,
@@ -161,6 +169,68 @@ def after_elsewhere(case: Case, folder: Path, stages: dict[str, Outcome], extra:
         stages["two workers"] = {"state": SKIPPED, "seconds": 0.0, "error": "the case fixes its number of rows"}
 
 
+def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: Path) -> Outcome:
+    """Trains a package for two steps of so many rows, compiled: as the run says, each graph is compared with the interpreted one."""
+    start = time.perf_counter()
+    save_file(resized(batch, rows), folder / "rows.safetensors")
+    run_dir = folder / "compiled"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=rows)
+            options: dict[str, Any] = {"run_dir": run_dir, "cache_dir": folder / "cache", "backend": "local", "steps": 2}
+            trainload.launch(package, plan, folder / "rows.safetensors", **options)
+    except DataError as error:  # data files hold no tensors of this dtype
+        return {"state": SKIPPED, "seconds": time.perf_counter() - start, "error": str(error)}
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
+        return {"state": FAILED, "seconds": time.perf_counter() - start, "error": f"{type(error).__name__}: {error}"}
+    finally:
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+    told = [str(event.data["message"]) for event in read_events(run_dir) if event.kind == "warning" and event.data.get("interpreted")]
+    return {"state": INTERPRETED if told else PASSED, "seconds": time.perf_counter() - start, "error": "; ".join(told)}
+
+
+def in_bfloat16(case: Case, folder: Path, rows: int) -> Outcome:
+    """Freezes the same job under autocast to bfloat16, and compares its step graph with eager under autocast."""
+    start = time.perf_counter()
+    lower = replace(case, build=lambda: under_autocast(case.build()))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            eager_step(lower, rows)
+    except Exception as error:  # noqa: BLE001 - eager has no such operator in bfloat16
+        return {"state": SKIPPED, "seconds": time.perf_counter() - start, "error": f"eager: {type(error).__name__}: {error}"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            job = arranged(lower.job())
+            package = trainload.freeze(job, folder / "lower.tl")
+    except Exception as error:  # noqa: BLE001 - as above
+        state = REFUSED if isinstance(error, RequestError) else FAILED
+        return {"state": state, "seconds": time.perf_counter() - start, "error": f"{type(error).__name__}: {error}"}
+    step = read_derived(package, derived_key("train", torch.device("cpu")))
+    assert step is not None
+    found: dict[str, Outcome] = {}
+    batch = {name: leaf.detach().contiguous() for name, leaf in leaves_of(job.batch).items()}
+    compare(lower, package, step, batch, rows, LOW, found, ("bfloat16",))
+    return found["bfloat16"] | {"seconds": time.perf_counter() - start}
+
+
+def under_autocast(job: Job) -> Job:
+    """The job with its loss, and the model's call within it, under autocast to bfloat16."""
+
+    def loss(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**batch) if job.loss is None else job.loss(model, dict(batch))
+
+    return replace(job, loss=loss)
+
+
+def resized(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """The batch with `rows` rows: its own, again and again."""
+    return {name: value[torch.arange(rows) % value.shape[0]].contiguous() for name, value in batch.items()}
+
+
 def compare(
     case: Case,
     package: Package,
@@ -177,9 +247,8 @@ def compare(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of compiling cond in eager
             expected = eager_step(case, rows)
-        resized = {name: value[torch.arange(rows) % value.shape[0]] for name, value in batch.items()}
         request = {"seed": SEED, "step": STEP, "scale": 1.0 / expected.weight}  # the mean's gradient, rounded as eager's
-        found = one_worker(package, step, resized, request, ROW)
+        found = one_worker(package, step, resized(batch, rows), request, ROW)
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
         stages[names[0]] = {"state": FAILED, "seconds": 0.0, "error": f"{type(error).__name__}: {error}"}
         return None

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tests.coverage.case import Case
 from tests.coverage.cases import CASES, FAMILIES
-from tests.coverage.stages import FAILED, PASSED, REFUSED, SKIPPED, STAGES, Outcome
+from tests.coverage.stages import FAILED, INTERPRETED, PASSED, REFUSED, SKIPPED, STAGES, Outcome
 from tests.house.source import ROOT
 
 TABLE = ROOT / "docs" / "coverage.md"
-_MARKS = {PASSED: "yes", FAILED: "**no**", REFUSED: "refused", SKIPPED: ""}
+_MARKS = {PASSED: "yes", FAILED: "**no**", REFUSED: "refused", SKIPPED: "", INTERPRETED: "interpreted"}
+_BESIDE = "bfloat16"
+"""What becomes of this stage is counted by itself."""
 _HEAD = """# Coverage
 
 Which models can be frozen, and is what comes out of the package right? `make coverage-suite` makes this page and
-`benchmarks/results/coverage.json` from the cases in `tests/coverage/`; it takes about an hour on one core.
+`benchmarks/results/coverage.json` from the cases in `tests/coverage/`; it takes some hours on two cores.
 
 A case is a model with seeded random weights and a loss. The stages, each of which begins where the one before it passed:
 
@@ -27,6 +29,8 @@ A case is a model with seeded random weights and a loss. The stages, each of whi
 | captured | `trainload.freeze` took it: captured, replayed against eager on two batch sizes, the joint graph derived and proven |
 | loss, gradients | the package's step graph, on {compared} rows, has eager's loss and weight; every gradient and every buffer |
 | dynamic batch | the same on {again} rows |
+| compiled | two steps were trained compiled; "interpreted": a graph cannot be compiled, or differs when it is, and the run interprets it |
+| bfloat16 | under autocast to bfloat16 the same job was frozen, and has eager's loss and gradients; empty: eager has no such operator |
 | saved | the package was written, and its graph read back |
 | loaded | an environment of the wheel and its dependencies opened it: no source of the case, no transformers, no timm |
 | joint | the forward and backward graph derived anew there has eager's loss, gradients and buffers |
@@ -52,7 +56,7 @@ def ought(case: Case) -> str:
 
 def became(found: Mapping[str, Any]) -> str:
     """What became of it: passed; refused by the freeze; failed."""
-    states = [found["stages"][name]["state"] for name in STAGES]
+    states = [found["stages"][name]["state"] for name in STAGES if name != _BESIDE]
     if REFUSED in states:
         return REFUSED
     return FAILED if FAILED in states or states[0] != PASSED else PASSED
@@ -104,6 +108,8 @@ def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None
     parts.append(_refusals(results))
     parts.append(_gaps(results))
     parts.append(_failures(results))
+    parts.append(_of_stage(results, "compiled", (INTERPRETED,), "Interpreted where they would be compiled"))
+    parts.append(_of_stage(results, _BESIDE, (FAILED, REFUSED), "Not in bfloat16"))
     TABLE.write_text("\n".join(parts).rstrip() + "\n")
 
 
@@ -111,10 +117,11 @@ def _summary(results: Mapping[str, Outcome], used: Mapping[str, str]) -> str:
     told = ", ".join(f"{name} {value}" for name, value in used.items() if name not in ("cores",))
     lines = [
         f"## Summary\n\n{told}.\n",
-        "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients | not run |",
+        "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients | not run "
+        "| compiled | interpreted | right in bfloat16 | not in bfloat16 |",
     ]
-    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
-    total = [0] * 7
+    lines.append(f"|---|{'---:|' * 11}")
+    total = [0] * 11
     for module in FAMILIES:
         found = [(case, results[case.name]) for case in module.FAMILY.cases if case.name in results]
         counts = [
@@ -125,6 +132,10 @@ def _summary(results: Mapping[str, Outcome], used: Mapping[str, str]) -> str:
             sum(bad(case, r) for case, r in found),
             sum(wrong_gradients(r) for _, r in found),
             len(module.FAMILY.cases) - len(found),
+            sum(r["stages"]["compiled"]["state"] == PASSED for _, r in found),
+            sum(r["stages"]["compiled"]["state"] == INTERPRETED for _, r in found),
+            sum(r["stages"][_BESIDE]["state"] == PASSED for _, r in found),
+            sum(r["stages"][_BESIDE]["state"] in (FAILED, REFUSED) for _, r in found),
         ]
         total = [a + b for a, b in zip(total, counts, strict=True)]
         lines.append(f"| {module.FAMILY.name} | " + " | ".join(map(str, counts)) + " |")
@@ -174,7 +185,20 @@ def _failures(results: Mapping[str, Outcome]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _of_stage(results: Mapping[str, Outcome], stage: str, states: Sequence[str], title: str) -> str:
+    lines = [f"## {title}\n", "| case | message |", "|---|---|"]
+    for case in CASES:
+        found = results.get(case.name)
+        if found is not None and found["stages"][stage]["state"] in states:
+            lines.append(f"| {case.family}: {case.name} | {_in_a_line(found['stages'][stage]['error'])} |")
+    return "\n".join([*lines, ""])
+
+
 def _message(found: Mapping[str, Any]) -> str:
-    text = next((found["stages"][s]["error"] for s in STAGES if found["stages"][s]["state"] in (FAILED, REFUSED)), "")
+    stages = [s for s in STAGES if s != _BESIDE]
+    return _in_a_line(next((found["stages"][s]["error"] for s in stages if found["stages"][s]["state"] in (FAILED, REFUSED)), ""))
+
+
+def _in_a_line(text: str) -> str:
     text = " ".join(text.split())
     return text.replace("|", "\\|").replace("`", "'")[:420]
