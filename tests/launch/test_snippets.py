@@ -1,0 +1,166 @@
+"""Every Python example of README.md and docs/ runs as it stands, but for the number of steps.
+
+docs/capture.md, docs/graphs.md and docs/variants.md, whose examples say what becomes of them, have tests of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.house.source import ROOT
+
+pytestmark = pytest.mark.slow
+
+SETTING = """
+import dataclasses
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import trainload
+from pathlib import Path
+from torch import nn
+from torch.export import Dim
+from trainload import Job
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.v_proj(x) * self.q_proj(x).softmax(-1)
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.blocks, self.head = nn.Embedding(12, 8), nn.ModuleList([Attention(), Attention()]), nn.Linear(8, 12)
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+def next_token(model, batch):
+    tokens = batch["tokens"].long()
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+def logits(model, batch):
+    return {"logits": model(batch["tokens"].long())}
+
+def optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+model, tokens = Gpt(), torch.randint(0, 12, (4, 5), dtype=torch.uint8)
+batch = {"tokens": tokens}
+gpt = Job(model, batch, optimizer, loss=next_token, predict=logits, steps=3, global_batch=4)
+"""
+ROWS = """
+rows_of_tokens = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(8 * 5, np.uint8)), 5)
+for name in ("mine.parquet", "train.parquet"):
+    pq.write_table(pa.table({"tokens": rows_of_tokens}), name)
+"""
+PACKAGE = 'package = trainload.freeze(gpt, "gpt.tl")\n'
+PAGES = {
+    "README.md": """
+pq.write_table(pa.table({
+    "bytes": pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(64 * 32, np.uint8)), 32), "next": pa.array(np.zeros(64, np.uint8)),
+}), "train.parquet")
+""",
+    "docs/abstract.md": """
+from transformers import LlamaConfig, LlamaForCausalLM
+def config(width, layers):
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    return LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes)
+config_70b, config_small = config(64, 6), config(32, 3)
+def job_of(model):
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return Job(model, {"ids": ids}, optimizer, loss=lambda m, b: m(input_ids=b["ids"], labels=b["ids"]).loss)
+""",
+    "docs/adapters.md": ROWS + PACKAGE,
+    "docs/assets.md": PACKAGE
+    + """
+Path("LICENSE").write_text("free")
+Path("voices.bin").write_bytes(b"la")
+Path("runs/tokenizer").mkdir(parents=True)
+Path("runs/tokenizer/vocab.json").write_text("{}")
+assets = {"LICENSE": "LICENSE", "tokenizer": "runs/tokenizer/"}
+Path("gpt.tl").rename("bare.tl")
+trainload.freeze(dataclasses.replace(gpt, assets=assets), "gpt.tl")
+""",
+    "docs/data.md": PACKAGE
+    + """
+import ray.data
+class database:
+    documents = staticmethod(lambda: range(4))
+def tokenize(document):
+    return np.full((2, 5), document, np.uint8)
+def tokens_of(raw):
+    return {"tokens": np.zeros((len(raw["text"]), 5), np.uint8)}
+Path("raw").mkdir()
+Path("raw/0.json").write_text("\\n".join('{"text": "a"}' for _ in range(8)))
+plan = trainload.plan(package, trainload.Cluster(), "single")
+""",
+    "docs/export.md": PACKAGE
+    + """
+Path("gpt.tl").rename("gpt-trained.tl")
+trainload.export(trainload.open("gpt-trained.tl"), "gpt.aoti.pt2", to="aoti")
+""",
+    "docs/optimizers.md": "",
+    "docs/passes.md": PACKAGE
+    + """
+def fuse(graph, program, *, width=1):
+    return graph
+""",
+    "docs/shapes.md": """
+class Mask:
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+x, state, weight = torch.zeros(4, 3, 8), torch.zeros(2, 4, 8), torch.ones(5)
+left = inputs = targets = torch.zeros(4, 8)
+""",
+    "docs/transformers.md": "",
+}
+ON_RAY = ("README.md", "docs/adapters.md", "docs/data.md")
+STEPS = "steps=1000", "steps=3"
+OTHERS = {"docs/capture.md", "docs/graphs.md", "docs/variants.md"}
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run a page's examples, one after the other, in an empty folder. Returns: what they define."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(SETTING + PAGES[page], f"before {page}", "exec"), names)
+    found = blocks(page)
+    assert found
+    for number, code in enumerate(found):
+        here = code.replace(*STEPS).replace("s3://bucket/raw", str(folder / "raw"))
+        exec(compile(here, f"{page}, example {number}", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_RAY])
+@pytest.mark.filterwarnings("ignore")  # examples are of small models, and say nothing of a package's other torch
+def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", ON_RAY)
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_the_examples_of_a_page_train_on_ray(page: str, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(page, tmp_path, monkeypatch)
+    assert (tmp_path / "run" / "run.json").is_file()
+
+
+def test_every_page_with_examples_is_run() -> None:
+    pages = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+    assert {page for page in pages if blocks(page)} == {*PAGES, *OTHERS}
