@@ -59,7 +59,7 @@ from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.indices import forbid_negative_indices
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
-from trainload.capture.ambient import one_at_a_time
+from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.errors import CaptureError, raised
 from trainload.capture.higher_order import differentiates, has_checkpoints
 from trainload.capture.operators import is_overload, is_seeded
@@ -93,8 +93,11 @@ def demand_sizes(exported: ExportedProgram, conditions: Sequence[str]) -> None:
 
 
 @one_at_a_time
+@neutrally
 def derive(program: Program, graph: str, device: torch.device, *, sources: bool = False) -> StepGraph:
-    """Derives the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
+    """Derive the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
+
+    What surrounds the call (`torch.no_grad()`, autocast, ...) does not reach it: a run derives in the middle of a step.
 
     Args:
         program: the captured program; no weights are read, only shapes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -172,6 +173,19 @@ def test_the_gradient_is_that_of_scale_times_weight_times_loss() -> None:
 def test_the_weight_of_a_job_that_gives_none_is_its_rows() -> None:
     program, graph = derived("plain")
     assert run(graph, program, {"x": torch.randn(7, 8)})["weight/weight"].item() == 7
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_what_surrounds_a_derivation_does_not_reach_it(context: Callable[[], AbstractContextManager[None]]) -> None:
+    program, graph = derived("plain")
+    with context():
+        inside = derive(program, "train", CPU)
+    assert inside.outputs == graph.outputs
+    assert inside.module.code == graph.module.code
 
 
 def test_the_backward_part_begins_at_its_node() -> None:
