@@ -148,6 +148,7 @@ simulate: env
 coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps timm
+	$(BIN)/python -m tests.torch_samples.count
 	$(BIN)/python -m tests.coverage.suite
 
 clean:

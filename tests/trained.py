@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,17 @@ from torch import Tensor
 import trainload
 from trainload import Job, Loss
 from trainload.capture.inputs import leaves_of, rebuild
+from trainload.capture.rows import arranged
 from trainload.launch.data.sampler import rows
 
 UPDATES = 4
+Draws = Callable[[Job, int, int], AbstractContextManager[Any]]
+"""(job, step, rows of the batch) -> what a step of eager PyTorch runs in."""
+
+
+def of_torch(job: Job, step: int, rows: int) -> AbstractContextManager[None]:
+    """Leave eager PyTorch its own random numbers."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +38,29 @@ class Trained:
     state: dict[str, Tensor]
 
 
-def assert_trains_as_eager(job: Job, data: Mapping[str, Any], folder: Path, tolerance: float = 1e-5, **options: Any) -> None:
+def assert_trains_as_eager(
+    job: Job, data: Mapping[str, Any], folder: Path, tolerance: float = 1e-5, draws: Draws = of_torch, **options: Any
+) -> None:
     """Assert that a job's package trains to the losses and the state of eager PyTorch. Arguments as for `train_both`."""
-    expected, got = train_both(job, data, folder, **options)
+    expected, got = train_both(job, data, folder, draws, **options)
     torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=tolerance, atol=1e-7)
     for name, value in expected.state.items():
         torch.testing.assert_close(got.state[name], value, rtol=tolerance * 10, atol=1e-6, msg=f"{name} differs")
 
 
-def train_both(job: Job, data: Mapping[str, Any], folder: Path, **options: Any) -> tuple[Trained, Trained]:
+def train_both(job: Job, data: Mapping[str, Any], folder: Path, draws: Draws = of_torch, **options: Any) -> tuple[Trained, Trained]:
     """Train a job for `UPDATES` updates in eager PyTorch and as a package.
 
     Args:
         job: of one graph, without schedule and clipping. Its optimizer factory is called twice, on two copies of the model.
-        data: as `Job.batch`, of a multiple of the global batch's rows.
+        data: as `Job.batch`, of a multiple of the global batch's rows, which come first; without what all rows share.
         folder: an empty one.
+        draws: where eager PyTorch's random numbers come from.
         options: of `launch`.
 
     Returns: what eager PyTorch gave, and what the package gave.
     """
-    expected = train_eagerly(copy.deepcopy(job), data)
+    expected = train_eagerly(copy.deepcopy(job), data, draws)
     package = trainload.freeze(job, folder / "job.tl")
     columns: dict[str, Any] = {name: value.numpy() for name, value in leaves_of(data).items()}
     np.savez(folder / "rows.npz", **columns)
@@ -59,8 +71,9 @@ def train_both(job: Job, data: Mapping[str, Any], folder: Path, **options: Any) 
     return expected, Trained(curve(result.run_dir), {name: weights.tensor(name) for name in weights.names()})
 
 
-def train_eagerly(job: Job, data: Mapping[str, Any]) -> Trained:
+def train_eagerly(job: Job, data: Mapping[str, Any], draws: Draws = of_torch) -> Trained:
     """Train a job's own model in a plain loop, on the rows that a run would take, in the mode that it was handed over in."""
+    job = arranged(job)
     model = job.model if job.model.training else job.model.train()
     assert job.optimizer is not None
     optimizer = job.optimizer(model)
@@ -72,10 +85,11 @@ def train_eagerly(job: Job, data: Mapping[str, Any]) -> Trained:
     for step in range(UPDATES):
         chosen = torch.from_numpy(rows(job.seed, total, step * size, size))
         batch = rebuild(job.batch, {name: value[chosen] for name, value in leaves.items()})
-        returned = model(**batch) if job.loss is None else job.loss(model, batch)
-        loss = returned.value if isinstance(returned, Loss) else returned
-        optimizer.zero_grad()
-        loss.backward()
+        with draws(job, step, size):
+            returned = model(**batch) if job.loss is None else job.loss(model, batch)
+            loss = returned.value if isinstance(returned, Loss) else returned
+            optimizer.zero_grad()
+            loss.backward()
         optimizer.step()
         losses.append(loss.item())
     state = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}

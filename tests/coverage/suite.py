@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.coverage.case import Case
 from tests.coverage.cases import CASES, case_named
-from tests.coverage.stages import ELSEWHERE, FAILED, Outcome, after_elsewhere, before_elsewhere, outcome
+from tests.coverage.stages import ELSEWHERE, FAILED, Outcome, after_elsewhere, before_elsewhere, outcome, with_every_stage
 from tests.coverage.table import TABLE, bad, versions, write_table
 from tests.house.source import ROOT
 from tests.laws.isolated import Environment, build_wheel, make_environment
@@ -45,7 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     results: dict[str, Outcome] = known.get("cases", {})
-    results = {case.name: results[case.name] for case in CASES if case.name in results}
+    results = {case.name: with_every_stage(results[case.name]) for case in CASES if case.name in results}
     chosen = [case for case in CASES if re.search(options.only, f"{case.family}: {case.name}")]
     if options.missing:
         chosen = [case for case in chosen if case.name not in results]

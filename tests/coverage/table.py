@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,12 @@ from typing import Any
 
 from tests.coverage.case import Case
 from tests.coverage.cases import CASES, FAMILIES
-from tests.coverage.stages import FAILED, INTERPRETED, PASSED, REFUSED, SKIPPED, STAGES, Outcome
+from tests.coverage.stages import FAILED, INTERPRETED, NOT_RUN, PASSED, REFUSED, SKIPPED, STAGES, Outcome
 from tests.house.source import ROOT
 
 TABLE = ROOT / "docs" / "coverage.md"
-_MARKS = {PASSED: "yes", FAILED: "**no**", REFUSED: "refused", SKIPPED: "", INTERPRETED: "interpreted"}
+TORCH_SAMPLES = ROOT / "benchmarks" / "results" / "torch_samples.json"
+_MARKS = {PASSED: "yes", FAILED: "**no**", REFUSED: "refused", SKIPPED: "", INTERPRETED: "interpreted", NOT_RUN: NOT_RUN}
 _BESIDE = "bfloat16"
 """What becomes of this stage is counted by itself."""
 _HEAD = """# Coverage
@@ -37,7 +39,7 @@ A case is a model with seeded random weights and a loss. The stages, each of whi
 | two workers | two processes on gloo, {shared} rows between them, have the loss and the gradients of one worker (twice the tolerance) |
 
 Eager is a plain training step of the case's own code: `loss.backward()`, no part of trainload. Differences are relative L2 distances: at
-most {full:g} in float32, {low:g} where something computes in 16 bits; gradients below {noise:g} of all gradients' norm are compared with
+most {full:g} in float32, {low:g} where something computes in 16 bits, {autocast:g} in the column bfloat16; gradients below {noise:g} of all gradients' norm are compared with
 that part.
 trainload's random numbers are a function of (seed, step, site, element), so the eager step is run with its random kernels (`bernoulli_`,
 `rand_like`, ...) drawing those numbers: dropout stays on, and everything around the draw is torch's own code. Rows that depend on one
@@ -100,9 +102,10 @@ def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None
         shared=stages.ROWS_SHARED,
         full=stages.FULL,
         low=stages.LOW,
+        autocast=stages.AUTOCAST,
         noise=stages.NOISE,
     )
-    parts = [head, _summary(results, used)]
+    parts = [head, _summary(results, used), _torch_samples()]
     for module in FAMILIES:
         parts.append(_family(module.FAMILY.name, module.FAMILY.cases, results))
     parts.append(_refusals(results))
@@ -140,6 +143,25 @@ def _summary(results: Mapping[str, Outcome], used: Mapping[str, str]) -> str:
         total = [a + b for a, b in zip(total, counts, strict=True)]
         lines.append(f"| {module.FAMILY.name} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join([*lines, "| all | " + " | ".join(map(str, total)) + " |", ""])
+
+
+def _torch_samples() -> str:
+    """What became of torch's own databases: `tests/torch_samples` notes it."""
+    found = json.loads(TORCH_SAMPLES.read_text())
+    counts = found["passed"]
+    finite, nan = counts["test_four_updates_of_a_module_are_those_of_eager"], counts["test_what_is_no_number_in_eager_ends_a_run"]
+    lazy, options = counts["test_a_lazy_module_is_refused"], counts["test_four_updates_are_those_of_eager"]
+    failed = ", ".join(found["failed"]) or "none"
+    return (
+        "## torch's own databases\n\n"
+        "`torch.testing._internal` holds modules with inputs, and optimizers with sets of options, by which torch tests itself. Each is "
+        "frozen and launched, and four updates are compared with eager: losses, parameters and buffers (`tests/torch_samples`).\n\n"
+        f"| torch {found['torch']} | cases | as in eager | refused |\n|---|---:|---:|---:|\n"
+        f"| modules, the first three samples of each | {finite + nan + lazy} | {finite + nan}, of which {nan} are no numbers in eager "
+        f"| {lazy}, of lazy modules |\n"
+        f"| optimizers that need neither a closure nor sparse gradients, every set of options | {options} | {options} | 0 |\n\n"
+        f"Failing: {failed}.\n"
+    )
 
 
 def _family(name: str, cases: list[Case], results: Mapping[str, Outcome]) -> str:

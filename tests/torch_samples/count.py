@@ -1,0 +1,46 @@
+"""Counts what becomes of torch's databases, for docs/coverage.md: `make coverage-suite`, or `python -m tests.torch_samples.count`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tests.coverage import suite
+from tests.house.source import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "torch_samples.json"
+"""torch's version; test -> how many cases passed; the cases that failed."""
+
+
+class Outcomes:
+    """A plugin of pytest that notes what became of each case."""
+
+    def __init__(self) -> None:
+        self.passed: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for each phase of each test."""
+        test = report.nodeid.rpartition("::")[2]
+        if report.failed:
+            self.failed.append(test)
+        elif report.when == "call" and report.passed:
+            self.passed[test.partition("[")[0]] += 1
+
+
+def main() -> int:
+    """Run the tests and write the page. Exit status: 0 where every case passed."""
+    found = Outcomes()
+    pytest.main(["-q", "-n", "2", "-p", "no:cacheprovider", str(Path(__file__).parent)], plugins=[found])
+    RESULTS.write_text(json.dumps({"torch": torch.__version__, "passed": found.passed, "failed": sorted(found.failed)}, indent=1) + "\n")
+    sys.argv[1:] = ["--table"]
+    suite.main()
+    return 1 if found.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
