@@ -21,6 +21,7 @@ from trainload.capture.errors import CaptureError
 from trainload.capture.place import place_of_node
 
 _HOP = torch.ops.higher_order
+_SWITCHES = frozenset({"_enter_autocast", "_exit_autocast", "_set_grad_enabled"})
 _DISSOLVED = (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
 
 
@@ -65,6 +66,7 @@ def _make(module: GraphModule, grad_enabled: bool) -> None:
     marked = _has_marks(module)
     if marked:
         _dissolve(module)
+        _forget_switches(module.graph)
         _forget_unused(module)
     for child in module.children():
         if isinstance(child, GraphModule):
@@ -91,6 +93,13 @@ def _place_bodies(graph: Graph) -> None:
                 own = graph.get_attr(str(node.target))
             own.meta = dict(node.meta)
             user.replace_input_with(node, own)
+
+
+def _forget_switches(graph: Graph) -> None:
+    """Takes out torch's own changes of mode, which it leaves where it makes no region of them, as where cond's bodies come first."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES:
+            graph.erase_node(node)
 
 
 def _forget_unused(module: GraphModule) -> None:

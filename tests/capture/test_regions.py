@@ -23,6 +23,7 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job
+from trainload.capture.operators import graphs_in
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
 from trainload.packaging.write import write_package
@@ -242,3 +243,19 @@ def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -
     child = subprocess.run([sys.executable, "-c", code, str(package.path)], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     assert float(child.stdout) > 0
+
+
+@pytest.mark.parametrize("graph", ["train", "eval"])
+def test_a_loss_under_autocast_with_control_flow_in_it_is_one_region(graph: str) -> None:
+    """Torch leaves its own changes of mode in a graph that begins with the bodies of control flow."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = model(batch["x"]).float().square().mean()
+        return found
+
+    model = Model(lambda m, x: torch.cond(x.sum() > 0, lambda t: m.part(t), lambda t: t * 2.0, (x,)), part=nn.Linear(8, 8))
+    module = capture(job(model, loss=loss)).graphs[graph].exported.graph_module
+    targets = [getattr(n.target, "__name__", "") for each in graphs_in(module) for n in each.graph.nodes if n.op == "call_function"]
+    assert targets.count("wrap_with_autocast") == 1
+    assert not {"_enter_autocast", "_exit_autocast"} & set(targets)
