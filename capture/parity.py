@@ -21,7 +21,8 @@ from trainload.capture.higher_order import has_checkpoints
 from trainload.capture.leaked import refuse_leaked
 from trainload.capture.locate import part_company
 from trainload.capture.memory import check_sharing
-from trainload.capture.operators import nodes_in
+from trainload.capture.operators import is_overload, nodes_in
+from trainload.capture.place import place_of_node
 from trainload.capture.program import GraphCapture, OutputRole
 from trainload.capture.quiet import ignore_torchs_warnings
 from trainload.capture.replays import Replayed
@@ -131,7 +132,7 @@ def _compare(
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured, rows, "the captured graph", error) from error
         drew = not torch.equal(generator, torch.get_rng_state())
-    _refuse_writes(captured, {n for n, v in constants.items() if v._version != constant_versions[n]}, "a tensor that is no buffer")
+    _refuse_constants({n for n, v in constants.items() if v._version != constant_versions[n]}, captured)
 
     tolerance = tolerance_of(captured)
 
@@ -225,6 +226,23 @@ def _refuse_writes(captured: GraphCapture, names: set[str], what: str) -> None:
             expected="a step that changes buffers only",
             got=f"a write in place to {', '.join(sorted(names)[:4])}",
             cure="Keep what changes in a buffer (register_buffer); constrain a parameter with torch.nn.utils.parametrize.",
+        )
+
+
+def _refuse_constants(names: set[str], captured: GraphCapture) -> None:
+    """Refuses writes to constants, at the lines that use them."""
+    graph, targets = captured.exported.graph, {name.removeprefix(f"{captured.name}/") for name in names}
+    inputs = {spec.arg.name for spec in captured.exported.graph_signature.input_specs if spec.target in targets}
+    users = [user for node in graph.find_nodes(op="placeholder") if node.name in inputs for user in node.users]
+    writers = [user for user in users if is_overload(user.target) and user.target._schema.is_mutable] or users
+    if names:
+        raise CaptureError(
+            f"the {captured.name} graph writes to a tensor that is no buffer: to an attribute, a tensor of a closure, or an input that all "
+            "rows share",
+            where=str(place_of_node(writers[0])) if writers else f"graph {captured.name}",
+            expected="a step that changes buffers only",
+            got=f"a write in place to {', '.join(sorted(targets)[:4])}",
+            cure="Keep what changes in a buffer (register_buffer), or write to a clone of it.",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.export import Dim
 
 import trainload
 from trainload import Job, JobError
+from trainload.capture.errors import CaptureError
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.rows import arranged
 from trainload.capture.trace import capture
@@ -122,6 +124,16 @@ def test_a_jobs_functions_are_given_the_batch_as_it_was(place: int, named: str, 
     assert "c.0" in shared or leaves["c.0"].shape == (4, *sizes)
     torch.testing.assert_close(rebuild(found.batch, leaves), batch, rtol=0, atol=0)
     assert arranged(found) is found
+
+
+def test_a_write_to_a_shared_input_is_refused_at_its_line() -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        batch["loss"]["weight"].mul_(2)
+        return weighted(model, batch)
+
+    line = loss.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf'test_rows\.py", line {line}, in .*an input that all rows share'):
+        capture(replace(recurrent(), loss=loss))
 
 
 @pytest.mark.parametrize(
