@@ -84,6 +84,7 @@ class Prometheus:
         self._closed.set()
         self._thread.join()
         self._give(RUNNING, 0.0)
+        self._give_again()  # so that what is exported last has all numbers, of a run too that ends between two exports
 
     def _give(self, measure: Measure, value: float, own: str = "") -> None:
         """A gauge's new value, or what a counter grows by; what is no number leaves it as it was. own: name of a metric of the job's."""
@@ -105,9 +106,12 @@ class Prometheus:
 
     def _remind(self) -> None:
         while not self._closed.wait(_REMIND_SECONDS):
-            with self._lock:
-                for (measure, own), value in self._gauges.items():
-                    self._set(measure, own, value)
+            self._give_again()
+
+    def _give_again(self) -> None:
+        with self._lock:
+            for (measure, own), value in self._gauges.items():
+                self._set(measure, own, value)
 
 
 def _made(measure: Measure, tags: dict[str, str]) -> Gauge | Counter:

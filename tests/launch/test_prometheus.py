@@ -69,13 +69,14 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
 ) -> None:
     from tests.report.made import made_run
 
-    run_dir = made_run(tmp_path / "every", [], digest=gpt.digest)
+    run = f"every-{again_after:g}"  # the cluster keeps the numbers of a run for a while
+    run_dir = made_run(tmp_path / run, [], digest=gpt.digest)
     with told(["prometheus"], run_dir, lambda event: None) as tell:
         for event in every_measure(6):
             tell(event)
-        first = of_run("every", lambda found: len(found) == len(MEASURES))
+        first = of_run(run, lambda found: len(found) == len(MEASURES))
         time.sleep(again_after)
-        assert of_run("every", lambda found: len(found) == len(MEASURES)) == first
+        assert of_run(run, lambda found: len(found) == len(MEASURES)) == first
     values = {name: value for (name, _, _), value in first.items()}
     assert set(values) == {measure.exported for measure in MEASURES}
     expected = {"step": 7, "steps": 100, "running": 1, "loss": 0.5, "mfu_ratio": 0.25, "memory_bytes": 2**30, "failures": 1, "warnings": 1}
@@ -86,10 +87,10 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
         "data_wait_seconds_total": 0.5,
     }
     assert {name: values[f"ray_trainload_{name}"] for name in expected} == expected
-    assert ("ray_trainload_metric", "every", "accuracy") in first
-    ((_, tags, _), *_) = scraped()
+    assert ("ray_trainload_metric", run, "accuracy") in first
+    tags = next(tags for _, tags, _ in scraped() if tags["run"] == run)
     assert tags["package"] == gpt.digest[:12]
-    assert of_run("every", lambda found: found.get(("ray_trainload_running", "every", "")) == 0.0)
+    assert of_run(run, lambda found: found.get(("ray_trainload_running", run, "")) == 0.0)
 
 
 @pytest.mark.slow
