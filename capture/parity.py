@@ -230,20 +230,21 @@ def _refuse_writes(captured: GraphCapture, names: set[str], what: str) -> None:
 
 
 def _refuse_constants(names: set[str], captured: GraphCapture) -> None:
-    """Refuses writes to constants, at the lines that use them."""
+    """Refuse writes to constants, at the lines that use them."""
+    if not names:
+        return
     graph, targets = captured.exported.graph, {name.removeprefix(f"{captured.name}/") for name in names}
     inputs = {spec.arg.name for spec in captured.exported.graph_signature.input_specs if spec.target in targets}
     users = [user for node in graph.find_nodes(op="placeholder") if node.name in inputs for user in node.users]
     writers = [user for user in users if is_overload(user.target) and user.target._schema.is_mutable] or users
-    if names:
-        raise CaptureError(
-            f"the {captured.name} graph writes to a tensor that is no buffer: to an attribute, a tensor of a closure, or an input that all "
-            "rows share",
-            where=str(place_of_node(writers[0])) if writers else f"graph {captured.name}",
-            expected="a step that changes buffers only",
-            got=f"a write in place to {', '.join(sorted(targets)[:4])}",
-            cure="Keep what changes in a buffer (register_buffer), or write to a clone of it.",
-        )
+    raise CaptureError(
+        f"the {captured.name} graph writes to a tensor that is no buffer: to an attribute, a tensor of a closure, or an input that all "
+        "rows share",
+        where=place_of_node(writers[0]) if writers else f"graph {captured.name}",
+        expected="a step that changes buffers only",
+        got=f"a write in place to {', '.join(sorted(targets)[:4])}",
+        cure="Keep what changes in a buffer (register_buffer), or write to a clone of it.",
+    )
 
 
 @contextmanager

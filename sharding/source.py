@@ -26,7 +26,7 @@ class Source:
 
     Args:
         package: what is to be trained.
-        evaluates: whether plans are made for evaluation as well, which takes the graphs of evaluation.
+        evaluates: whether plans must also fit the graphs of evaluation, which takes deriving them.
 
     Attributes:
         device: whose step graphs are taken. Plans are made without the devices that they are for.
@@ -89,9 +89,9 @@ class Source:
         """
         made = self._local.setdefault(axes, {})
         wanted = tuple(self.package.manifest.step_graphs(evaluates=self._evaluates) if names is None else names)
-        for name in wanted:
-            if name not in made:
-                made[name] = completed(self._whole_or_partitioned(name, axes), axes)
+        lacking = [name for name in wanted if name not in made]
+        self.steps(lacking)  # together: what must be derived takes the program, which is read once
+        made |= {name: completed(self._whole_or_partitioned(name, axes), axes) for name in lacking}
         return {name: made[name] for name in wanted}
 
     def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:

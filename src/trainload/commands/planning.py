@@ -278,9 +278,6 @@ def _plan_best(
     shape, asked = Cluster(**cluster, device=profile.kind), Wanted(**wanted)
     with err().status("reading the package") as shown:
         found = search(source, shape, profile, asked, **options, say=shown.update)
-        if found.best is not None and found.best.plan.pipeline is not None:
-            shown.update("cutting the graphs of evaluation")
-            simulate(package, found.best.plan)
     if show.explain is not None:
         if show.explain > len(found.candidates):
             raise click.UsageError(f"--explain {show.explain}: there are {len(found.candidates)} candidates.")
@@ -288,6 +285,9 @@ def _plan_best(
         print_json(plans_view.explained(chosen)) if show.as_json else plans_view.print_explained(out(), chosen)
         return
     best = found.best
+    if best is not None and best.plan.pipeline is not None:
+        with err().status("cutting the graphs of evaluation"):
+            simulate(package, best.plan)
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
     print_json(plans_view.as_record(found)) if show.as_json else plans_view.print_found(out(), found, show.output)
