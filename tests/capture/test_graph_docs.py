@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
-from tests.house.source import ROOT
+from tests.house.source import python_blocks
 from tests.optimizers import optimizer_of
 
 from trainload.capture.trace import capture
 
-TEXT = (ROOT / "docs" / "graphs.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+BLOCKS = python_blocks("docs/graphs.md")
 
 
 @pytest.mark.matrix("0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class Step:
     random: bool
 
 
-def resized(batch: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+def resized(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
     """The batch with `rows` rows: its own, again and again."""
     return {name: value[torch.arange(rows) % value.shape[0]].clone() for name, value in batch.items()}
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tests.coverage.case import Case
-from tests.coverage.eager import ROW, SEED, STEP, Step, eager_step, is_static
+from tests.coverage.eager import ROW, SEED, STEP, Step, eager_step, is_static, resized
 from tests.coverage.elsewhere import Values, one_worker
 from tests.laws.isolated import Environment
 from torch import Tensor
@@ -38,7 +38,7 @@ STAGES = ("captured", "loss", "gradients", "dynamic batch", "compiled", "bfloat1
 PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"
 NOT_RUN = "not run"
 INTERPRETED = "interpreted"
-"""Of the stage "compiled": a graph cannot be compiled, or differs when it is, so that a run interprets it and says so."""
+"""State of the stage "compiled": a graph could not be compiled, or its results differed, and the run interpreted it."""
 ROWS_COMPARED, ROWS_AGAIN, ROWS_SHARED = 11, 13, 6
 """Rows of the comparison with eager, of the one of another size, and of the two-worker step. Primes: see `StatelessDraws`."""
 FULL, LOW, AUTOCAST = 3e-5, 5e-3, 2e-2
@@ -232,11 +232,6 @@ def under_autocast(job: Job) -> Job:
             return model(**batch) if job.loss is None else job.loss(model, dict(batch))
 
     return replace(job, loss=loss)
-
-
-def resized(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """The batch with `rows` rows: its own, again and again."""
-    return {name: value[torch.arange(rows) % value.shape[0]].contiguous() for name, value in batch.items()}
 
 
 def compare(

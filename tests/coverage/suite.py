@@ -35,14 +35,14 @@ CHUNK = 8
 PRELOADED = ["trainload.api", "tests.coverage.stages"]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 where every case is as it ought to be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", metavar="REGEX", help="run the cases whose family or name matches")
     parser.add_argument("--missing", action="store_true", help="run only cases that the results lack")
     parser.add_argument("--bad", action="store_true", help="run only cases that are not as they ought to be")
     parser.add_argument("--table", action="store_true", help="run nothing; write the table from the results")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     results: dict[str, Outcome] = known.get("cases", {})
     results = {case.name: with_every_stage(results[case.name]) for case in CASES if case.name in results}

@@ -16,9 +16,10 @@ from tests.house.source import ROOT
 
 TABLE = ROOT / "docs" / "coverage.md"
 TORCH_SAMPLES = ROOT / "benchmarks" / "results" / "torch_samples.json"
+"""torch's version; test -> how many cases passed; the cases that failed."""
 _MARKS = {PASSED: "yes", FAILED: "**no**", REFUSED: "refused", SKIPPED: "", INTERPRETED: "interpreted", NOT_RUN: NOT_RUN}
 _BESIDE = "bfloat16"
-"""What becomes of this stage is counted by itself."""
+"""This stage is counted separately."""
 _HEAD = """# Coverage
 
 Which models can be frozen, and is what comes out of the package right? `make coverage-suite` makes this page and

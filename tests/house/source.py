@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,3 +99,8 @@ def _is_private(name: str) -> bool:
     if parts[0] != "torch" or parts[1:2] == ["ops"]:
         return False
     return any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
+
+
+def python_blocks(page: str) -> list[str]:
+    """Return the Python examples of a page, which is named by its path from the root."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -5,13 +5,12 @@ docs/capture.md, docs/graphs.md and docs/variants.md, whose examples say what be
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.house.source import ROOT
+from tests.house.source import ROOT, python_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -129,10 +128,6 @@ STEPS = "steps=1000", "steps=3"
 OTHERS = {"docs/capture.md", "docs/graphs.md", "docs/variants.md"}
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-
-
 def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run a page's examples, one after the other, in an empty folder. Returns: what they define."""
     monkeypatch.chdir(folder)
@@ -140,7 +135,7 @@ def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(SETTING + PAGES[page], f"before {page}", "exec"), names)
-    found = blocks(page)
+    found = python_blocks(page)
     assert found
     for number, code in enumerate(found):
         here = code.replace(*STEPS).replace("s3://bucket/raw", str(folder / "raw"))
@@ -163,4 +158,4 @@ def test_the_examples_of_a_page_train_on_ray(page: str, ray_cluster: None, tmp_p
 
 def test_every_page_with_examples_is_run() -> None:
     pages = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
-    assert {page for page in pages if blocks(page)} == {*PAGES, *OTHERS}
+    assert {page for page in pages if python_blocks(page)} == {*PAGES, *OTHERS}

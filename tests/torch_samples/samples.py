@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.trained import UPDATES
 from torch import Tensor, nn, optim
 from torch.export import Dim
 from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
@@ -23,7 +24,6 @@ from trainload.capture.inputs import leaves_of
 
 SAMPLES = 3
 """So many of a module's samples are tried: a loss has up to 857, for every way of reducing every shape."""
-UPDATES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,13 @@ def job_of_module(sample: ModuleSample, *, static: bool = False) -> Job:
     leaves = leaves_of(batch)
     rows = _rows(leaves)
     if rows is None:  # scalars alone
-        batch["row"] = torch.ones(2)
-        rows = 2
+        batch["row"], rows = torch.ones(2), 2
+        leaves = leaves_of(batch)
     dims = {name: [*leaf.shape].index(rows) if rows in leaf.shape else None for name, leaf in leaves.items()}
     rest = Dim.STATIC if static or rows < 2 else Dim("batch")
     dynamic = {
         name: {dim: rest if dim == 0 else Dim("batch")} for name, dim in dims.items() if dim is not None and (dim > 0 or rest is Dim.STATIC)
     }
-    if "row" in batch:
-        dynamic["row"] = {0: rest}
 
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         found: Tensor = model(batch["args"], batch["kwargs"])
@@ -194,7 +192,7 @@ def has_fixed_rows(sample: ModuleSample) -> bool:
 
 
 def gives_nan(sample: ModuleSample) -> bool:
-    """Return whether a module is no number on its sample: of negative numbers it takes roots or logarithms."""
+    """Return whether a module gives NaN on its sample: it takes roots or logarithms of negative numbers."""
     return str(sample) in _NAN
 
 
