@@ -26,7 +26,7 @@ LONGEST_NAME = 256
 class Placed:
     """A tensor of an example batch whose leading dim is not that of the rows.
 
-    It is no dataclass, which would be a container of a batch.
+    Not a dataclass: a dataclass in a batch is a container.
 
     Args:
         tensor: as the user's functions take it.

@@ -157,7 +157,7 @@ class GraphCapture:
     guard: Guard | None = None
     """Which batches it takes; None where that was not asked, or the package is from before guards."""
     coupled: bool = False
-    """Whether a row's results depend on the other rows of the call. A freeze measures it; before that it is False."""
+    """Whether a row's results depend on the other rows of the call, as measured by a freeze; False until then."""
     tracing: Tracing | None = field(default=None, compare=False)
     """How it was captured; None where it was read from a package, whose debug/capture.json says it."""
 

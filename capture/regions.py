@@ -96,7 +96,7 @@ def _place_bodies(graph: Graph) -> None:
 
 
 def _forget_switches(graph: Graph) -> None:
-    """Takes out torch's own changes of mode, which it leaves where it makes no region of them, as where cond's bodies come first."""
+    """Remove torch's own mode changes. It leaves them where it makes no region of them, for example where the bodies of cond come first."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES:
             graph.erase_node(node)

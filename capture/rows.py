@@ -19,7 +19,7 @@ _USUAL = "batch"
 
 
 def arranged(job: Job) -> Job:
-    """Return the job with the rows of every input in its leading dim; of one that is arranged already, the same.
+    """Return the job with the rows of every input in its leading dim. A job that is arranged already is returned as it is.
 
     Tensors that have them elsewhere, or that all rows share, are `Placed` in its batches, so that its functions get them as they were.
 
@@ -51,7 +51,7 @@ def arranged(job: Job) -> Job:
 
 
 def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
-    """The names of the tensors that `Job.shared` speaks of."""
+    """Return the names of the tensors that `Job.shared` names, itself or by a container."""
     if isinstance(job.shared, str):
         raise JobError("a name in place of names", where="Job.shared", expected="a list of names", got=repr(job.shared))
     found: set[str] = set()

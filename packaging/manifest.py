@@ -150,7 +150,7 @@ class GraphEntry(Record):
     """As `GraphCapture.reached`."""
     guard: GuardEntry | None = None
     coupled: Literal[True] | None = None
-    """Whether rows of one call depend on one another; see `GraphCapture.coupled`."""
+    """Whether the rows of a call depend on each other; see `GraphCapture.coupled`."""
 
 
 class ParameterEntry(Record):

@@ -47,7 +47,7 @@ def local_step(step: StepGraph, axes: Local) -> StepGraph:
 
 
 def completed(step: StepGraph, axes: Local) -> StepGraph:
-    """As `local_step`, of a graph that is partitioned already where there is a tensor axis."""
+    """Apply what `local_step` applies after the partition, to a graph that has been partitioned if there is a tensor axis."""
     if axes.data_ranks > 1:
         step = synchronised(step, axes.data_ranks, DATA)
     return ignore_zero_weight(recomputed(step, axes.recompute))

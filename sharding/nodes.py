@@ -1,4 +1,4 @@
-"""What every rewriting of a flat graph does: look at its ends, follow its values, and append nodes with what a fake mode finds for them."""
+"""Helpers for rewriting flat graphs: their inputs and results, what a value is computed from, and nodes appended with fake values."""
 
 from __future__ import annotations
 

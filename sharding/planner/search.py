@@ -31,9 +31,9 @@ from trainload.sharding.tensor.axis import TensorAxis
 EXACT = 8
 """How many plans are made and played through, unless asked otherwise."""
 _AS_FAST = 1.02
-"""Of plans that take up to this times the shortest time, the one that holds least is the best."""
+"""Plans within this factor of the shortest time count as equally fast, and the one that needs the least memory is the best."""
 _ROWS_APART = 8
-"""The first pass plays calls of 1, 8, 64, ... rows through, and takes what lies between to be linear."""
+"""The first pass computes calls of 1, 8, 64, ... rows, and interpolates linearly between them."""
 _SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (("1f1b", None), ("1f1b", 2), ("zero-bubble", None), ("zbv", None))
 _MAX_STAGES, _MAX_NODES = 16, 4096
 
@@ -94,7 +94,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         candidates: those that fit first, then the fastest; but the best one, if any fits, is the first of all.
@@ -374,7 +374,7 @@ class _Judge:
         return less[0] + share * (more[0] - less[0]), less[1] + share * (more[1] - less[1])
 
     def _played(self, how: Recompute, rows: int) -> tuple[float, float]:
-        """As `_call`, by the graph."""
+        """Return the same figures, computed from the graph."""
         key = how, rows
         if key not in self._calls:
             step = self._steps[how]
