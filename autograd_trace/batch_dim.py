@@ -16,11 +16,12 @@ from torch.fx import GraphModule, Node
 from trainload.autograd_trace.random import Size
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import CHECKPOINT, SELECTIVE
-from trainload.capture.operators import graphs_in, is_overload
+from trainload.capture.operators import bodies_of, graphs_in, is_overload
 
 _HOP = torch.ops.higher_order
 _REGIONS = (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled, CHECKPOINT, SELECTIVE)
-"""Operators that call one graph once, with their last arguments."""
+_CONTROL_FLOW = (_HOP.cond, _HOP.scan, _HOP.map_impl, _HOP.while_loop)
+"""As those above, operators that call their graphs with their last arguments, or with entries of them."""
 _RESHAPES = frozenset({"view", "reshape", "flatten", "_unsafe_view", "unflatten", "view_copy"})
 _STACKS = frozenset({"cat", "concat", "concatenate", "vstack", "row_stack"})
 _REPEATS = frozenset({"repeat", "tile"})
@@ -106,30 +107,31 @@ class Layout:
         return next(iter(found)) if len(found) == 1 else None
 
     @cached_property
-    def _through_regions(self) -> dict[Node, list[Node]]:
-        """What the inputs of the bodies of regions are given, and what regions return."""
+    def _through_bodies(self) -> dict[Node, list[Node]]:
+        """What the inputs of the bodies of regions and of control flow are given, and what these operators return."""
         found: dict[Node, list[Node]] = {}
         for part in graphs_in(self._module):
             for node in part.graph.nodes:
-                if node.target not in _REGIONS:
+                if node.target not in (*_REGIONS, *_CONTROL_FLOW):
                     continue
-                body = next(
-                    b for a in node.args if isinstance(a, Node) and isinstance(b := getattr(part, str(a.target), None), GraphModule)
-                )
-                inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-                given = node.args[len(node.args) - len(inputs) :]
-                found |= {inner: [outer] for inner, outer in zip(inputs, given, strict=True) if isinstance(outer, Node)}
-                returned: Any = body.graph.output_node().args[0]
-                for user in node.users:
-                    if user.target is operator.getitem and isinstance(returned[user.args[1]], Node):
-                        found[user] = [returned[user.args[1]]]
+                arguments = [a for value in node.args for a in (value if isinstance(value, list | tuple) else [value])]
+                for body in bodies_of(part, node).values():
+                    inputs = body.graph.find_nodes(op="placeholder")
+                    given = arguments[len(arguments) - len(inputs) :]
+                    for inner, outer in zip(inputs, given, strict=True):
+                        if isinstance(outer, Node):
+                            found.setdefault(inner, []).append(outer)
+                    returned: Any = body.graph.output_node().args[0]
+                    for user in node.users:
+                        if user.target is operator.getitem and isinstance(returned[user.args[1]], Node):
+                            found.setdefault(user, []).append(returned[user.args[1]])
         return found
 
     def _found(self, node: Node, merged: str) -> set[int | None]:
         key = (node, merged)
         if key not in self._known:
             self._known[key] = set()
-            sources = [n for n in self._through_regions.get(node, node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)]
+            sources = [n for n in self._through_bodies.get(node, node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)]
             carriers = [n for n in sources if any(str(size) == merged for size in n.meta["val"].shape)]
             for source in carriers:
                 self._known[key] |= self._found(source, merged)

@@ -7,7 +7,7 @@ that the step graph is compared with.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from trainload.autograd_trace.batch_dim import Layout, Rows
 from trainload.autograd_trace.derivable import DERIVABLE
 from trainload.autograd_trace.draws import RANDOM, is_random
+from trainload.autograd_trace.keyed import KEYED
 from trainload.autograd_trace.random import RandomKey
 from trainload.autograd_trace.remat import Region, Regions, marking
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import CHECKPOINT, SELECTIVE, Call, evaluate, is_ours
-from trainload.capture.operators import draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded
+from trainload.capture.operators import draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded, nodes_in
 from trainload.capture.place import place_of_node
 
 aten = torch.ops.aten
@@ -105,6 +106,8 @@ class GraphInterpreter(Interpreter):
         if rule is not None:
             return rule(self, *args, **kwargs)
         if is_higher_order(target):
+            if any(is_random(node) for body in args if isinstance(body, GraphModule) for node in nodes_in(body)):
+                return self._drawn_in(target, args)
             args = tuple(self._retargeted_body(a) if isinstance(a, GraphModule) else a for a in args)
         elif is_overload(target):
             if is_seeded(target) and not draws_nothing(target, args, kwargs):
@@ -132,21 +135,24 @@ class GraphInterpreter(Interpreter):
 
         return call
 
+    def _drawn_in(self, target: Any, args: tuple[Any, ...]) -> Any:
+        if target not in KEYED:
+            raise CaptureError(
+                f"a body of {target} draws random numbers, for which it has no stateless form",
+                where=self.where(),
+                cure="Draw the random tensor before it and pass it in as an operand.",
+            )
+        return KEYED[target](self, target, self._node, *args)
+
     def _retarget(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) and value.type != "meta" else value
 
     def _retargeted_body(self, body: GraphModule) -> GraphModule:
-        """Control-flow bodies run as they are: random operators in them are refused; where a device must be another one, a copy runs."""
+        """Control-flow bodies that draw nothing run as they are; where a device must be another one, a copy runs."""
         retargeted = copy.deepcopy(body)
         changed = False
         for module in graphs_in(retargeted):
             for node in module.graph.nodes:
-                if is_random(node):
-                    raise CaptureError(
-                        f"the random operator {node.target} stands inside a control-flow operator, where it has no stateless form yet",
-                        where=place_of_node(node) if "File " in place_of_node(node) else self.where(),
-                        cure="Draw the random tensor before the control-flow operator and pass it in as an operand.",
-                    )
                 arguments = (tuple(self._retarget(a) for a in node.args), {k: self._retarget(v) for k, v in node.kwargs.items()})
                 if node.target is _HOP.wrap_with_autocast:
                     arguments = ((self._device.type, *node.args[1:]), node.kwargs)
@@ -171,6 +177,23 @@ class GraphInterpreter(Interpreter):
         assert self._key is not None, "a graph that draws is given a key"
         rows = self._rows()
         return self._key if rows is None else replace(self._key, stacks=rows.stacks)
+
+    def key_of_call(self) -> RandomKey:
+        """Where what is drawn once for a call comes from."""
+        assert self._key is not None, "a graph that draws is given a key"
+        return self._key
+
+    def key_of_entries(self, entries: Node) -> tuple[RandomKey, int | None]:
+        """Where what is drawn for each entry of a value comes from, and 0 if its entries, along dim 0, run over rows; else None."""
+        rows = self._layout.rows(entries, self.where())
+        if rows is None or rows.dim != 0:
+            return self.key_of_call(), None
+        return replace(self.key_of_call(), stacks=rows.stacks), 0
+
+    def drawing(self, body: GraphModule, key: RandomKey) -> Callable[..., Any]:
+        """What runs a body of control flow with a key of its own."""
+        run: Callable[..., Any] = type(self)(body, key, self._device, self._batch, _Counts(), self._regions, self._layout).run
+        return run
 
     def batch_dim(self) -> int | None:
         """Which dim of the present node's value runs over the rows of the batch."""

@@ -58,6 +58,10 @@ class RandomKey:
         """The key of a call whose number of rows never changes: the row becomes a part of it, and every value is drawn for the call."""
         return RandomKey(mix((mix(self.key) + (self.row & _MASK)) & _MASK), torch.zeros_like(self.row), self.rows)
 
+    def of_iteration(self, count: Tensor) -> RandomKey:
+        """The key of an iteration of a loop, by its number: int64, 0-dim."""
+        return RandomKey(mix((self.key + (count & _MASK) * _GOLDEN) & _MASK), self.row, self.rows)
+
     def bits(self, site: int, shape: Sequence[Size], batch_dim: int | None) -> Tensor:
         """32 random bits for each element: int64 (*shape), in [0, 2**32).
 

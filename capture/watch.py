@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
 from trainload.capture import marks
 from trainload.capture.applied import FUNCTION_BASE, applied
 from trainload.capture.batch_norm import BATCH_NORM, counted_average
 from trainload.capture.blame import own_backward, own_generator
+from trainload.capture.bodies import bodies
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
@@ -224,20 +225,6 @@ class Watch:
         return tuple(next(connected) if i in kept else v for i, v in enumerate(values))
 
 
-def _unchecked(
-    function: Callable[..., Any],
-    *args: Any,
-    use_reentrant: bool | None = None,
-    context_fn: object = None,
-    determinism_check: str = "",
-    debug: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """A checkpoint in a body of control flow: the call alone. torch keeps what the backward of such a body needs in any case."""
-    kwargs.pop("preserve_rng_state", None)
-    return function(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def _buffers_written(model: nn.Module) -> Iterator[None]:
     """Writes what forward assigned to a buffer's name into the buffer."""
@@ -327,15 +314,19 @@ def _inference_exit(context: Any, *error: Any) -> None:
 
 
 def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for control-flow operators: their bodies are compiled and run outside of the mode, which the compiler would trace."""
+    """torch.compile for control-flow operators: their bodies are compiled and run outside of the mode, which the compiler would trace.
+
+    Each is compiled as if it were the first: what was compiled before is tried with sizes that change, and fixes them by its conditions.
+    """
 
     def compile_(*options: Any, **named: Any) -> Any:
         compiled = compiler(*options, **named)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            torch.compiler.reset()
             mode.__exit__(None, None, None)
             try:
-                with renamed({checkpoint: _unchecked}):
+                with bodies():
                     return compiled(*args, **kwargs)
             finally:
                 mode.__enter__()

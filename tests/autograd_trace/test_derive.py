@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.capture.jobs import Batch, Model, job, mean_square
 from torch import Tensor, nn
+from torch._higher_order_ops import associative_scan, map, scan
 from torch.export import Dim
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -245,6 +246,61 @@ def stacked_in_a_region(x: Tensor) -> Tensor:
         return torch.cat([x, x * 2])
 
 
+def in_a_branch(m: Any, x: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() < 1e9, lambda t: functional.dropout(t, 0.5, m.training), lambda t: t * 1, (x,))
+    return result
+
+
+def in_a_loop(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = torch.while_loop(  # type: ignore[no-untyped-call]  # torch's own
+        lambda i, _: i < 3, lambda i, y: (i + 1, functional.dropout(y, 0.3, m.training)), (torch.tensor(0), x)
+    )[1]
+    return found
+
+
+def in_a_scan(m: Any, x: Tensor) -> Tensor:
+    """Over eight steps of time, with a carry for each row."""
+
+    def step(carry: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+        carry = functional.dropout(carry + entry, 0.5, m.training)
+        return carry, carry * 2
+
+    found: Tensor = scan(step, torch.zeros_like(x[:, 0]), x.t().contiguous())[1].t()
+    return found
+
+
+def in_a_scan_over_rows(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = scan(lambda c, row: (c + 1, functional.dropout(row, 0.5, m.training)), torch.zeros(()), x)[1]
+    return found
+
+
+def in_a_map(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = map(lambda t, *_: functional.dropout(t, 0.5, m.training), x)
+    return found
+
+
+def in_a_branch_of_a_scan(m: Any, x: Tensor) -> Tensor:
+    def step(carry: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+        carry = in_a_branch(m, carry + entry)
+        return carry, carry * 2
+
+    found: Tensor = scan(step, torch.zeros_like(x[:, 0]), x.t().contiguous())[1].t()
+    return found
+
+
+IN_CONTROL_FLOW: dict[str, Callable[[Any, Tensor], Any]] = {
+    "in a branch": in_a_branch,
+    "in a loop": in_a_loop,
+    "in a scan": in_a_scan,
+    "in a scan over rows": in_a_scan_over_rows,
+    "in a branch of a scan": in_a_branch_of_a_scan,
+    "in a map": lambda m, x: in_a_map(m, x.t().contiguous()).t(),
+    "in a map over rows": in_a_map,
+    "alpha dropout in a scan": lambda m, x: scan(
+        lambda c, t: (functional.alpha_dropout(c + t, 0.3, m.training), c * 2), torch.zeros_like(x[:, 0]), x.t().contiguous()
+    )[1].t(),
+}
+
 DRAWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "dropout": lambda m, x: functional.dropout(x, 0.5, m.training),
     "dropout in place": lambda m, x: functional.dropout(x * 1, 0.5, m.training, inplace=True),
@@ -272,10 +328,15 @@ DRAWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "views stacked outside of a region": lambda m, x: sum(in_a_region(m, torch.cat([x, x * 2])).chunk(2)),
     "views stacked inside of a region": lambda m, x: sum(functional.dropout(stacked_in_a_region(x), 0.5, m.training).chunk(2)),
     "randint": lambda m, x: x * torch.randint(0, 3, (x.shape[0], 1)) if m.training else x,
-}
+    "two stacked views in a branch": lambda m, x: sum(in_a_branch(m, torch.cat([x, x * 2])).chunk(2)),
+    "two views stacked in a branch": lambda m, x: functional.dropout(
+        torch.cond(x.sum() < 1e9, lambda t: torch.cat([t, t * 2]), lambda t: torch.cat([t, t]), (x,)), 0.5, m.training
+    ).view(2, -1, 8).sum(0),
+    **IN_CONTROL_FLOW,
+}  # fmt: skip
 
 
-SOME = ("dropout", "multinomial", "views stacked inside of a region")
+SOME = ("dropout", "multinomial", "views stacked inside of a region", "in a scan", "in a scan over rows", "two stacked views in a branch")
 some_draws = pytest.mark.matrix(when=lambda name: name in SOME)
 
 
@@ -329,15 +390,44 @@ def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -
         derive(program, "train", CPU)
 
 
-@pytest.mark.slow
-def test_a_random_operator_in_control_flow_is_refused() -> None:
-    def branch(m: Any, x: Tensor) -> Tensor:
-        result: Tensor = torch.cond(x.sum() > 0, lambda t: functional.dropout(t, 0.5, True), lambda t: t * 1, (x,))
-        return result
+@pytest.mark.matrix(when=lambda name: name in ("in a branch", "in a loop", "in a scan", "in a map"))
+@pytest.mark.parametrize("name", [name for name in IN_CONTROL_FLOW if name != "alpha dropout in a scan"])
+def test_what_a_body_draws_is_the_same_in_backward(name: str) -> None:
+    """By Euler's theorem: a loss that is linear in its parameters is their product with its gradient."""
 
-    program = program_of(job(Model(lambda m, x: branch(m, x) if m.training else x)))
-    with pytest.raises(CaptureError, match="control-flow"):
-        derive(program, "train", CPU)
+    def loss(model: Any, batch: Batch) -> Tensor:
+        total: Tensor = IN_CONTROL_FLOW[name](model, model.first(batch["x"])).sum()
+        return total
+
+    program = program_of(job(Model(), loss=loss))
+    out = run(derive(program, "train", CPU), program, {"x": torch.randn(4, 8)})
+    products = [(program.state[key.removeprefix("gradient/")] * value).sum() for key, value in out.items() if key.startswith("gradient/")]
+    torch.testing.assert_close(sum(products) / 4, out["loss/loss"], rtol=1e-4, atol=1e-4)
+
+
+def test_iterations_of_a_loop_draw_numbers_of_their_own() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        def step(carry: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+            drawn = torch.rand_like(entry)
+            return torch.maximum(carry, (drawn - entry).abs()), drawn
+
+        x = batch["x"].t().contiguous()
+        variance: Tensor = scan(step, torch.zeros_like(x[0]), x)[1].var(0).mean()
+        total: Tensor = variance + 0 * model.first.weight.sum()
+        return total
+
+    program = program_of(job(Model(), loss=loss, batch={"x": torch.randn(4, 200)}))
+    out = run(derive(program, "train", CPU), program, {"x": torch.randn(40, 200)})
+    assert out["loss/loss"] == pytest.approx(1 / 12, rel=0.02)  # the variance of a uniform number
+
+
+def test_a_combination_that_draws_is_refused_with_its_line() -> None:
+    def combined(m: Any, x: Tensor) -> Tensor:
+        found: Tensor = associative_scan(lambda a, b: a + functional.dropout(b, 0.5, True), x, 0, combine_mode="generic")
+        return found
+
+    with pytest.raises(CaptureError, match=r"jobs\.py|test_derive\.py"):
+        derive(program_of(job(Model(lambda m, x: combined(m, x) if m.training else x))), "train", CPU)
 
 
 def test_an_evaluation_that_draws_draws_the_same_for_a_row_in_every_batch() -> None:

@@ -19,6 +19,7 @@ from trainload.capture.scan import replacements
 from trainload.proving import prove
 
 scan: Any = vars(sys.modules[OPERATORS])["associative_scan"]
+linear_scan: Any = vars(sys.modules[OPERATORS])["scan"]
 Middle = Callable[[Any, Tensor], Tensor]
 
 
@@ -56,6 +57,18 @@ def of_one(_: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("middle", [recurrence, backwards, products, by_path, of_one])
 def test_a_scan_has_eagers_loss_and_gradients_on_every_number_of_rows(middle: Middle) -> None:
     program = prove(job(Model(middle)), Check.THOROUGH if middle is recurrence else Check.USUAL).program
+    assert str(program.graphs["train"].guard) == "x float32[batch, 8]"
+
+
+def test_scans_along_several_dims_are_captured_in_one_model() -> None:
+    """What torch compiled for one of them says nothing about the next."""
+
+    def both(_: Any, x: Tensor) -> Tensor:
+        along_time: Tensor = linear_scan(lambda c, t: ((c + t).tanh(), c + t), torch.zeros_like(x[:, 0]), x.t().contiguous())[1].t()
+        over_rows: Tensor = linear_scan(lambda c, row: (c + 1, row.sin()), torch.zeros(()), along_time.contiguous())[1]
+        return over_rows
+
+    program = prove(job(Model(both)), Check.USUAL).program
     assert str(program.graphs["train"].guard) == "x float32[batch, 8]"
 
 
