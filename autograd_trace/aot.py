@@ -380,11 +380,11 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     try:
         with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), whole:
             artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
+            artifact.save(path=str(path), format="binary")
     except OSError:
         raise
     except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
         raise NotCompiled(raised(error)) from error
-    artifact.save(path=str(path), format="binary")
 
 
 @contextlib.contextmanager
@@ -519,7 +519,8 @@ def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) 
     return made
 
 
-_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in ("cond", "scan", "while_loop", "map_impl", "associative_scan"))
+_CONTROL_FLOW = ("cond", "scan", "while_loop", "while_loop_stack_output", "map_impl", "associative_scan")
+_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in _CONTROL_FLOW)
 
 
 def has_cpp_compiler() -> bool:

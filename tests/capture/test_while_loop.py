@@ -57,16 +57,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # the eager operator's tracer looks at it
-@pytest.mark.matrix("Rounds")
+@pytest.mark.matrix(when=lambda kind, compiled: kind is Rounds and not compiled)
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [Rounds, Until])
-def test_it_is_frozen_opened_and_trained_as_in_eager(tmp_path: Path, kind: type[nn.Module]) -> None:
+def test_it_is_frozen_opened_and_trained_as_in_eager(tmp_path: Path, kind: type[nn.Module], compiled: bool) -> None:
     x = np.random.default_rng(0).standard_normal((1, 4), dtype=np.float32).repeat(ROWS * STEPS, 0)
     np.savez(tmp_path / "rows.npz", x=x)
     generator = torch.Generator().manual_seed(1)
     job = trainload.Job(kind(), {"x": torch.randn(ROWS, 4, generator=generator)}, sgd, loss=loss, steps=STEPS, global_batch=ROWS)
     package = trainload.freeze(job, tmp_path / "job.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=False)
+    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=compiled)
     model, expected = kind(), []
     optimizer = sgd(model)
     for _ in range(STEPS):

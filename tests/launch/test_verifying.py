@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.capture import jobs as models
 from tests.launch.planted import FAULTS, job, planted, train_with_fault
 from tests.launch.tiny import write_rows
 from tests.laws.runs import Run, curve, difference, train
@@ -22,8 +23,9 @@ from torch.fx import GraphModule
 
 import trainload
 from trainload import Job
-from trainload.autograd_trace.aot import NotCompiled, compile_graph
+from trainload.autograd_trace.aot import NotCompiled, compile_graph, derive
 from trainload.capture.errors import CompileError
+from trainload.capture.trace import capture
 from trainload.launch import verifying
 from trainload.launch.journal import Event, read_events
 from trainload.packaging.read import Package
@@ -209,6 +211,19 @@ def test_a_graph_that_cannot_be_compiled_runs_interpreted(
     assert launched(small, small_data, tmp_path / "run") == faulty.losses
     (warning,) = warnings_of(tmp_path / "run")
     assert "it cannot be lowered" in warning.data["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache")
+def test_a_graph_that_torch_compiles_and_cannot_save_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def conditional(_: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+        return found
+
+    monkeypatch.setattr("trainload.autograd_trace.aot._CACHEABLE", ())
+    step = derive(capture(models.job(models.Model(conditional))), "train", torch.device("cpu"))
+    with pytest.raises(NotCompiled):
+        compile_graph(step.module, tmp_path / "artifact", {})
 
 
 @pytest.mark.usefixtures("cache")
