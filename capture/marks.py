@@ -1,6 +1,6 @@
 """Operators that stand in a graph while it is traced, to mark what torch.export would drop. `regions.py` takes them out again.
 
-begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad, vmap
+begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad, vmap, branch
 keep(text, number)                        region `number`, a checkpoint, keeps what `selective.py` says with `text`
 grad_mode(enabled, restored)              the grad mode from here on; whether it is what it was before a context
 tangent(x, number) -> Tensor              stands for a gradient that arrives at x in backward
@@ -15,6 +15,8 @@ variable(x, number) -> Tensor             x as the variable of func_grad region 
 func_grad(variables, results, number) -> Tensor[]
                                           the gradients of the region's first result, then its results
 autograd_grad(outputs, inputs, gradients, create_graph) -> Tensor[]
+branches(pred, one, other, number, number) -> Tensor[]
+                                          what torch.cond returns, whose branches are two regions: the results of one, or of the other
 require_grad(x) -> ()                     from now on x is a variable to differentiate by
 """
 
@@ -53,6 +55,10 @@ def _stacked(results: list[Tensor], dims: list[int], x: Tensor, dim: int, _: int
     return [r.new_empty([*r.shape[:at], x.shape[dim], *r.shape[at:]]) for r, at in zip(results, dims, strict=True)]
 
 
+def _branches(_: Tensor, one: list[Tensor], *__: object) -> list[Tensor]:
+    return [torch.empty_like(value) for value in one]
+
+
 def _autograd_grad(outputs: list[Tensor], inputs: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(value) for value in inputs]
 
@@ -71,6 +77,7 @@ for _schema, _meaning in (
     ("func_grad(Tensor[] variables, Tensor[] results, int number) -> Tensor[]", _func_grad),
     ("row(Tensor x, int dim, int number) -> Tensor", _row),
     ("stacked(Tensor[] results, int[] dims, Tensor x, int dim, int number) -> Tensor[]", _stacked),
+    ("branches(Tensor pred, Tensor[] one, Tensor[] other, int first, int second) -> Tensor[]", _branches),
     ("autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, bool create_graph) -> Tensor[]", _autograd_grad),
     ("require_grad(Tensor x) -> ()", _nothing),
 ):
@@ -90,6 +97,7 @@ VARIABLE = torch.ops.trainload_mark.variable.default
 FUNC_GRAD = torch.ops.trainload_mark.func_grad.default
 ROW = torch.ops.trainload_mark.row.default
 STACKED = torch.ops.trainload_mark.stacked.default
+BRANCHES = torch.ops.trainload_mark.branches.default
 AUTOGRAD_GRAD = torch.ops.trainload_mark.autograd_grad.default
 REQUIRE_GRAD = torch.ops.trainload_mark.require_grad.default
 

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from trainload.capture import higher_order, marks
 from trainload.capture.errors import CaptureError
+from trainload.capture.operators import is_overload
 from trainload.capture.place import place_of_node
 
 _HOP = torch.ops.higher_order
@@ -195,7 +196,7 @@ def _forget_removed(graph: Graph) -> None:
         graph.erase_node(removal)
 
 
-_DEFERRED = ("backward", "func_grad", "vmap")
+_DEFERRED = ("backward", "func_grad", "vmap", "branch")
 """Regions that are not run where they stand."""
 _aten = torch.ops.aten
 _CONVERSIONS = (_aten.to.dtype, _aten.to.device, _aten.to.other, _aten.to.dtype_layout, _aten.type_as.default, _aten.contiguous.default)
@@ -402,6 +403,16 @@ class _Builder:
                 in_dims = tuple(n.args[1] for n in rows) + (-1,) * len(operands)
                 arguments = (body, in_dims, tuple(dims), region.text)
                 made = self._call(graph, owner, higher_order.VMAP, arguments, [*(_source(n) for n in rows), *operands], mapping)
+            elif item.target is marks.BRANCHES:
+                pred, one, other, *numbers = args
+                regions = [self.deferred.pop(number) for number in numbers]
+                parts = [(region, (), results) for region, results in zip(regions, (one, other), strict=True)]
+                operands = list(dict.fromkeys(operand for part in parts for operand in _operands(*part)))
+                for region in regions:
+                    _demand_no_writes(region)
+                bodies = [self._body(*part, operands)[0] for part in parts]
+                made = self._call(graph, owner, _HOP.cond, (mapping[pred], *bodies), [], mapping)
+                made.args = (*made.args, tuple(mapping[operand] for operand in operands))
             elif item.target is marks.AUTOGRAD_GRAD:
                 outputs, inputs, gradients, create_graph = args
                 options = (len(outputs), len(inputs), create_graph)
@@ -483,6 +494,29 @@ def _operands(region: _Region, entries: Sequence[Node], results: Sequence[Node])
     inside = set(region.nodes())
     used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]
     return list(dict.fromkeys(n for n in used if n not in inside and n not in entries))
+
+
+def _demand_no_writes(region: _Region) -> None:
+    """Demand that a branch writes to nothing but what it made itself. Raises: CaptureError, at its line."""
+    inside = set(region.nodes())
+    for node in region.nodes():
+        for target in _written_by(node):
+            while target in inside and is_overload(target.target) and target.target.is_view:
+                target = _source(target)
+            if target not in inside:
+                raise CaptureError(
+                    "a branch of torch.cond writes to a tensor that is no buffer of the model",
+                    where=place_of_node(node),
+                    cure="Return the new value from both branches, or keep it in a buffer (register_buffer).",
+                )
+
+
+def _written_by(node: Node) -> list[Node]:
+    """The tensors that an operator writes to."""
+    if not is_overload(node.target):
+        return []
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    return [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write and isinstance(value, Node)]
 
 
 def _source(node: Node) -> Node:

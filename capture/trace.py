@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.blame import capture_error, explained, no_gradient, own_backward
+from trainload.capture.branches import branches_may_write
 from trainload.capture.errors import CaptureError, JobError, RequestError, raised
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
@@ -58,7 +59,7 @@ def capture(
     graphs: dict[str, GraphCapture] = {}
     constants: dict[str, Tensor] = {}
     unreached: dict[str, set[str]] = {}
-    with modes_kept(model) as set_training:
+    with modes_kept(model) as set_training, branches_may_write():
         targets = targets_of(job)
         for target in targets:
             batch, shapes = example_of(job, target)

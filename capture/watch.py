@@ -21,6 +21,7 @@ from trainload.capture.applied import FUNCTION_BASE, applied
 from trainload.capture.batch_norm import BATCH_NORM, counted_average
 from trainload.capture.blame import own_backward, own_generator
 from trainload.capture.bodies import bodies
+from trainload.capture.branches import traced_by
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
@@ -59,6 +60,7 @@ class Watch:
         with contextlib.ExitStack() as stack:
             mode = stack.enter_context(_Functions(self, model))
             stack.enter_context(applied(model, self._apply))
+            stack.enter_context(traced_by(self, model))
             for owner, name, value in self._replacements(mode):
                 stack.enter_context(replaced(owner, name, value))
             stack.enter_context(renamed(transforms(self)))

@@ -532,6 +532,26 @@ def _() -> Any:
     return small(middle)
 
 
+@add("batch norm inside cond", mixes_rows=True)
+def _() -> Any:
+    def middle(model: Any, x: Tensor) -> Any:
+        return torch.cond(x.sum() > -100, model.norm, lambda t: t.sin(), (x,))
+
+    return small(middle, norm=nn.BatchNorm1d(WIDTH))
+
+
+@add("a buffer that a branch of cond assigns anew", mixes_rows=True)
+def _() -> Any:
+    def middle(model: Any, x: Tensor) -> Any:
+        def averaged(t: Tensor) -> Tensor:
+            model.mean = 0.9 * model.mean + 0.1 * t.detach().mean(0)
+            return t - model.mean
+
+        return torch.cond(x.sum() > -100, averaged, lambda t: t * model.mean, (x,))
+
+    return small(middle, mean=torch.zeros(WIDTH))
+
+
 @add("checkpoint inside cond")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:

@@ -281,7 +281,7 @@ def _() -> Any:
     return small(middle)
 
 
-@add("dropout inside cond", gap="a random operator inside a body of control flow has no stateless form yet", mixes_rows=True)
+@add("dropout inside cond", mixes_rows=True)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda t: nn.functional.dropout(t, 0.3, model.training), lambda t: t.sin(), (x,))

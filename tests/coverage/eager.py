@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tests.coverage.case import Case
@@ -13,6 +15,7 @@ from torch.export import Dim
 
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Job, Loss
+from trainload.capture.patched import replaced
 from trainload.capture.rows import arranged
 
 SEED = 7
@@ -60,11 +63,8 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
     torch.set_autocast_cache_enabled(False)  # as in a captured graph; the cache alone moves bf16 gradients by 1e-3
     before = torch.random.get_rng_state()
     try:
-        if draws is None:
+        with draws or nullcontext(), replaced(torch, "cond", _as_python if draws is None else draws.cond):
             loss, weight = _forward_backward(job, batch, rows)
-        else:
-            with draws:
-                loss, weight = _forward_backward(job, batch, rows)
     finally:
         torch.set_autocast_cache_enabled(True)
     return Step(
@@ -74,6 +74,11 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
         buffers={name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)},
         random=not torch.equal(before, torch.random.get_rng_state()),
     )
+
+
+def _as_python(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """torch.cond as its documentation defines it; in training torch's own refuses branches that write to buffers."""
+    return (true_fn if pred else false_fn)(*operands)
 
 
 def _forward_backward(job: Job, batch: dict[str, Tensor], rows: int) -> tuple[Tensor, float]:

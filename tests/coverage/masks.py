@@ -61,6 +61,24 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         torch.rand(())
         return self._sites[state]
 
+    def cond(self, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+        """torch.cond as Python's `if`. What a branch draws follows from a key of its own, and the branches have one site together."""
+        outside, state = (self._key, self._stacked, self._sites, self._next), torch.random.get_rng_state()
+        site = self._site()
+        counted = self._sites, self._next
+        self._key = replace(self._key, key=self._key.bits(site, [], None))
+        self._stacked = replace(self._key, stacks=self._stacked.stacks)
+        self._sites, self._next = {}, 0
+        result = (true_fn if pred else false_fn)(*operands)
+        drawn = bool(self._next)
+        self._key, self._stacked, self._sites, self._next = outside
+        if drawn:
+            self._sites, self._next = counted
+        else:
+            del self._sites[state.numpy().tobytes()]
+            torch.random.set_rng_state(state)
+        return result
+
     def _dim(self, shape: Shape) -> int | None:
         return None if self._rows is None else next((d for d, size in enumerate(shape) if size and size % self._rows == 0), None)
 

@@ -1,0 +1,141 @@
+"""Branches of torch.cond that write to buffers. torch refuses them in training; what is compared with takes the branch as Python does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainload
+from trainload.capture.errors import CaptureError
+from trainload.capture.trace import capture
+from trainload.launch.journal import losses, read_events
+
+ROWS, STEPS = 4, 4
+Middle = Callable[[Any, Tensor], Tensor]
+
+
+class Branching(nn.Module):
+    """A layer, then what is tried. One branch is taken in every other call."""
+
+    calls: Tensor
+
+    def __init__(self, middle: Middle) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm, self.middle = nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), middle
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.middle(self, self.layer(x))
+        self.calls += 1
+        return found
+
+
+def branch(m: Any, x: Tensor, one: Callable[..., Any], other: Callable[..., Any], *operands: Tensor) -> Any:
+    return torch.cond(m.calls % 2 == 0, one, other, (x, *operands))
+
+
+def batch_norm(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = branch(m, x, m.norm, lambda y: y * 1)
+    return found
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    def counted(y: Tensor) -> Any:
+        m.seen.add_(y.detach().mean(0))
+        m.count += 1
+        return y * m.seen
+
+    found: Tensor = branch(m, x, counted, lambda y: y * 2)
+    return found
+
+
+def assigned(m: Any, x: Tensor) -> Tensor:
+    def averaged(y: Tensor) -> Any:
+        m.seen = 0.9 * m.seen + 0.1 * y.detach().mean(0)
+        return y - m.seen
+
+    found: Tensor = branch(m, x, lambda y: y * m.seen.exp(), averaged)
+    return found
+
+
+def operand(m: Any, x: Tensor) -> Tensor:
+    def counted(y: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        seen.mul_(0.5).add_(y.detach().amax(0))
+        return y * seen, torch.ones((), dtype=torch.int64)
+
+    value, taken = branch(m, x, counted, lambda y, _: (y.sin(), torch.zeros((), dtype=torch.int64)), m.seen)
+    m.count += taken
+    found: Tensor = value
+    return found
+
+
+def nested(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = branch(m, x, lambda y: torch.cond(y.amax() > -100, m.norm, lambda z: z * 1, (y,)), lambda y: y.tanh())
+    return found
+
+
+def as_python(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    found: Tensor = (model(batch["x"]) - 1).square().mean()
+    return found
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def job(middle: Middle) -> trainload.Job:
+    example = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))}
+    return trainload.Job(Branching(middle), example, sgd, loss=loss, steps=STEPS, global_batch=ROWS)
+
+
+@pytest.mark.matrix(when=lambda middle, compiled: middle in (batch_norm, assigned) and not compiled)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("middle", [batch_norm, in_place, assigned, operand, nested])
+def test_a_branch_that_writes_to_buffers_trains_as_pythons_own(
+    middle: Middle, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.random.default_rng(0).standard_normal((ROWS, 8), dtype=np.float32)
+    np.savez(tmp_path / "rows.npz", x=rows)
+    package = trainload.freeze(job(middle), tmp_path / "job.tl")
+    options: dict[str, Any] = {"run_dir": tmp_path / "run", "cache_dir": tmp_path / "cache", "output": tmp_path / "trained.tl"}
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    trainload.launch(package, plan, tmp_path / "rows.npz", backend="local", compile=compiled, **options)
+    monkeypatch.setattr(torch, "cond", as_python)
+    model, expected = Branching(middle), []
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        value = loss(model, {"x": torch.from_numpy(rows)})
+        optimizer.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        expected.append(value.item())
+    assert losses(read_events(tmp_path / "run")) == pytest.approx(expected, rel=1e-5)
+    trained = trainload.open(tmp_path / "trained.tl").program().state
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_branch_that_writes_to_another_tensor_is_refused_at_its_line() -> None:
+    def middle(m: Any, x: Tensor) -> Tensor:
+        def written(y: Tensor, z: Tensor) -> Tensor:
+            z[:2].mul_(2)
+            return y * z
+
+        found: Tensor = branch(m, x, written, lambda y, z: y + z, x * 2)
+        return found
+
+    with pytest.raises(CaptureError, match=r"(?s)test_branches\.py.*branch"):
+        capture(job(middle))
