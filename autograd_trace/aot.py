@@ -57,6 +57,7 @@ from trainload.autograd_trace.draws import is_random
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.indices import forbid_negative_indices
+from trainload.autograd_trace.operands import keep_operands_apart
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
 from trainload.capture.ambient import neutrally, one_at_a_time
@@ -371,6 +372,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     """
     hold_back(module)
     forbid_negative_indices(module)
+    keep_operands_apart(module)
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:

@@ -406,10 +406,11 @@ class _Builder:
             elif item.target is marks.BRANCHES:
                 pred, one, other, *numbers = args
                 regions = [self.deferred.pop(number) for number in numbers]
-                parts = [(region, (), results) for region, results in zip(regions, (one, other), strict=True)]
-                operands = list(dict.fromkeys(operand for part in parts for operand in _operands(*part)))
                 for region in regions:
                     _demand_no_writes(region)
+                    _forget_idle_copies(region)
+                parts = [(region, (), results) for region, results in zip(regions, (one, other), strict=True)]
+                operands = list(dict.fromkeys(operand for part in parts for operand in _operands(*part)))
                 bodies = [self._body(*part, operands)[0] for part in parts]
                 made = self._call(graph, owner, _HOP.cond, (mapping[pred], *bodies), [], mapping)
                 made.args = (*made.args, tuple(mapping[operand] for operand in operands))
@@ -494,6 +495,16 @@ def _operands(region: _Region, entries: Sequence[Node], results: Sequence[Node])
     inside = set(region.nodes())
     used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]
     return list(dict.fromkeys(n for n in used if n not in inside and n not in entries))
+
+
+def _forget_idle_copies(region: _Region) -> None:
+    """Take the copies out of a branch that it made of buffers and has no use for."""
+    for item in reversed(list(region.items)):
+        if isinstance(item, _Region):
+            _forget_idle_copies(item)
+        elif item.target in (_aten.clone.default, _aten.view.dtype, _aten.to.dtype) and not item.users:
+            region.items.remove(item)
+            item.graph.erase_node(item)
 
 
 def _demand_no_writes(region: _Region) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+
+from trainload.capture.operators import bodies_of
 
 
 def ends(module: GraphModule) -> tuple[list[Node], Sequence[Node]]:
@@ -26,20 +29,35 @@ def holds_tensors(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor | tuple | list)
 
 
-def computed_from(nodes: Iterable[Node], *, values: bool = False) -> set[Node]:
+def computed_from(nodes: Iterable[Node], *, values: bool = False, owner: GraphModule | None = None) -> set[Node]:
     """Return the nodes that some nodes are computed from, themselves included.
 
     Args:
         nodes: of one graph.
         values: whether sizes do not count: what has the size of an input need not depend on its values.
+        owner: what holds the branches of the graph's `cond`, of whose operands those count that a result is computed from; None: all count.
     """
     found = set(nodes)
     stack = list(found)
     while stack:
-        fresh = {source for source in stack.pop().all_input_nodes if holds_tensors(source) or not values} - found
+        fresh = {source for source in _sources(stack.pop(), owner) if holds_tensors(source) or not values} - found
         found |= fresh
         stack += fresh
     return found
+
+
+def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
+    """What a node is given; of one result of a `cond`, what its branches compute that one from."""
+    call: Any = node.args[0] if node.target is operator.getitem else None
+    if owner is None or call is None or call.target is not torch.ops.higher_order.cond:
+        return node.all_input_nodes
+    predicate, *_, operands = call.args
+    found = [predicate]
+    for body in bodies_of(owner, call).values():
+        placeholders, results = ends(body)
+        used = computed_from([results[node.args[1]]], values=True, owner=body)  # type: ignore[index]  # the place of a result
+        found += [operand for inner, operand in zip(placeholders, operands, strict=True) if inner in used]
+    return [each for each in found if isinstance(each, Node)]
 
 
 def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:

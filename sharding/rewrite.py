@@ -429,7 +429,7 @@ class _Rewriter:
         """Refuses a buffer of whole numbers whose new value is another one on every rank."""
         local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, *BETWEEN)}
         result = self._results[self._step.outputs.index(port)]
-        if local & computed_from([result], values=True):
+        if local & computed_from([result], values=True, owner=self._step.module):
             raise PlanError(
                 "a buffer of whole numbers is computed from the batch, so every rank would have another one",
                 where=f"buffer {port.name}",

@@ -535,7 +535,7 @@ def _() -> Any:
 @add("batch norm inside cond", mixes_rows=True)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Any:
-        return torch.cond(x.sum() > -100, model.norm, lambda t: t.sin(), (x,))
+        return torch.cond(model.first.bias.sum() > -100, model.norm, lambda t: t.sin(), (x,))
 
     return small(middle, norm=nn.BatchNorm1d(WIDTH))
 
