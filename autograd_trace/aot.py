@@ -377,6 +377,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:
         node.meta["example_value"] = node.meta["val"]
+    module = GraphModule(module, module.graph)  # of torch's own class, which Inductor's cache knows
     marked = dict.fromkeys(_CACHEABLE, True)
     whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
     try:

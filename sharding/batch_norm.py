@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import SymInt
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.sharding.nodes import append, arguments, ends, mode_of
+from trainload.sharding.nodes import LazyGraphModule, append, arguments, ends, mode_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -36,7 +36,7 @@ def synchronised(step: StepGraph, ranks: int, group: str) -> StepGraph:
     for node in step.module.graph.nodes:
         made.take(node)
     made.graph.lint()
-    return StepGraph(GraphModule(step.module, made.graph), step.inputs, step.outputs)
+    return StepGraph(LazyGraphModule(step.module, made.graph), step.inputs, step.outputs)
 
 
 def _over_rows(node: Node) -> bool:

@@ -13,6 +13,17 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.capture.operators import bodies_of
 
 
+class LazyGraphModule(GraphModule):
+    """A graph whose Python is written when it is first called. Most graphs of a plan never are: they are rewritten or played through."""
+
+    def recompile(self) -> None:  # type: ignore[override]  # no code is there
+        type(self).forward = LazyGraphModule.forward  # type: ignore[method-assign]  # each module has a class of its own
+
+    def forward(self, *arguments: Any) -> Any:
+        super().recompile()
+        return self(*arguments)
+
+
 def ends(module: GraphModule) -> tuple[list[Node], Sequence[Node]]:
     """The nodes of a graph's inputs and outputs."""
     nodes = list(module.graph.nodes)

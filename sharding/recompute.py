@@ -14,7 +14,7 @@ from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.autograd_trace.remat import Region, Regions, recompute
 from trainload.capture.operators import is_collective
 from trainload.sharding.liveness import Storages
-from trainload.sharding.nodes import ends
+from trainload.sharding.nodes import LazyGraphModule, ends
 from trainload.sharding.strategies import Recompute
 from trainload.sharding.work import flops
 
@@ -40,7 +40,7 @@ def recomputed(step: StepGraph, how: Recompute, where: str = "train") -> StepGra
     copied: dict[Node, Node] = {}
     for node in nodes:
         copied[node] = graph.node_copy(node, lambda source: copied[source])
-    module = GraphModule(step.module, graph)
+    module = LazyGraphModule(step.module, graph)
     placeholders, _ = ends(module)
     forward = _Forward(module, begin, {n for n, p in zip(placeholders, step.inputs, strict=True) if p.role is Role.PARAMETER})
     regions = forward.regions(keep_products=how == "selective")

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload, is_seeded
-from trainload.sharding.nodes import append, computed_from, ends, mode_of
+from trainload.sharding.nodes import LazyGraphModule, append, computed_from, ends, mode_of
 from trainload.sharding.plan import DATA, REPLICATE, Bucket, Plan
 
 aten = torch.ops.aten
@@ -108,7 +108,7 @@ def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGra
             needed.update(node.all_input_nodes)
         else:
             graph.erase_node(node)
-    return StepGraph(GraphModule(step.module, graph), step.inputs, tuple(p for p, keep in zip(step.outputs, kept, strict=True) if keep))
+    return StepGraph(LazyGraphModule(step.module, graph), step.inputs, tuple(p for p, keep in zip(step.outputs, kept, strict=True) if keep))
 
 
 class _Rewriter:
@@ -395,7 +395,7 @@ class _Rewriter:
             results.append(node)
         output = self._graph.output(tuple(results))
         output.meta["val"] = tuple(r.meta["val"] for r in results)
-        module = GraphModule(self._step.module, self._graph)
+        module = LazyGraphModule(self._step.module, self._graph)
         module.graph.eliminate_dead_code()
         module.graph.lint()
         return RankGraph(module=module, inputs=inputs, outputs=tuple(outputs))

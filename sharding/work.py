@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,9 +26,22 @@ def number(size: Any, sizes: Sizes = EXAMPLE) -> int:
     if not isinstance(size, SymInt):
         return int(size)
     expression = size.node.expr
-    if all(str(symbol) in sizes for symbol in expression.free_symbols):
-        return max(0, int(expression.xreplace({symbol: sizes[str(symbol)] for symbol in expression.free_symbols})))
+    names = _symbols(expression)
+    if all(name in sizes for name in names):
+        return _evaluated(expression, tuple(sizes[name] for name in names))
     return int(size.node.hint) if size.node.has_hint() else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _symbols(expression: Any) -> tuple[str, ...]:
+    return tuple(sorted(map(str, expression.free_symbols)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluated(expression: Any, values: tuple[int, ...]) -> int:
+    """An expression of sympy with values for its symbols, in the order of their names."""
+    named = dict(zip(_symbols(expression), values, strict=True))
+    return max(0, int(expression.xreplace({symbol: named[str(symbol)] for symbol in expression.free_symbols})))
 
 
 def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:

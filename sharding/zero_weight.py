@@ -10,10 +10,10 @@ from copy import deepcopy
 from typing import Any
 
 from torch import ops
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.sharding.nodes import append, computed_from, ends, mode_of
+from trainload.sharding.nodes import LazyGraphModule, append, computed_from, ends, mode_of
 
 aten = ops.aten
 _MEANS = (Role.LOSS, Role.METRIC)
@@ -43,7 +43,7 @@ def ignore_zero_weight(step: StepGraph) -> StepGraph:
             masked[gradient] = append(graph, mode, aten.masked_fill.Scalar, gradient, nothing, 0)
     own = (*_MEANS, Role.GRADIENT)
     graph.output_node().args = (tuple(masked[node] if port.role in own else node for port, node in outputs),)
-    return StepGraph(GraphModule(step.module, graph), step.inputs, step.outputs)
+    return StepGraph(LazyGraphModule(step.module, graph), step.inputs, step.outputs)
 
 
 def _has_own_weight(step: StepGraph) -> bool:

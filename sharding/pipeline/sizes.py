@@ -9,11 +9,11 @@ from typing import Any
 import sympy
 import torch
 from torch import SymInt
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.errors import PlanError
-from trainload.sharding.nodes import ends
+from trainload.sharding.nodes import LazyGraphModule, ends
 
 aten = torch.ops.aten
 _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -79,7 +79,7 @@ def sizes_of_batch(step: StepGraph) -> StepGraph:
                 copied[node] = found
                 continue
         copied[node] = graph.node_copy(node, lambda n: copied[n])
-    return StepGraph(GraphModule(step.module, graph), step.inputs, step.outputs)
+    return StepGraph(LazyGraphModule(step.module, graph), step.inputs, step.outputs)
 
 
 def _computed(expression: Any, symbol: Callable[[sympy.Symbol], Node | None], graph: Graph) -> Node | int | None:

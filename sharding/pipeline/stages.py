@@ -11,7 +11,7 @@ from torch import SymInt
 from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.sharding.nodes import append, ends, mode_of
+from trainload.sharding.nodes import LazyGraphModule, append, ends, mode_of
 from trainload.sharding.pipeline.cut import stages_of
 from trainload.sharding.pipeline.items import Homes, Item, Items, is_sendable
 from trainload.sharding.pipeline.sizes import shape_text, sizes_of_batch, symbols_of
@@ -313,5 +313,5 @@ class _Slice:
         self._take_sizes()
         output = self._graph.output(tuple(results))
         output.meta["val"] = tuple(r.meta["val"] for r in results)
-        module = GraphModule(self._cutter.module, self._graph)
+        module = LazyGraphModule(self._cutter.module, self._graph)
         return StepGraph(module, tuple(self.ports), tuple(ports))

@@ -6,8 +6,10 @@ and sends. The second makes the plans that came out best, rewrites their graphs,
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -145,22 +147,35 @@ def search(
         PlanError: nothing can be made at all.
     """
     rows = global_batch or source.package.recipe.global_batch
-    judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
-    if not judged:
-        reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
-        raise PlanError("no plan can be made", where="plan", got=reasons or f"{rows} rows that do not divide among the devices")
-    candidates: list[Candidate] = []
-    for choice in _to_try(judged, device):
-        say(f"{len(judged):,} plans judged; playing number {len(candidates) + 1} of the best {exact} through: {choice}")
-        try:
-            candidates.append(evaluate(source, cluster, device, choice, rows, options))
-        except PlanError as error:
-            refused.append(Refused(str(choice), str(error)))
-        fitting = sum(c.costs.memory.peak <= device.memory_bytes for c in candidates)
-        if len(candidates) >= exact and (fitting or len(candidates) >= 2 * exact):
-            break
-    source.forget()
+    with _collecting_by_hand() as collect:
+        judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say, collect)
+        if not judged:
+            reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
+            raise PlanError("no plan can be made", where="plan", got=reasons or f"{rows} rows that do not divide among the devices")
+        candidates: list[Candidate] = []
+        for choice in _to_try(judged, device):
+            say(f"{len(judged):,} plans judged; playing number {len(candidates) + 1} of the best {exact} through: {choice}")
+            try:
+                candidates.append(evaluate(source, cluster, device, choice, rows, options))
+            except PlanError as error:
+                refused.append(Refused(str(choice), str(error)))
+            fitting = sum(c.costs.memory.peak <= device.memory_bytes for c in candidates)
+            if len(candidates) >= exact and (fitting or len(candidates) >= 2 * exact):
+                break
+        source.forget()
     return Found(in_order(candidates, device), len(judged), tuple(refused), device)
+
+
+@contextmanager
+def _collecting_by_hand() -> Iterator[Callable[[], object]]:
+    """Have cycles collected only where what is given is called. Python would look at all nodes of all graphs again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield gc.collect
+    finally:
+        if was:
+            gc.enable()
 
 
 def smallest(
@@ -297,6 +312,7 @@ def _judge_all(
     rows: int,
     options: Mapping[str, Any],
     say: Callable[[str], None],
+    collect: Callable[[], object] = lambda: None,
 ) -> tuple[list[_Judged], list[Refused]]:
     judged: list[_Judged] = []
     refused: list[Refused] = []
@@ -310,6 +326,7 @@ def _judge_all(
             continue
         judged += [judge.judge(choice) for choice in _choices(cluster, wanted, tensor, rows)]
         source.forget()
+        collect()
     return judged, refused
 
 

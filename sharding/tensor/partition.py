@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
@@ -21,7 +21,7 @@ import trainload.sharding.tensor.rules  # noqa: F401 - these three declare what 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.errors import PlanError
 from trainload.capture.operators import bodies_of
-from trainload.sharding.nodes import arguments, ends, holds_tensors, mode_of
+from trainload.sharding.nodes import LazyGraphModule, arguments, ends, holds_tensors, mode_of
 from trainload.sharding.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
 from trainload.sharding.tensor.links import Links
@@ -130,7 +130,7 @@ class _Partitioner:
             owned = port.role is Role.GRADIENT and port.name in self._order
             results.append(self.value(node, self._order[port.name] if owned else Held.WHOLE))
         graph.output(tuple(results)).meta["val"] = tuple(result.meta["val"] for result in results)
-        module = GraphModule(self._step.module, graph)
+        module = LazyGraphModule(self._step.module, graph)
         module.graph.eliminate_dead_code()
         module.graph.lint()
         inputs = (*self._step.inputs, Port(Role.TENSOR_RANK, "tensor_rank"))
