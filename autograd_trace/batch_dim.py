@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from trainload.autograd_trace.keyed import KEYED
 from trainload.autograd_trace.random import Size
 from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import CHECKPOINT, SELECTIVE
 from trainload.capture.operators import bodies_of, graphs_in, is_overload
 
 _HOP = torch.ops.higher_order
-_REGIONS = (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled, CHECKPOINT, SELECTIVE)
-_CONTROL_FLOW = (_HOP.cond, _HOP.scan, _HOP.map_impl, _HOP.while_loop)
-"""As those above, operators that call their graphs with their last arguments, or with entries of them."""
+_WITH_BODIES = (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled, CHECKPOINT, SELECTIVE, *KEYED)
+"""Operators whose bodies take the operator's last arguments, or one entry of them per iteration."""
 _RESHAPES = frozenset({"view", "reshape", "flatten", "_unsafe_view", "unflatten", "view_copy"})
 _STACKS = frozenset({"cat", "concat", "concatenate", "vstack", "row_stack"})
 _REPEATS = frozenset({"repeat", "tile"})
@@ -108,11 +108,11 @@ class Layout:
 
     @cached_property
     def _through_bodies(self) -> dict[Node, list[Node]]:
-        """What the inputs of the bodies of regions and of control flow are given, and what these operators return."""
+        """Map inputs of bodies to the operator's arguments, and results of the operator to the values that its bodies return."""
         found: dict[Node, list[Node]] = {}
         for part in graphs_in(self._module):
             for node in part.graph.nodes:
-                if node.target not in (*_REGIONS, *_CONTROL_FLOW):
+                if node.target not in _WITH_BODIES:
                     continue
                 arguments = [a for value in node.args for a in (value if isinstance(value, list | tuple) else [value])]
                 for body in bodies_of(part, node).values():

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from trainload.autograd_trace.random import RandomKey
+from trainload.capture.bodies import ALPHA
 from trainload.capture.gamma import gamma_at
 from trainload.capture.operators import draws_nothing, is_overload, is_seeded
 
 aten = torch.ops.aten
 _NORMAL_SITES = 2
-_ALPHA = 1.7580993408473766
-"""The product of SELU's two constants."""
 
 
 class Run(Protocol):
@@ -89,9 +88,9 @@ def _alpha(run: Run, x: Tensor, shape: Sequence[Any], p: float, train: bool) -> 
         return x
     if p == 1:
         return x * 0
-    factor: float = ((_ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
+    factor: float = ((ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
     keep = run.key().keep(run.site(), shape, run.batch_dim(), p).to(x.dtype)
-    return x * (keep * factor) + ((keep - 1.0) * (_ALPHA * factor) + _ALPHA * factor * p)
+    return x * (keep * factor) + ((keep - 1.0) * (ALPHA * factor) + ALPHA * factor * p)
 
 
 def _rrelu(run: Run, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: None = None) -> Tensor:

@@ -148,7 +148,7 @@ class GraphInterpreter(Interpreter):
         return self._device if isinstance(value, torch.device) and value.type != "meta" else value
 
     def _retargeted_body(self, body: GraphModule) -> GraphModule:
-        """Control-flow bodies that draw nothing run as they are; where a device must be another one, a copy runs."""
+        """Return the body itself, or, if it names another device, a copy for this interpreter's device."""
         retargeted = copy.deepcopy(body)
         changed = False
         for module in graphs_in(retargeted):
@@ -174,24 +174,25 @@ class GraphInterpreter(Interpreter):
 
     def key(self) -> RandomKey:
         """Where the present node's random numbers come from."""
-        assert self._key is not None, "a graph that draws is given a key"
-        rows = self._rows()
-        return self._key if rows is None else replace(self._key, stacks=rows.stacks)
+        return self._key_over(self._rows())
 
     def key_of_call(self) -> RandomKey:
-        """Where what is drawn once for a call comes from."""
-        assert self._key is not None, "a graph that draws is given a key"
-        return self._key
+        """Return the key for values that are drawn once per call."""
+        return self._key_over(None)
 
     def key_of_entries(self, entries: Node) -> tuple[RandomKey, int | None]:
-        """Where what is drawn for each entry of a value comes from, and 0 if its entries, along dim 0, run over rows; else None."""
+        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries are rows, else None."""
         rows = self._layout.rows(entries, self.where())
         if rows is None or rows.dim != 0:
             return self.key_of_call(), None
-        return replace(self.key_of_call(), stacks=rows.stacks), 0
+        return self._key_over(rows), 0
+
+    def _key_over(self, rows: Rows | None) -> RandomKey:
+        assert self._key is not None, "a graph that draws is given a key"
+        return self._key if rows is None else replace(self._key, stacks=rows.stacks)
 
     def drawing(self, body: GraphModule, key: RandomKey) -> Callable[..., Any]:
-        """What runs a body of control flow with a key of its own."""
+        """Return a function that runs a body with the given key."""
         run: Callable[..., Any] = type(self)(body, key, self._device, self._batch, _Counts(), self._regions, self._layout).run
         return run
 

@@ -1,7 +1,8 @@
-"""Control-flow operators whose bodies draw random numbers: each call of a body is given a key of its own, among its operands.
+"""Stateless random numbers in the bodies of control flow: a body receives its random key as an extra operand.
 
-A body is traced once and run many times, or not at all, so that what it draws cannot be counted as what stands in a graph is. The
-operator takes one site; each iteration of a loop has a key of its own, and of a loop over the rows of the batch, each row.
+A body is traced once and may run many times or never, so its random operators cannot be numbered by their places in the graph. The
+operator takes one site, and draws a key from it: one per call of a `cond`, one per iteration of a loop. If a loop runs over the rows of the
+batch, the key belongs to the row.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ Operands = Sequence[Any]
 
 
 class Run(Protocol):
-    """What is asked of the interpreter that meets an operator."""
+    """The interface of the interpreter that the functions of `KEYED` use."""
 
     def key_of_call(self) -> RandomKey:
-        """Where what is drawn once for a call comes from."""
+        """Return the key for values that are drawn once per call."""
         ...
 
     def key_of_entries(self, entries: Node) -> tuple[RandomKey, int | None]:
-        """Where what is drawn for each entry of a value comes from, and 0 if its entries, along dim 0, run over rows; else None."""
+        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries are rows, else None."""
         ...
 
     def site(self, count: int = 1) -> int:
-        """The number of the operator."""
+        """Return the next site, and take `count` of them."""
         ...
 
     def drawing(self, body: GraphModule, key: RandomKey) -> Callable[..., Any]:
-        """What runs a body with a key."""
+        """Return a function that runs a body with the given key."""
         ...
 
 
 def _held(key: RandomKey) -> tuple[Any, ...]:
-    """What a body is told of a key, behind all else, beside the key of its own: the row, and a number of rows that changes."""
+    """The operands that complete a body's key: the first row of the call, and the number of rows if it is symbolic. They come last."""
     return (key.row,) if isinstance(key.rows, int) else (key.row, key.rows)
 
 
 def _keyed(key: RandomKey, before: int, call: Callable[[RandomKey, Operands], Any]) -> Callable[..., Any]:
-    """A body that takes the key of its own behind `before` operands. `call` is given it, and the operands that the body had."""
+    """Return a body whose operand number `before` is its key. `call` receives the key, and the operands of the original body."""
     behind = len(_held(key))
 
     def body(*operands: Any) -> Any:
@@ -58,7 +59,7 @@ def _keyed(key: RandomKey, before: int, call: Callable[[RandomKey, Operands], An
 
 
 def _plain(run: Run, body: GraphModule) -> Callable[[RandomKey, Operands], Any]:
-    """What calls a body with a key and all of its operands."""
+    """Return a function that runs a body with a key and the body's own operands."""
     return lambda own, given: run.drawing(body, own)(*given)
 
 
@@ -82,13 +83,13 @@ def _map(run: Run, target: Any, node: Node, body: GraphModule, entries: Operands
 
 
 def _of_entries(run: Run, nodes: Any, entries: Operands) -> tuple[RandomKey, Tensor]:
-    """A key, and that of each iteration: int64 (entries,)."""
+    """Return the key of the call, and the keys of the iterations: int64 (entries,)."""
     key, dim = run.key_of_entries(nodes[0])
     return key, key.bits(run.site(), [entries[0].shape[0]], dim)
 
 
 def _while_loop(run: Run, target: Any, _: Node, condition: GraphModule, body: GraphModule, carried: Operands, operands: Operands) -> Any:
-    """With one more value that is carried: the number of the iteration."""
+    """Carries the number of the iteration beside the loop's own values."""
     key, count = run.key_of_call(), len(carried)
     own = key.bits(run.site(), [], None)
 
@@ -112,4 +113,4 @@ KEYED: Mapping[Any, Callable[..., Any]] = {
     _HOP.map_impl: _map,
     _HOP.while_loop: _while_loop,
 }
-"""Operator -> what calls it so that its bodies may draw, given the interpreter, the operator, its node and its own arguments."""
+"""Operator -> a function that calls it with keyed bodies. Arguments: interpreter, operator, node, and the operator's own arguments."""

@@ -1,19 +1,16 @@
-"""Gives control-flow operators operands that share no memory, as torch demands: parameters of one bucket are views of it."""
+"""Copies operands of control-flow operators that share memory, which torch does not compile. Parameters of one bucket are views of it."""
 
 from __future__ import annotations
-
-import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.capture.operators import bodies_of, graphs_in, is_overload
+from trainload.capture.operators import base_of, bodies_of, graphs_in
 
 
 def keep_operands_apart(module: GraphModule) -> None:
-    """Copy each operand of an operator with bodies that lies in the memory of one before it. In place; no value changes.
+    """Copy an operand of an operator with bodies if it is a view of the same tensor as an earlier operand. In place; no value changes.
 
     Args:
         module: a flat graph. Every node has `meta["val"]`.
@@ -23,7 +20,7 @@ def keep_operands_apart(module: GraphModule) -> None:
             known: set[Node] = set()
 
             def apart(source: Node, node: Node = node, part: GraphModule = part, known: set[Node] = known) -> Node:
-                base = _base(source)
+                base = base_of(source)
                 if not isinstance(source.meta.get("val"), Tensor) or base not in known:
                     known.add(base)
                     return source
@@ -34,13 +31,3 @@ def keep_operands_apart(module: GraphModule) -> None:
 
             node.args = torch.fx.map_arg(node.args, apart)
         part.recompile()
-
-
-def _base(node: Node) -> Node:
-    """The value in whose memory a value lies."""
-    while node.op == "call_function":
-        maker: Any = node.args[0] if node.target is operator.getitem else node
-        if not (is_overload(maker.target) and maker.target.is_view):
-            break
-        node = maker.args[0]
-    return node

@@ -59,7 +59,7 @@ class RandomKey:
         return RandomKey(mix((mix(self.key) + (self.row & _MASK)) & _MASK), torch.zeros_like(self.row), self.rows)
 
     def of_iteration(self, count: Tensor) -> RandomKey:
-        """The key of an iteration of a loop, by its number: int64, 0-dim."""
+        """Return the key of iteration `count` (int64, 0-dim) of a loop."""
         return RandomKey(mix((self.key + (count & _MASK) * _GOLDEN) & _MASK), self.row, self.rows)
 
     def bits(self, site: int, shape: Sequence[Size], batch_dim: int | None) -> Tensor:

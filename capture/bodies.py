@@ -1,4 +1,4 @@
-"""What functions of torch stand for others while the bodies of control flow are traced, which torch compiles apart."""
+"""Replacements for functions of torch while torch compiles the bodies of control flow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from trainload.capture.patched import renamed, replaced
 
-_SATURATED = -1.7580993408473766
-"""What SELU tends to for small arguments."""
+ALPHA = 1.7580993408473766
+"""The product of SELU's two constants."""
 
 
 @contextlib.contextmanager
 def bodies() -> Iterator[None]:
-    """Have what bodies of control flow call be traceable inside."""
+    """Replace, inside, the functions that torch cannot trace in a body."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(renamed({checkpoint: _unchecked}))
         for name, own in _DROPOUTS.items():
@@ -41,7 +41,7 @@ def _unchecked(
     return function(*args, **kwargs)
 
 
-# torch's kernels of dropout ask for the number of elements, which fails in a scan where a size may change. These draw the same numbers.
+# torch's dropout kernels ask for the number of elements, which fails in a scan with dynamic sizes. These draw the same numbers.
 
 
 def _noise(x: Tensor, p: float, own: int | None) -> Tensor:
@@ -69,8 +69,8 @@ def _alpha_dropout(original: Callable[..., Tensor], own: int | None = None) -> C
         if not training or p in (0, 1):
             return original(input, p, training, inplace)
         noise = _noise(input, p, own)
-        factor = float(((_SATURATED**2 * p + 1) * (1 - p)) ** -0.5)
-        shift = noise.add(-1).mul_(-_SATURATED * factor).add_(-_SATURATED * factor * p)
+        factor = float(((ALPHA**2 * p + 1) * (1 - p)) ** -0.5)
+        shift = noise.add(-1).mul_(ALPHA * factor).add_(ALPHA * factor * p)
         noise.mul_(factor)
         return input.mul_(noise).add_(shift) if inplace else input * noise + shift
 

@@ -28,20 +28,20 @@ Branch = Callable[..., Any]
 _ORIGINAL = (torch.cond,)
 """In a tuple, so that it is not replaced here too."""
 _OF_WRITES = ("input mutation", "Mutating a variable", "buffer_assignment")
-"""Of what torch says of a branch that writes to what it did not make. The last is its name for a buffer that is assigned anew."""
+"""Parts of torch's messages about a branch that writes to a tensor or, the last one, assigns a buffer."""
 _TRACED: ContextVar[tuple[Watch, nn.Module] | None] = ContextVar("_TRACED", default=None)
 
 
 @contextlib.contextmanager
 def branches_may_write() -> Iterator[None]:
-    """Have torch.cond take branches that write to buffers, inside."""
+    """Make torch.cond accept, inside, branches that write to buffers."""
     with renamed({_ORIGINAL[0]: _cond}):
         yield
 
 
 @contextlib.contextmanager
 def traced_by(watch: Watch, model: nn.Module) -> Iterator[None]:
-    """Have calls of torch.cond be traced into a graph, inside."""
+    """Trace such calls of torch.cond, inside, into the graph of `watch`."""
     token = _TRACED.set((watch, model))
     try:
         yield
@@ -50,7 +50,7 @@ def traced_by(watch: Watch, model: nn.Module) -> Iterator[None]:
 
 
 def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()) -> Any:
-    """As torch's."""
+    """torch.cond, with branches that may write to buffers."""
     try:
         return _ORIGINAL[0](pred, true_fn, false_fn, tuple(operands))
     except RuntimeError as error:
@@ -85,26 +85,26 @@ def _traced(watch: Watch, model: nn.Module, pred: Tensor, branches: Sequence[Bra
 
 
 def _as_floats(x: Tensor) -> Tensor:
-    """The same bits or numbers as floating point: torch differentiates all that a branch returns."""
+    """Return integers as floating point, since torch differentiates everything that a branch returns. int64 keeps its bits."""
     if x.is_floating_point() or x.is_complex():
         return x
     return x.view(torch.float64) if x.dtype is torch.int64 else x.to(torch.float64)
 
 
 def _as_before(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `_as_floats` was given."""
+    """Undo `_as_floats`."""
     return x if x.dtype is dtype else x.view(dtype) if dtype is torch.int64 else x.to(dtype)
 
 
 class _Traced:
-    """A branch that was traced, as a region of the graph.
+    """A branch, traced as a region of the graph.
 
     Attributes:
         number: of the region.
-        result: what the branch returned; `values`: the tensors in it.
-        buffers: those of the model as the branch left them; `used`: the places of those that it had to do with.
-
-    What is no floating-point number is among the values and buffers as `_as_floats` makes it.
+        result: what the branch returned.
+        values: the tensors in `result`, by `_as_floats`.
+        buffers: the model's buffers after the branch, by `_as_floats`.
+        used: the indices of the buffers that the branch reads or writes.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _Traced:
 
 @contextlib.contextmanager
 def _held(model: nn.Module, own: Mapping[int, Tensor]) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
-    """Have a model's modules hold other tensors for their buffers, inside: module, name and tensor. `own`: by the buffer's id."""
+    """Replace a model's buffers inside. own: id of a buffer -> its replacement. Yields: module, name, replacement."""
     before = [(m, name, value) for m in model.modules() for name, value in m._buffers.items() if value is not None and id(value) in own]
     for module, name, value in before:
         module._buffers[name] = own[id(value)]
@@ -145,7 +145,7 @@ def _held(model: nn.Module, own: Mapping[int, Tensor]) -> Iterator[list[tuple[nn
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which of some tensors a function of torch is given. `places`: id -> what is noted."""
+    """Records which tensors functions of torch receive. places: id of a tensor -> what is recorded."""
 
     def __init__(self, places: Mapping[int, int]) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -49,6 +50,26 @@ def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             training = values.get("train", values.get("training", True))
             return probability == 0 or training is False
     return False
+
+
+def written_by(node: Node) -> list[Node]:
+    """The values that a node's operator writes to, by its schema."""
+    found: list[Node] = []
+    if is_overload(node.target):
+        for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                torch.fx.map_arg(value, found.append)
+    return found
+
+
+def base_of(node: Node) -> Node:
+    """The value that a value is a view of, through any number of views; the node itself where it is no view."""
+    while node.op == "call_function":
+        view: Any = node.args[0] if node.target is operator.getitem else node  # one of several that an operator such as split returns
+        if not (is_overload(view.target) and view.target.is_view):
+            break
+        node = view.args[0]
+    return node
 
 
 def body_at(module: GraphModule, node: Node) -> GraphModule | None:

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from trainload.capture import higher_order, marks
 from trainload.capture.errors import CaptureError
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import base_of, written_by
 from trainload.capture.place import place_of_node
 
 _HOP = torch.ops.higher_order
@@ -498,7 +498,7 @@ def _operands(region: _Region, entries: Sequence[Node], results: Sequence[Node])
 
 
 def _forget_idle_copies(region: _Region) -> None:
-    """Take the copies out of a branch that it made of buffers and has no use for."""
+    """Remove a branch's copies of buffers that it does not use."""
     for item in reversed(list(region.items)):
         if isinstance(item, _Region):
             _forget_idle_copies(item)
@@ -508,26 +508,16 @@ def _forget_idle_copies(region: _Region) -> None:
 
 
 def _demand_no_writes(region: _Region) -> None:
-    """Demand that a branch writes to nothing but what it made itself. Raises: CaptureError, at its line."""
+    """Demand that a branch writes only to tensors that it made. Raises: CaptureError, with the line of the write."""
     inside = set(region.nodes())
     for node in region.nodes():
-        for target in _written_by(node):
-            while target in inside and is_overload(target.target) and target.target.is_view:
-                target = _source(target)
-            if target not in inside:
+        for target in written_by(node):
+            if base_of(target) not in inside:
                 raise CaptureError(
                     "a branch of torch.cond writes to a tensor that is no buffer of the model",
                     where=place_of_node(node),
                     cure="Return the new value from both branches, or keep it in a buffer (register_buffer).",
                 )
-
-
-def _written_by(node: Node) -> list[Node]:
-    """The tensors that an operator writes to."""
-    if not is_overload(node.target):
-        return []
-    arguments = zip(node.target._schema.arguments, node.args, strict=False)
-    return [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write and isinstance(value, Node)]
 
 
 def _source(node: Node) -> Node:

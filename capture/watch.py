@@ -318,7 +318,7 @@ def _inference_exit(context: Any, *error: Any) -> None:
 def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile for control-flow operators: their bodies are compiled and run outside of the mode, which the compiler would trace.
 
-    Each is compiled as if it were the first: what was compiled before is tried with sizes that change, and fixes them by its conditions.
+    torch's cache is reset before each, since torch evaluates the guards of cached code on the symbolic sizes, which fixes them.
     """
 
     def compile_(*options: Any, **named: Any) -> Any:

@@ -14,9 +14,9 @@ from trainload.capture.operators import bodies_of
 
 
 class LazyGraphModule(GraphModule):
-    """A graph whose Python is written when it is first called. Most graphs of a plan never are: they are rewritten or played through."""
+    """A graph module that generates its Python code on the first call. Most graphs of a plan are never called, only rewritten."""
 
-    def recompile(self) -> None:  # type: ignore[override]  # no code is there
+    def recompile(self) -> None:  # type: ignore[override]  # there is no code to return
         type(self).forward = LazyGraphModule.forward  # type: ignore[method-assign]  # each module has a class of its own
 
     def forward(self, *arguments: Any) -> Any:
@@ -46,7 +46,8 @@ def computed_from(nodes: Iterable[Node], *, values: bool = False, owner: GraphMo
     Args:
         nodes: of one graph.
         values: whether sizes do not count: what has the size of an input need not depend on its values.
-        owner: what holds the branches of the graph's `cond`, of whose operands those count that a result is computed from; None: all count.
+        owner: the module that holds the branches of the graph's `cond` operators. With it a result of a `cond` depends on the predicate and
+            on the operands that this result is computed from; without it, on all operands.
     """
     found = set(nodes)
     stack = list(found)
@@ -58,7 +59,7 @@ def computed_from(nodes: Iterable[Node], *, values: bool = False, owner: GraphMo
 
 
 def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
-    """What a node is given; of one result of a `cond`, what its branches compute that one from."""
+    """Return the inputs of a node, as `computed_from` counts them."""
     call: Any = node.args[0] if node.target is operator.getitem else None
     if owner is None or call is None or call.target is not torch.ops.higher_order.cond:
         return node.all_input_nodes
@@ -66,7 +67,8 @@ def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
     found = [predicate]
     for body in bodies_of(owner, call).values():
         placeholders, results = ends(body)
-        used = computed_from([results[node.args[1]]], values=True, owner=body)  # type: ignore[index]  # the place of a result
+        result: Any = results[node.args[1]]  # type: ignore[index]  # its place
+        used = computed_from([result] if isinstance(result, Node) else [], values=True, owner=body)
         found += [operand for inner, operand in zip(placeholders, operands, strict=True) if inner in used]
     return [each for each in found if isinstance(each, Node)]
 

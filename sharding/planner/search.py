@@ -120,6 +120,19 @@ class Found:
         return next((c for c in self.candidates if self.fits(c)), None)
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Stop Python's cyclic collector, which would traverse all nodes of all graphs again and again. `_judge_all` collects between axes."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_without_collector()
 def search(
     source: Source,
     cluster: Cluster,
@@ -147,37 +160,25 @@ def search(
         PlanError: nothing can be made at all.
     """
     rows = global_batch or source.package.recipe.global_batch
-    with _collecting_by_hand() as collect:
-        judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say, collect)
-        if not judged:
-            reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
-            raise PlanError("no plan can be made", where="plan", got=reasons or f"{rows} rows that do not divide among the devices")
-        candidates: list[Candidate] = []
-        for choice in _to_try(judged, device):
-            say(f"{len(judged):,} plans judged; playing number {len(candidates) + 1} of the best {exact} through: {choice}")
-            try:
-                candidates.append(evaluate(source, cluster, device, choice, rows, options))
-            except PlanError as error:
-                refused.append(Refused(str(choice), str(error)))
-            fitting = sum(c.costs.memory.peak <= device.memory_bytes for c in candidates)
-            if len(candidates) >= exact and (fitting or len(candidates) >= 2 * exact):
-                break
-        source.forget()
+    judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
+    if not judged:
+        reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
+        raise PlanError("no plan can be made", where="plan", got=reasons or f"{rows} rows that do not divide among the devices")
+    candidates: list[Candidate] = []
+    for choice in _to_try(judged, device):
+        say(f"{len(judged):,} plans judged; playing number {len(candidates) + 1} of the best {exact} through: {choice}")
+        try:
+            candidates.append(evaluate(source, cluster, device, choice, rows, options))
+        except PlanError as error:
+            refused.append(Refused(str(choice), str(error)))
+        fitting = sum(c.costs.memory.peak <= device.memory_bytes for c in candidates)
+        if len(candidates) >= exact and (fitting or len(candidates) >= 2 * exact):
+            break
+    source.forget()
     return Found(in_order(candidates, device), len(judged), tuple(refused), device)
 
 
-@contextmanager
-def _collecting_by_hand() -> Iterator[Callable[[], object]]:
-    """Have cycles collected only where what is given is called. Python would look at all nodes of all graphs again and again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield gc.collect
-    finally:
-        if was:
-            gc.enable()
-
-
+@_without_collector()
 def smallest(
     source: Source,
     cluster: Cluster,
@@ -312,7 +313,6 @@ def _judge_all(
     rows: int,
     options: Mapping[str, Any],
     say: Callable[[str], None],
-    collect: Callable[[], object] = lambda: None,
 ) -> tuple[list[_Judged], list[Refused]]:
     judged: list[_Judged] = []
     refused: list[Refused] = []
@@ -326,7 +326,7 @@ def _judge_all(
             continue
         judged += [judge.judge(choice) for choice in _choices(cluster, wanted, tensor, rows)]
         source.forget()
-        collect()
+        gc.collect()
     return judged, refused
 
 

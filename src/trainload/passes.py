@@ -15,12 +15,11 @@ from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from trainload.autograd_trace import decompose as operator_set
 from trainload.autograd_trace.draws import is_random
 from trainload.capture.errors import JobError, PassError
-from trainload.capture.operators import calls_in, graphs_in, is_higher_order, is_overload
+from trainload.capture.operators import calls_in, graphs_in, is_higher_order, is_overload, written_by
 from trainload.capture.program import Program
 from trainload.spec import load_module
 
@@ -148,10 +147,7 @@ def _written(part: GraphModule) -> set[Node]:
         if is_higher_order(node.target) and _has_effect(node):
             stack += [source for source in node.all_input_nodes if source.op != "get_attr"]
         elif is_overload(node.target) and node.target._schema.is_mutable:
-            for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    map_arg(value, stack.append)
-            stack.append(node)
+            stack += [*written_by(node), node]
     while stack:
         node = stack.pop()
         if node not in found:

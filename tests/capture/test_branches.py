@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.coverage.eager import cond_of_python
+from tests.trained import UPDATES, assert_trains_as_eager
 from torch import Tensor, nn
 
 import trainload
 from trainload.capture.errors import CaptureError
+from trainload.capture.patched import replaced
 from trainload.capture.trace import capture
-from trainload.launch.journal import losses, read_events
+from trainload.launch.journal import read_events
 
-ROWS, STEPS = 4, 4
+ROWS = 4
 Middle = Callable[[Any, Tensor], Tensor]
 
 
@@ -83,10 +86,6 @@ def nested(m: Any, x: Tensor) -> Tensor:
     return found
 
 
-def as_python(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    return (true_fn if pred else false_fn)(*operands)
-
-
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     found: Tensor = (model(batch["x"]) - 1).square().mean()
     return found
@@ -98,45 +97,30 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def job(middle: Middle) -> trainload.Job:
     example = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))}
-    return trainload.Job(Branching(middle), example, sgd, loss=loss, steps=STEPS, global_batch=ROWS)
+    return trainload.Job(Branching(middle), example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS)
+
+
+def of_python(job: trainload.Job, step: int, rows: int) -> AbstractContextManager[None]:
+    return replaced(torch, "cond", cond_of_python)
 
 
 @pytest.mark.matrix(when=lambda middle, compiled: middle in (batch_norm, assigned) and not compiled)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("middle", [batch_norm, in_place, assigned, operand, nested])
-def test_a_branch_that_writes_to_buffers_trains_as_pythons_own(
-    middle: Middle, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = np.random.default_rng(0).standard_normal((ROWS, 8), dtype=np.float32)
-    np.savez(tmp_path / "rows.npz", x=rows)
-    package = trainload.freeze(job(middle), tmp_path / "job.tl")
-    options: dict[str, Any] = {"run_dir": tmp_path / "run", "cache_dir": tmp_path / "cache", "output": tmp_path / "trained.tl"}
-    plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, tmp_path / "rows.npz", backend="local", compile=compiled, **options)
-    monkeypatch.setattr(torch, "cond", as_python)
-    model, expected = Branching(middle), []
-    optimizer = sgd(model)
-    for _ in range(STEPS):
-        value = loss(model, {"x": torch.from_numpy(rows)})
-        optimizer.zero_grad()
-        value.backward()  # type: ignore[no-untyped-call]  # torch's own
-        optimizer.step()
-        expected.append(value.item())
-    events = read_events(tmp_path / "run")
-    assert losses(events) == pytest.approx(expected, rel=1e-5)
-    assert not [event for event in events if event.kind == "warning"]  # such as a graph that runs interpreted
-    trained = trainload.open(tmp_path / "trained.tl").program().state
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(trained[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+def test_a_branch_that_writes_to_buffers_trains_as_pythons_own(middle: Middle, compiled: bool, tmp_path: Path) -> None:
+    data = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))}
+    assert_trains_as_eager(job(middle), data, tmp_path, draws=of_python, compile=compiled)
+    assert not [event for event in read_events(tmp_path / "run") if event.kind == "warning"]  # such as a graph that runs interpreted
 
 
-def test_a_branch_that_writes_to_another_tensor_is_refused_at_its_line() -> None:
+@pytest.mark.parametrize("part", [lambda z: z[:2], lambda z: z.split(4, 1)[0]], ids=["a slice", "one of several views"])
+def test_a_branch_that_writes_to_another_tensor_is_refused_at_its_line(part: Callable[[Tensor], Tensor]) -> None:
     def middle(m: Any, x: Tensor) -> Tensor:
         def written(y: Tensor, z: Tensor) -> Tensor:
-            z[:2].mul_(2)
+            part(z).mul_(2)
             return y * z
 
-        found: Tensor = branch(m, x, written, lambda y, z: y + z, x * 2)
+        found: Tensor = branch(m, x, written, lambda y, z: y + z, x.detach() * 2)
         return found
 
     with pytest.raises(CaptureError, match=r"(?s)test_branches\.py.*branch"):

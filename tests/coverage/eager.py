@@ -63,7 +63,7 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
     torch.set_autocast_cache_enabled(False)  # as in a captured graph; the cache alone moves bf16 gradients by 1e-3
     before = torch.random.get_rng_state()
     try:
-        with draws or nullcontext(), replaced(torch, "cond", _as_python if draws is None else draws.cond):
+        with draws or nullcontext(), replaced(torch, "cond", cond_of_python if draws is None else draws.cond):
             loss, weight = _forward_backward(job, batch, rows)
     finally:
         torch.set_autocast_cache_enabled(True)
@@ -76,8 +76,8 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
     )
 
 
-def _as_python(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    """torch.cond as its documentation defines it; in training torch's own refuses branches that write to buffers."""
+def cond_of_python(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """torch.cond as its documentation defines it. In training torch's own rejects branches that write to buffers."""
     return (true_fn if pred else false_fn)(*operands)
 
 
