@@ -125,6 +125,7 @@ kills: env
 	$(BIN)/python benchmarks/kills.py
 
 gpu: env
+	$(BIN)/python -m pytest tests/launch/test_gpu.py
 	$(BIN)/python benchmarks/gpu.py
 
 parity: env

@@ -142,6 +142,7 @@ def device_facts() -> dict[str, Any]:
 def failures(result: dict[str, Any]) -> list[str]:
     """What went wrong in a case, one line each."""
     found = [f"{name}: {run['error']}" for name, run in (*result["runs"].items(), ("graph", result["graph"])) if "error" in run]
+    found += [f"{name}: {said}" for name, run in result["runs"].items() for said in run.get("interpreted", ())]
     if "error" not in result["graph"]:
         if not result["graph"]["matmuls"].get("bfloat16"):
             found.append("graph: no bfloat16 matrix product, so autocast was lost")

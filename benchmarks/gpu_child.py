@@ -74,6 +74,7 @@ def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: flo
     from trainload.launch.calls import Microbatch
     from trainload.launch.determinism import deterministic
     from trainload.launch.engine import Draw, Engine
+    from trainload.launch.verifying import Comparison, Verifier
     from trainload.packaging.read import open_package
     from trainload.sharding.plan import Plan
 
@@ -85,14 +86,18 @@ def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: flo
         stages[stage] = seconds
         note(f"  {stage}: {seconds:.1f} s")
 
+    interpreted: list[Comparison] = []
     with deterministic():  # as in every worker
-        engine = Engine(package, plan, 0, device, load_build(compile_build(package, plan, device, cache, on_stage), package, plan, cache))
+        build = compile_build(package, plan, device, cache, on_stage)
+        verifier = Verifier(package, plan, 0, device, build, None, tell=interpreted.append)
+        engine = Engine(package, plan, 0, device, verifier.verified(load_build(build, package, plan, cache)))
         engine.held.load_package()
 
         def step(number: int, tokens: Tensor) -> float:
             return engine.step(number, [Draw([Microbatch({"tokens": tokens}, 0)])]).loss
 
-        return train(step, batches(case, device), device, began) | {"stages": stages}
+        found = train(step, batches(case, device), device, began)
+        return found | {"stages": stages, "compare_seconds": verifier.taken(), "interpreted": [str(each) for each in interpreted]}
 
 
 def peer(case: Case, folder: Path, compiled: bool, device: torch.device, began: float) -> dict[str, Any]:

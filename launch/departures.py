@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
 
 from trainload.autograd_trace.aot import compile_graph, load_compiled
 from trainload.capture.distance import relative_distance
@@ -20,6 +21,7 @@ from trainload.launch.rounding import EXPLAINED, explained_distances, rounded_ru
 from trainload.sharding.nodes import holds_tensors
 
 _SHOWN = 3
+_HOST = torch.device("cpu")
 
 Values = dict[Node, Any]
 Departs = Callable[[Sequence[Node]], bool | None]
@@ -27,17 +29,20 @@ Departs = Callable[[Sequence[Node]], bool | None]
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps the value of every node, as it was when it was made."""
+    """Runs a graph and keeps the value of every node, as it was when it was made; of a GPU's, copies in the machine's memory."""
 
     def __init__(self, module: GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module)
         self.kept: Values = {}
         self._writing = any(_writes(node) for node in module.graph.nodes)  # so that what was recorded is written to later
 
     def run_node(self, node: Node) -> Any:
         value = super().run_node(node)
-        self.kept[node] = _copied(value) if self._writing and isinstance(value, Tensor) else value
+        self.kept[node] = map_aggregate(value, self._as_it_is)
         return value
+
+    def _as_it_is(self, value: Any) -> Any:
+        return _copied(value, _HOST) if isinstance(value, Tensor) and (self._writing or value.device != _HOST) else value
 
 
 def recorded(module: GraphModule, arguments: Sequence[Tensor]) -> Values:
@@ -126,8 +131,7 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
     writing = any(_writes(node) for node in nodes)
 
     def given() -> list[Any]:
-        given = [values[node] for node in sources]
-        return [_copied(value) if isinstance(value, Tensor) else value for value in given] if writing else given
+        return [_given(node, values[node], copied=writing) for node in sources]
 
     with torch.no_grad():
         expected = part(*given())
@@ -185,9 +189,17 @@ def _is_sized(node: Node) -> bool:
     return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
-def _copied(value: Tensor) -> Tensor:
+def _given(node: Node, value: Any, *, copied: bool) -> Any:
+    """A node's value where the graph has it."""
+    if not isinstance(value, Tensor):
+        return value
+    device = node.meta["val"].device
+    return _copied(value, device) if copied or value.device != device else value
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
     """A copy with the same strides, which a compiled graph demands."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
 
 
 def _writes(node: Node) -> bool:

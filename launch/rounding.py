@@ -7,7 +7,7 @@ comparison may have another outcome. So the graph is run again with a random err
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,19 +66,18 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
-def rounded_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """Return the arguments and results of each run.
+def rounded_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Yield the arguments and results of each run, one at a time.
 
     Args:
-        module: the graph. Every rank that its collectives name must call this.
+        module: the graph. Every rank that its collectives name must take all runs.
         given: makes the arguments of a run, which may be written in place.
     """
-    found = []
     for seed in range(_RUNS):
         arguments = given()
         with torch.no_grad():
-            found.append((arguments, Rounding(module, seed).run(*arguments)))
-    return found
+            results = Rounding(module, seed).run(*arguments)
+        yield arguments, results
 
 
 def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]]) -> list[float]:

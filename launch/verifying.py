@@ -1,10 +1,10 @@
 """Compares each compiled graph with the interpreted one when a build's graph is first called, and runs it interpreted where they differ.
 
 The freeze has compared the interpreted graph with eager PyTorch; a run trains what Inductor makes of it. So the first call of every
-compiled graph is made twice, on what the run gives it: rows, parameters, the optimizer's state. A graph of a batch is then called on one
-more row as well. Whether they differ beyond what rounding explains (`rounding.py`) is decided by all ranks together. What a rank's node has
-found of a build is kept beside it; what a run has decided is stored in its checkpoints, so that a restart anywhere continues with the same
-graphs.
+compiled graph is made twice, on what the run gives it: parameters, the optimizer's state, rows, as many as there is memory for. A graph
+of a batch is then called on one more row as well. Whether they differ beyond what rounding explains (`rounding.py`) is decided by all
+ranks together. What a rank's node has found of a build is kept beside it; what a run has decided is stored in its checkpoints, so that a
+restart anywhere continues with the same graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.distance import relative_distance
@@ -27,7 +27,9 @@ from trainload.capture.errors import CompileError, PackageError, raised
 from trainload.launch.build import Built, BuiltGraph, Call, uncompiled_graphs
 from trainload.launch.departures import departing, named, recorded
 from trainload.launch.groups import gathered
+from trainload.launch.out_of_memory import is_out_of_memory
 from trainload.launch.replacing import replace_file
+from trainload.launch.room import fitting_rows
 from trainload.launch.rounding import EXPLAINED, explained_distances, rounded_runs
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.read import Package
@@ -94,6 +96,10 @@ class Verifier:
         decided: graph -> whether it runs interpreted, as the run has decided before.
         tell: told of every graph that will run interpreted; the same on every rank.
         comparing: entered while a graph is compared.
+
+    Attributes:
+        device: as given.
+        decided: as given, and what has been decided since.
     """
 
     def __init__(
@@ -110,7 +116,7 @@ class Verifier:
         tell: Callable[[Comparison], None] = lambda _: None,
         comparing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._package, self._plan, self._rank, self._device = package, plan, rank, device
+        self._package, self._plan, self._rank, self.device = package, plan, rank, device
         self._folder, self._control, self._required, self._tell = folder / _FOLDER, control, required, tell
         self._index = plan.pipeline_index(rank)
         self._plain: Mapping[str, GraphModule] = {}
@@ -147,7 +153,7 @@ class Verifier:
         if not self._plain:
             without = self._package.manifest.step_graphs(evaluates=False)
             evaluates = any(self._captured(each) not in without for each in self._names)
-            self._plain = uncompiled_graphs(self._package, self._plan, self._device, self._index, evaluates=evaluates)
+            self._plain = uncompiled_graphs(self._package, self._plan, self.device, self._index, evaluates=evaluates)
         return self._plain[name]
 
     def taken(self) -> float:
@@ -162,6 +168,10 @@ class Verifier:
         said = torch.tensor(int(flag))
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
         return bool(said)
+
+    def fewest(self, count: int) -> int:
+        """Return the least of the ranks' numbers. All ranks call it."""
+        return min(gathered(count, self._control))
 
     def first(self, comparison: Comparison | None) -> Comparison | None:
         """Return what the first rank that has found something has found. All ranks call it."""
@@ -205,7 +215,7 @@ class Verifier:
         """Return the user's line that the first of these nodes comes from; empty where none is known."""
         if graph.endswith(update_name("")) or not nodes:
             return ""
-        places = places_in_step(self._package, self._captured(graph), self._device)
+        places = places_in_step(self._package, self._captured(graph), self.device)
         return next((places[node] for node in nodes if node in places), "")
 
     def _release(self) -> None:
@@ -275,96 +285,142 @@ class _Compared:
         began = time.perf_counter()
         with self._verifier.comparing():
             results = self._first(arguments)
+            if self._verifier.device.type == "cuda":
+                torch.cuda.empty_cache()  # of what comparing took, steps need little
         self._verifier.seconds += time.perf_counter() - began
         return results
 
     def _first(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         verifier, graph = self._verifier, self._graph
         plain = verifier.plain(graph.name)
-        trial = _Trial(verifier, graph, plain, arguments)
+        batch = _batch(plain, graph.inputs)
+        rows = len(arguments[batch[0]]) if batch else 0
+        compared = verifier.fewest(fitting_rows(plain, graph.inputs, rows, verifier.device)) if batch else 0
+        few = arguments if compared == rows else _first_rows(arguments, batch, compared)
+        trial = _Trial(verifier, graph, plain, few)
         comparison = trial.difference()
-        more = _one_more_row(plain, graph.inputs, arguments) if comparison is None else None
-        if more is not None:
+        if comparison is None and batch:
             try:
-                longer = _Trial(verifier, graph, plain, more)
-            except (RuntimeError, ValueError, IndexError):  # the graph does not take this number of rows: nothing is compared
-                pass
+                longer = _Trial(verifier, graph, plain, _one_more_row(few, batch))
+            except (RuntimeError, ValueError, IndexError) as error:  # the graph does not take this number of rows: nothing is compared
+                if is_out_of_memory(error):
+                    raise
             else:
                 comparison = longer.difference()
         verifier.decide(comparison or Comparison(graph.name))
         self._call = graph.call if comparison is None else plain
-        return trial.results(compiled=comparison is None)
+        return trial.results(compiled=comparison is None) if few is arguments else self._call(*arguments)
 
 
 class _Trial:
     """One call of a graph, made interpreted and compiled on the same arguments.
 
-    Raises: what the interpreted graph raises.
+    What is compared lies in the machine's memory, so that a GPU holds at a time what one call of the graph needs. An update writes to the
+    arguments themselves, which are as they were before each call.
+
+    Raises: what the interpreted graph raises, and what an allocator does.
     """
 
     def __init__(self, verifier: Verifier, graph: BuiltGraph, plain: GraphModule, arguments: Sequence[Tensor]) -> None:
         self._verifier, self._graph, self._plain, self._arguments = verifier, graph, plain, arguments
-        self._before = [value.clone() for value in arguments] if is_update(graph) else list(arguments)
-        self._expected: Sequence[Tensor] = plain(*arguments)
-        self._given = self._copy()
+        self._before = self._written()
+        self._expected = self._outcome(plain(*arguments))
+        self._kept: _Outcome | None = None
         self._got: Sequence[Tensor] = ()
         self._error = ""
         try:
-            self._got = graph.call(*self._given)
-        except Exception as error:  # noqa: BLE001  # generated code may raise anything, and the interpreted graph has raised nothing
+            self._got = graph.call(*self._again())
+            if verifier.device.type == "cuda":
+                torch.cuda.synchronize(verifier.device)  # a kernel's error is raised at some later call
+        except Exception as error:  # generated code may raise anything, and the interpreted graph has raised nothing
+            if is_out_of_memory(error):
+                raise
             self._error = raised(error)
 
     def results(self, *, compiled: bool) -> Sequence[Tensor]:
         """Return what the chosen call gave, and leave in the arguments what it wrote."""
-        if not compiled:
-            return self._expected
-        if is_update(self._graph):
-            for value, written in zip(self._arguments, self._given, strict=True):
-                value.copy_(written)
-        return self._got
+        chosen = self._kept if compiled else self._expected
+        if chosen is None:
+            return self._got
+        self._write(chosen.written)
+        return [value.to(self._verifier.device) for value in chosen.results]
 
     def difference(self) -> Comparison | None:
         """Return how they differ beyond what rounding explains, the same on every rank; None where they do not."""
         verifier = self._verifier
-        expected = verifier.labelled(self._graph, self._arguments, self._expected)
-        distances = [0.0] * len(expected) if self._error else self._distances(expected, self._given, self._got)
+        labelled = self._labelled(self._expected)
+        expected = [value for _, value in labelled]
+        distances = [0.0] * len(expected) if self._error else self._distances(expected)
         far = bool(self._error) or any(not distance <= EXPLAINED for distance in distances)
         if not verifier.agreed(far):
             return None
-        runs = [verifier.labelled(self._graph, *run) for run in rounded_runs(self._plain, self._copy)]
-        explained = explained_distances([value for _, value in expected], [[value for _, value in run] for run in runs])
+        self._kept, self._got = self._outcome(self._got), ()
+        runs = [[value for _, value in self._labelled(self._outcome(results))] for _, results in rounded_runs(self._plain, self._again)]
+        explained = explained_distances(expected, runs)
         beyond = [at for at, distance in enumerate(distances) if not distance <= explained[at]]
         differs = bool(self._error or beyond)
         if not verifier.agreed(differs):
             return None
-        values = recorded(self._plain, self._copy())  # it calls the graph's collectives, so every rank does
+        values = recorded(self._plain, self._again())  # it calls the graph's collectives, so every rank does
         mine: Comparison | None = None
         if differs:
-            nodes = departing(self._plain, values, fails=bool(self._error))
+            nodes: Sequence[Node] = ()
+            with suppress(torch.OutOfMemoryError):  # then it is not said which operator it is
+                nodes = departing(self._plain, values, fails=bool(self._error))
             place = verifier.place(self._graph.name, [node.name for node in nodes])
             mine = Comparison(self._graph.name, interpreted=True, operator=named(nodes), place=place, error=self._error)
         if beyond and mine is not None:
             worst = max(beyond, key=lambda at: distances[at] / explained[at])
             distance = distances[worst] if math.isfinite(distances[worst]) else None
-            mine = replace(mine, output=expected[worst][0], distance=distance, explained=explained[worst])
+            mine = replace(mine, output=labelled[worst][0], distance=distance, explained=explained[worst])
         return verifier.first(mine)
 
-    def _copy(self) -> list[Tensor]:
-        return [value.clone() for value in self._before] if is_update(self._graph) else list(self._before)
+    def _distances(self, expected: Sequence[Tensor]) -> list[float]:
+        """By how much what the compiled graph gave and wrote is away from what is expected."""
+        found = self._verifier.labelled(self._graph, self._arguments, self._got)
+        return [relative_distance(value, other.cpu()) for value, (_, other) in zip(expected, found, strict=True)]
 
-    def _distances(self, expected: Labelled, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> list[float]:
-        """By how much what a call gave and wrote is away from what is expected."""
-        found = self._verifier.labelled(self._graph, arguments, results)
-        return [relative_distance(value, other) for (_, value), (_, other) in zip(expected, found, strict=True)]
+    def _labelled(self, outcome: _Outcome) -> Labelled:
+        return self._verifier.labelled(self._graph, outcome.written, outcome.results)
+
+    def _outcome(self, results: Sequence[Tensor]) -> _Outcome:
+        return _Outcome(self._written(), [value.cpu() for value in results])
+
+    def _written(self) -> list[Tensor]:
+        """A copy of the arguments, if the graph writes to them."""
+        return [value.to("cpu", copy=True) for value in self._arguments] if is_update(self._graph) else []
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        if values:
+            for argument, value in zip(self._arguments, values, strict=True):
+                argument.copy_(value)
+
+    def _again(self) -> Sequence[Tensor]:
+        """The arguments, as they were before the first call."""
+        self._write(self._before)
+        return self._arguments
 
 
-def _one_more_row(plain: GraphModule, inputs: Sequence[Port], arguments: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return a graph's arguments with the batch's first row once more at its end; None where its number of rows is fixed."""
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a call wrote to its arguments, if it writes to them, and what it gave; in the machine's memory."""
+
+    written: list[Tensor]
+    results: list[Tensor]
+
+
+def _batch(plain: GraphModule, inputs: Sequence[Port]) -> list[int]:
+    """Which of a graph's arguments have the batch's rows; none where their number is fixed, or other arguments depend on it."""
     values = [node.meta["val"] for node in plain.graph.nodes if node.op == "placeholder"]
     batch = [number for number, port in enumerate(inputs) if port.role is Role.BATCH]
-    if not batch or any(port.role in BETWEEN for port in inputs):
-        return None
-    if any(not values[number].ndim or isinstance(values[number].shape[0], int) for number in batch):
-        return None
-    longer = {number: torch.cat([arguments[number], arguments[number][:1]]) for number in batch}
-    return [longer.get(number, value) for number, value in enumerate(arguments)]
+    fixed = any(not values[number].ndim or isinstance(values[number].shape[0], int) for number in batch)
+    return [] if fixed or any(port.role in BETWEEN for port in inputs) else batch
+
+
+def _first_rows(arguments: Sequence[Tensor], batch: Sequence[int], rows: int) -> list[Tensor]:
+    return [value[:rows] if number in batch else value for number, value in enumerate(arguments)]
+
+
+def _one_more_row(arguments: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
+    """A graph's arguments with the batch's first row once more at its end."""
+    return [torch.cat([value, value[:1]]) if number in batch else value for number, value in enumerate(arguments)]
