@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from trainload.autograd_trace.batch_dim import Layout, Rows
@@ -42,7 +43,7 @@ class GraphInterpreter(Interpreter):
 
     - Random operators become functions of `key`; one that has no stateless form raises CaptureError.
     - Autocast and grad-mode regions become the real context managers, on `device`.
-    - Factory calls and `.to` go to `device` where they named the device of the capture.
+    - Factory calls and `.to` go to `device` where they named the device of the capture; a view is a `reshape` on another device.
     - Nodes that are traced inside a checkpoint are marked for `remat.recompute`.
 
     Args:
@@ -116,6 +117,7 @@ class GraphInterpreter(Interpreter):
                     where=self.where(),
                     cure="Draw with dropout, torch.rand, torch.randn or torch.bernoulli instead.",
                 )
+            target = self._retargeted_view(target, self._node)
             args = tuple(self._retarget(a) for a in args)
             kwargs = {k: self._retarget(v) for k, v in kwargs.items()}
         return super().call_function(target, args, kwargs)
@@ -147,6 +149,14 @@ class GraphInterpreter(Interpreter):
     def _retarget(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) and value.type != "meta" else value
 
+    def _retargeted_view(self, target: Any, node: Node | None) -> Any:
+        """Return `reshape` in place of `view` on another device than the capture's: kernels of attention lay out their results otherwise
+        there, and what was a view may need a copy.
+        """
+        if target is not aten.view.default or node is None or not isinstance(value := node.meta.get("val"), Tensor):
+            return target
+        return target if value.device.type == self._device.type else aten.reshape.default
+
     def _retargeted_body(self, body: GraphModule) -> GraphModule:
         """Return the body itself, or, if it names another device, a copy for this interpreter's device."""
         retargeted = copy.deepcopy(body)
@@ -156,8 +166,9 @@ class GraphInterpreter(Interpreter):
                 arguments = (tuple(self._retarget(a) for a in node.args), {k: self._retarget(v) for k, v in node.kwargs.items()})
                 if node.target is _HOP.wrap_with_autocast:
                     arguments = ((self._device.type, *node.args[1:]), node.kwargs)
-                if arguments != (node.args, node.kwargs):
-                    node.args, node.kwargs = arguments
+                target = self._retargeted_view(node.target, node)
+                if (target, *arguments) != (node.target, node.args, node.kwargs):
+                    node.target, node.args, node.kwargs = target, *arguments
                     changed = True
             module.recompile()
         return retargeted if changed else body

@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--scratch", type=Path, help="keep packages and caches here, a folder that is made; default: one that is removed")
     parser.add_argument("--only", default=",".join(NAMES), help="runs, parted by commas: %(default)s")
+    parser.add_argument("--case", action="append", help="only this shape; may be repeated")
     options = parser.parse_args(arguments)
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(NAMES):
@@ -181,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TRAINLOAD_STATE_DIR", str(scratch / "state"))
         sheet = next((value for key, value in DATA_SHEET.items() if device["name"] and key in device["name"]), None)
         result["device"]["data_sheet_flops_per_second"] = sheet
-        for case in SIZES[size]:
+        for case in options.case or SIZES[size]:
             found = run_case(case, device["kind"], chosen, scratch)
             summarise(found, shape_of(case), sheet)
             result["cases"][case] = found
@@ -189,7 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             broken += [f"{case}: {line}" for line in failures(found)]
             save(result, options.out)  # after each: a run that is cut short leaves what it has
         if device["kind"] == "cuda":
-            case = SIZES[size][0]
             result["device"] |= child("ceiling", case, scratch / case, scratch / case / "cache-none")
     result["seconds"] = time.perf_counter() - began
     result["failures"] = broken

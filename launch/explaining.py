@@ -64,7 +64,19 @@ def explain(error: Exception, failing: Failing, data: RunData, source: str, when
         rejected = find_rejected(steps[graph], microbatch.batch, program.constants, program.state)
         if rejected is not None:
             return _data_error(rejected, package, graph, microbatch, data, source, when)
-    if _may_be_of_the_machine(error):
+    return explain_without_rows(error, when)
+
+
+def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
+    """Return what a user should read in place of an error that no row can be the reason of; None where another rank or the machine may be.
+
+    Args:
+        error: as of `explain`.
+        when: "step 3", "making the graphs".
+    """
+    if isinstance(error, TrainloadError):
+        return error
+    if _may_be_of_peers(error) or _may_be_of_the_machine(error):
         return None
     return TrainingError(
         raised(error).rstrip("."),

@@ -35,10 +35,11 @@ from trainload.launch.determinism import deterministic
 from trainload.launch.drawing import draw_of, next_calls
 from trainload.launch.engine import Engine, GraphResult, StepResult
 from trainload.launch.evaluation import Evaluation
-from trainload.launch.explaining import Failing, explain
+from trainload.launch.explaining import Failing, explain, explain_without_rows
 from trainload.launch.groups import gathered
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
+from trainload.launch.out_of_memory import is_out_of_memory
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.launch.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
@@ -222,7 +223,13 @@ class _Worker:
     def _build(self) -> tuple[Built, Path | None]:
         if self._spec.compile and not can_compile() and self._place.rank == 0:
             self._contact.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
-        return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
+        try:
+            return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
+        except Exception as error:
+            explained = explain_without_rows(error, "making the graphs")
+            if explained is None or explained is error or is_out_of_memory(error):
+                raise
+            raise explained from error
 
     def _verified(self, built: Built, folder: Path | None, checkpoint: Checkpoint | None) -> Built:
         """The build with graphs that are compared at their first call. folder: it was compiled into; None: it is interpreted."""

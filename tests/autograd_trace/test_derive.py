@@ -14,12 +14,14 @@ from tests.capture.jobs import Batch, Model, job, mean_square
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, map, scan
 from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
+from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job, Loss
 from trainload.capture.program import Program
@@ -467,3 +469,13 @@ def test_another_device_leaves_the_captured_graph_as_it_is() -> None:
     before = [str(m.graph) for m in program.graphs["eval"].exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     derive(program, "eval", torch.device("meta"))
     assert before == [str(m.graph) for m in program.graphs["eval"].exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+
+
+def test_a_view_may_need_a_copy_on_another_device() -> None:
+    def flattened(x: Tensor) -> Tensor:
+        return x.permute(1, 0, 2).view(-1, 4)
+
+    captured = make_fx(flattened, tracing_mode="fake")(torch.empty(3, 2, 4).permute(1, 0, 2))
+    elsewhere = torch.device("meta")
+    result = GraphInterpreter(captured, None, elsewhere, 2).run(torch.empty(2, 3, 4, device=elsewhere))
+    assert result.shape == (6, 4)

@@ -201,3 +201,12 @@ def test_an_error_of_the_machine_is_not_said_to_come_again(package: Package, tmp
     monkeypatch.setattr(RankState, "load_package", load)
     with pytest.raises(OSError, match="Input/output error"):
         launch(package, written(tmp_path, "label", 0), tmp_path, compile=False)
+
+
+def test_an_error_of_making_the_graphs_is_told_as_one(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built_for(*_: object) -> None:
+        raise ValueError("Cannot view a tensor")
+
+    monkeypatch.setattr("trainload.launch.worker.built_for", built_for)
+    with pytest.raises(TrainingError, match=r"making the graphs: .*Cannot view a tensor.*It would fail again, so it is not tried again"):
+        launch(package, written(tmp_path, "label", 1), tmp_path)
