@@ -125,6 +125,23 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("cache")
+def test_where_memory_is_short_graphs_are_compared_on_fewer_rows(
+    small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = launched(small, small_data, tmp_path / "plain", compile=False)
+    asked: list[int] = []
+
+    def fitting(module: GraphModule, inputs: object, rows: int, device: torch.device) -> int:
+        asked.append(rows)
+        return 1
+
+    monkeypatch.setattr(verifying, "fitting_rows", fitting)
+    losses = launched(small, small_data, tmp_path / "run")
+    assert asked == [small.recipe.global_batch]
+    assert difference(losses, expected) < 1e-5
+
+
+@pytest.mark.usefixtures("cache")
 def test_graphs_that_agree_are_compared_once_and_trained(small: Package, small_data: Path, tmp_path: Path) -> None:
     losses = launched(small, small_data, tmp_path / "run")
     assert difference(losses, launched(small, small_data, tmp_path / "plain", compile=False)) < 1e-5
