@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from trainload.sharding.plan import Plan
+
 T = TypeVar("T")
 
 
@@ -17,6 +19,25 @@ def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(found, value, group=control)
     return found
+
+
+def group_of_stage(plan: Plan, rank: int, control: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that call the same graphs in the same order as this one: of a pipeline those with the same stages, otherwise all.
+
+    Args:
+        plan: how the run is divided.
+        rank: this one.
+        control: all ranks, each of which must call this; None: there is one.
+    """
+    if plan.pipeline is None or control is None:
+        return control
+    ranks: dict[int, list[int]] = {}
+    for each in range(plan.world_size):
+        ranks.setdefault(plan.pipeline_index(each), []).append(each)
+    groups: dict[int, dist.ProcessGroup] = {}
+    for index, members in ranks.items():
+        groups[index] = dist.new_group(members, backend="gloo")  # every rank makes every group
+    return groups[plan.pipeline_index(rank)]
 
 
 def leave_groups() -> None:

@@ -91,7 +91,8 @@ class Verifier:
         rank: this rank.
         device: where it computes.
         folder: of the build, in which the comparisons are kept.
-        control: all ranks, on a backend of its own; None: there is one rank, or the others do not exist.
+        control: the ranks that call the same graphs in the same order, on a backend of their own: all, of a pipeline those with the same
+            stages, since the others wait for what these send. None: there is one rank, or the others do not exist.
         required: whether a graph that would run interpreted ends the run instead.
         decided: graph -> whether it runs interpreted, as the run has decided before.
         tell: told of every graph that will run interpreted; the same on every rank.
@@ -99,7 +100,7 @@ class Verifier:
 
     Attributes:
         device: as given.
-        decided: as given, and what has been decided since.
+        decided: as given, of the graphs of this build, and what has been decided since.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Verifier:
             CompileError: one that runs interpreted is among these, and the run requires that none does.
         """
         self._collectives, self._names = built.collectives, built.names()
+        self.decided = {name: interpreted for name, interpreted in self.decided.items() if name in self._names}
         failed = [Comparison(name, interpreted=True, error=reason) for name, reason in built.failed.items()]
         known = self._known(self._names)
         found = {comparison.graph: comparison for each in gathered(failed, self._control) for comparison in each} | known

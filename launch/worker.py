@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -36,7 +37,7 @@ from trainload.launch.drawing import draw_of, next_calls
 from trainload.launch.engine import Engine, GraphResult, StepResult
 from trainload.launch.evaluation import Evaluation
 from trainload.launch.explaining import Failing, explain, explain_without_rows
-from trainload.launch.groups import gathered
+from trainload.launch.groups import gathered, group_of_stage
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
 from trainload.launch.out_of_memory import is_out_of_memory
@@ -238,13 +239,15 @@ class _Worker:
             return built
         self._build_name = "+".join(sorted(set(gathered(folder.name, self._control))))
         kept: dict[str, Any] = {} if checkpoint is None else checkpoint.index.user.get(GRAPHS, {})
+        alike = group_of_stage(self._plan, self._place.rank, self._control)
+        self._speaks = alike is None or dist.get_rank(alike) == 0
         self._verifier = Verifier(
             self._package,
             self._plan,
             self._place.rank,
             self._device,
             folder,
-            self._control,
+            alike,
             required=self._spec.require_compiled,
             decided=kept.get(self._build_name),
             tell=self._tell_interpreted,
@@ -253,7 +256,7 @@ class _Worker:
         return self._verifier.verified(built)
 
     def _tell_interpreted(self, comparison: Comparison) -> None:
-        if self._place.rank == 0:
+        if self._speaks:
             self._contact.write("warning", message=f"{comparison}; it runs interpreted, which is slower", **asdict(comparison))
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
@@ -450,7 +453,8 @@ class _Worker:
             self._contact.met(Request.CHECKPOINT)
         user: dict[str, object] = {} if scaling is None else {SCALING: scaling}
         if self._verifier is not None:
-            user[GRAPHS] = {self._build_name: self._verifier.decided}
+            decided = gathered(self._verifier.decided, self._control)  # of a pipeline, each rank about its own stages
+            user[GRAPHS] = {self._build_name: dict(ChainMap(*decided))}
         if self._evaluated is not None and self._evaluated[0] == step and math.isfinite(self._evaluated[1]):
             user[EVALUATION] = self._evaluated[1]
         self._saver.save(step, self._engine.held.dump(), position, user)

@@ -27,7 +27,9 @@ from trainload.autograd_trace.aot import NotCompiled, compile_graph, derive
 from trainload.capture.errors import CompileError
 from trainload.capture.trace import capture
 from trainload.launch import verifying
+from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.journal import Event, read_events
+from trainload.launch.worker import GRAPHS
 from trainload.packaging.read import Package
 
 STEPS = 4
@@ -88,6 +90,24 @@ def test_two_ranks_find_it_and_decide_alike(fault: str, package: Package, data: 
     (losses,) = train(2, [run], tmp_path, act=partial(train_with_fault, fault))
     assert {warning.data["operator"] for warning in warnings_of(run.run_dir)} == {str(FAULTS[fault][0])}
     assert difference(losses, expected) < 1e-5
+
+
+@pytest.mark.matrix("backward, a wrong sign")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("cache")
+def test_ranks_of_a_pipeline_compare_the_graphs_of_their_stages(
+    fault: str, package: Package, data: Path, expected: list[float], tmp_path: Path
+) -> None:
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero0", pipeline_ranks=2, accumulate=2)
+    run = Run(tmp_path / "run", package, plan, data, {"steps": STEPS, "compile": True})
+    (losses,) = train(2, [run], tmp_path, act=partial(train_with_fault, fault))
+    warnings = [warning.data for warning in warnings_of(run.run_dir)]
+    assert {warning["operator"] for warning in warnings} == {str(FAULTS[fault][0])}
+    assert difference(losses, expected) < 1e-5
+    (path,) = run.run_dir.glob("checkpoints/step-*")
+    (decided,) = Checkpoint.open(path).index.user[GRAPHS].values()
+    assert {name for name, interpreted in decided.items() if interpreted} == {warning["graph"] for warning in warnings}
+    assert {name.split(".")[1] for name in decided} >= {"stage0", "stage1"}
 
 
 # A job whose graphs are compiled in a moment
