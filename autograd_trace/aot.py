@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import math
 import operator
 import os
@@ -381,13 +382,37 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     marked = dict.fromkeys(_CACHEABLE, True)
     whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
     try:
-        with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), whole:
+        with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), _in_order(), whole:
             artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
             artifact.save(path=str(path), format="binary")
     except OSError:
         raise
     except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
         raise NotCompiled(raised(error)) from error
+
+
+@contextlib.contextmanager
+def _in_order() -> Iterator[None]:
+    """Within it, what reads a value that an operator writes in place stays behind that operator.
+
+    Inductor renames a buffer with each operator that writes to it; waits for collectives do. For CPUs it fuses kernels of different
+    loops by computing the loops of one again, and with them what it reads, by the old names: such a kernel was moved before the wait
+    for the collective whose result it reads.
+    """
+    from torch._inductor.scheduler import SchedulerNode  # which takes a second to import
+
+    computing = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(computing)
+    def recompute(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        computing(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SchedulerNode.recompute_size_and_body = computing  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

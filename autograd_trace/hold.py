@@ -37,14 +37,18 @@ def hold_back(module: GraphModule) -> None:
     """Makes the nodes that compute forward's values again depend on a gradient computed right before them. In place; no value changes.
 
     Args:
-        module: a step graph after `remat.recompute`, or what a plan has made of it. Every node has `meta["val"]`.
+        module: a step graph after `remat.recompute`, or what a plan has made of it: of a pipeline, a part of a stage, to which the gradient
+            comes from the next one. Every node has `meta["val"]`.
     """
     graph = module.graph
     nodes = list(graph.nodes)
     if not any(RECOMPUTES in node.meta for node in nodes):
         return
-    begin = next(i for i, n in enumerate(nodes) if n.name == TANGENT)
-    late: set[Node] = set()
+    backward = [i for i, n in enumerate(nodes) if _is_of_backward(n)]
+    if not backward:
+        return  # forward of a stage
+    begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), backward[0])
+    late: set[Node] = set() if any(REPEATED in node.meta for node in nodes[:begin]) else {nodes[backward[0]]}
     """Nodes that cannot be computed before forward is over, and, in the backward part, not before `last`."""
     last: Node | None = None
     guards: dict[Node, Node] = {}
@@ -55,7 +59,7 @@ def hold_back(module: GraphModule) -> None:
             last = node if _has_an_element(node) else last
     for node in nodes[begin:]:
         if RECOMPUTES not in node.meta:
-            if any(s in late for s in node.all_input_nodes):
+            if node in late or any(s in late for s in node.all_input_nodes):
                 late.add(node)
                 last = node if _has_an_element(node) else last
                 copied.clear()
@@ -75,6 +79,11 @@ def hold_back(module: GraphModule) -> None:
             late.add(node)
     graph.lint()
     module.recompile()
+
+
+def _is_of_backward(node: Node) -> bool:
+    """Whether AOT autograd has traced a node in the backward pass."""
+    return node.meta.get("partitioner_tag") == "is_backward" and RECOMPUTES not in node.meta
 
 
 def _has_an_element(node: Node) -> bool:

@@ -38,8 +38,8 @@ from trainload.sharding.rank_graphs import RankGraphs, phases, rank_graphs, stag
 from trainload.sharding.rewrite import BETWEEN, Phase
 from trainload.sharding.step_graphs import step_graphs
 
-BUILD_VERSION = 13
-"""Part of every key: raise it when the graphs that are made of the same package and plan change."""
+BUILD_VERSION = 14
+"""Part of every key: raise it when the graphs that are made of the same package and plan change, or how they are compiled."""
 _SHAPING = {
     "strategy",
     "shard_ranks",
@@ -441,8 +441,10 @@ def _use_inductor_cache(cache_dir: Path) -> None:
 
 
 def _kernels(cache_dir: Path) -> Path:
-    """Return the folder of the node's kernels, which this process uses from now on. Each release of torch has its own."""
-    folder = private_folder(cache_dir / "kernels") / f"torch-{torch.__version__}"
+    """Return the folder of the node's kernels, which this process uses from now on. Each release of torch has its own, and each version of
+    builds: Inductor would find there what an earlier one has compiled.
+    """
+    folder = private_folder(cache_dir / "kernels") / f"torch-{torch.__version__}-{BUILD_VERSION}"
     use(folder)
     return private_folder(folder)
 

@@ -74,6 +74,23 @@ PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
     (None, {"pipeline_ranks": 4, "accumulate": 8, "schedule": "gpipe"}),
 )
 """Pipelines of four workers."""
+COMPILED: dict[str, tuple[int, Strategy | None, dict[str, Any]]] = {
+    "zero0": (2, "zero0", {}),
+    "zero1": (2, "zero1", {}),
+    "zero2": (2, "zero2", {"accumulate": 2}),
+    "zero3": (2, "zero3", {}),
+    "tensor": (2, None, {"tensor_ranks": 2}),
+    "sequence": (2, None, {"tensor_ranks": 2, "divide": "sequence"}),
+    "context": (2, None, {"tensor_ranks": 2, "divide": "context"}),
+    "1f1b": (2, None, {"pipeline_ranks": 2, "accumulate": 4}),
+    "zbv": (2, None, {"pipeline_ranks": 2, "accumulate": 4, "schedule": "zbv"}),
+    "pipeline of zero3": (4, *PIPED[0]),
+    "pipeline of two stages a rank": (4, *PIPED[1]),
+    "pipeline of tensor": (4, *PIPED[2]),
+}
+"""(workers, strategy, axes)"""
+FEW = 4
+"""Steps of what is compiled."""
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +187,19 @@ def test_pipelines_of_four_workers_have_the_losses_of_one(
         assert difference(curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")) <= TOLERANCE
     evaluated = [[event.data["loss"] for event in read_events(run.run_dir) if event.kind == "eval"] for run in runs]
     assert all(difference(evaluated[0], each) <= TOLERANCE for each in evaluated[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_workers_have_the_losses_of_one(
+    gpt: Package, gpt_source: Source, gpt_data: Path, gpt_held_out: Path, single: Path, tmp_path: Path, case: str
+) -> None:
+    workers, strategy, axes = COMPILED[case]
+    plan = trainload.plan(gpt_source, trainload.Cluster(devices_per_node=workers), strategy, bucket_bytes=SMALL, **axes)
+    options = {"steps": FEW, "eval_data": str(gpt_held_out), "eval_every": FEW // 2, "compile": True}
+    (losses,) = train(workers, [Run(tmp_path / "run", gpt, plan, gpt_data, options)], tmp_path)
+    assert difference(curve(single)[:FEW], losses) <= TOLERANCE
+    assert [event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"] == []
 
 
 def test_one_worker_that_accumulates_has_the_same_losses(

@@ -14,6 +14,8 @@ from tests.sharding.given import value
 from torch import Tensor
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.autograd_trace.hold import hold_back
+from trainload.autograd_trace.remat import RECOMPUTES
 from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
@@ -22,6 +24,7 @@ from trainload.sharding.pipeline.balance import choose_stages
 from trainload.sharding.pipeline.stages import Part, Stages, cut
 from trainload.sharding.rewrite import BETWEEN
 
+aten = torch.ops.aten
 CASES = {
     "gpt": (2, 3, 4),
     "llama": (2, 3),
@@ -70,9 +73,10 @@ def stages_of(case: str, count: int) -> tuple[Stages, dict[str, tuple[int, ...]]
     return cut(step, homes, count), homes
 
 
-def run(case: str, count: int, *, halves: bool) -> dict[Port, Tensor]:
+def run(case: str, count: int, *, halves: bool, stages: Stages | None = None) -> dict[Port, Tensor]:
     """Forward and backward of all stages, one after the other: what they put out together."""
-    of, (stages, homes) = captured(case), stages_of(case, count)
+    of, (made, homes) = captured(case), stages_of(case, count)
+    stages = stages or made
     held: list[dict[str, Tensor]] = [{} for _ in range(count)]
     found: dict[Port, Tensor] = {}
 
@@ -110,6 +114,20 @@ def test_stages_compute_what_the_graph_computes(case: str, count: int, halves: b
     assert set(found) == set(wanted)
     for port, result in wanted.items():
         assert torch.equal(found[port], result), port
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "in halves"])
+def test_what_backward_computes_again_is_held_back_in_each_stage(halves: bool) -> None:
+    case = captured("checkpoint_sequential")
+    _, homes = stages_of("checkpoint_sequential", 2)
+    stages = cut(case.step, homes, 2)
+    repeating = {key for key, graph in stages.parts.items() if any(RECOMPUTES in node.meta for node in graph.module.graph.nodes)}
+    for graph in stages.parts.values():
+        hold_back(graph.module)
+    found = run("checkpoint_sequential", 2, halves=halves, stages=stages)
+    assert all(torch.equal(found[port], result) for port, result in case.whole().items())
+    held = {key for key, graph in stages.parts.items() if any(node.target is aten.isnan.default for node in graph.module.graph.nodes)}
+    assert repeating and held == repeating
 
 
 @some_of_both
