@@ -1,7 +1,7 @@
 """The node's cache: what all of its processes share, and run; and what is removed of it when it grows too large.
 
 packages/NAME, data/NAME     entries: a fetched or derived package, a converted data set,
-compiled/NAME, kernels/NAME  the compiled graphs of a package under a plan, and all kernels that one release of torch has compiled for one version of builds
+compiled/NAME, kernels/NAME  the compiled graphs of a package under a plan, and all kernels of a release of torch and a version of builds
 .../NAME.lock                locked by who makes or removes the entry
 .../NAME.used                locked, with others, by each process that uses it; its time is that of the last use
 """
