@@ -92,7 +92,7 @@ def test_two_ranks_find_it_and_decide_alike(fault: str, package: Package, data: 
     assert difference(losses, expected) < 1e-5
 
 
-@pytest.mark.matrix("backward, a wrong sign")
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("cache")
 def test_ranks_of_a_pipeline_compare_the_graphs_of_their_stages(
@@ -142,6 +142,19 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "x.npz"
     np.savez(path, x=np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32))
     return path
+
+
+@pytest.mark.slow
+def test_a_compiled_pipeline_trains_as_one_process(small_data: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    job = Job(model, {"x": torch.randn(4, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=small_loss)
+    package = trainload.freeze(job, tmp_path / "job.tl")
+    expected = launched(package, small_data, tmp_path / "plain", compile=False)
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero0", pipeline_ranks=2, accumulate=2)
+    (losses,) = train(2, [Run(tmp_path / "run", package, plan, small_data, {"steps": STEPS, "compile": True})], tmp_path)
+    assert difference(losses, expected) < 1e-5
+    assert warnings_of(tmp_path / "run") == []
 
 
 @pytest.mark.usefixtures("cache")
