@@ -393,11 +393,11 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
 
 @contextlib.contextmanager
 def _in_order() -> Iterator[None]:
-    """Within it, what reads a value that an operator writes in place stays behind that operator.
+    """Keep kernels behind the operators that write in place to what they read, such as the wait for a collective.
 
-    Inductor renames a buffer with each operator that writes to it; waits for collectives do. For CPUs it fuses kernels of different
-    loops by computing the loops of one again, and with them what it reads, by the old names: such a kernel was moved before the wait
-    for the collective whose result it reads.
+    Inductor gives a buffer a new name for each operator that writes to it. To fuse CPU kernels with different loops, it recomputes the
+    loops of one kernel and its reads, and there uses the buffer's old name. A kernel could then run before the wait for the collective
+    whose result it reads.
     """
     from torch._inductor.scheduler import SchedulerNode  # which takes a second to import
 

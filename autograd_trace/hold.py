@@ -37,8 +37,8 @@ def hold_back(module: GraphModule) -> None:
     """Makes the nodes that compute forward's values again depend on a gradient computed right before them. In place; no value changes.
 
     Args:
-        module: a step graph after `remat.recompute`, or what a plan has made of it: of a pipeline, a part of a stage, to which the gradient
-            comes from the next one. Every node has `meta["val"]`.
+        module: a step graph after `remat.recompute`, as a plan has rewritten it, or one part of a pipeline stage. Every node has
+            `meta["val"]`.
     """
     graph = module.graph
     nodes = list(graph.nodes)
@@ -46,7 +46,7 @@ def hold_back(module: GraphModule) -> None:
         return
     backward = [i for i, n in enumerate(nodes) if _is_of_backward(n)]
     if not backward:
-        return  # forward of a stage
+        return  # the forward part of a pipeline stage
     begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), backward[0])
     late: set[Node] = set() if any(REPEATED in node.meta for node in nodes[:begin]) else {nodes[backward[0]]}
     """Nodes that cannot be computed before forward is over, and, in the backward part, not before `last`."""
@@ -82,7 +82,7 @@ def hold_back(module: GraphModule) -> None:
 
 
 def _is_of_backward(node: Node) -> bool:
-    """Whether AOT autograd has traced a node in the backward pass."""
+    """Whether a node is part of the backward pass and not a copy of a forward node."""
     return node.meta.get("partitioner_tag") == "is_backward" and RECOMPUTES not in node.meta
 
 

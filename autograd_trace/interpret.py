@@ -150,8 +150,8 @@ class GraphInterpreter(Interpreter):
         return self._device if isinstance(value, torch.device) and value.type != "meta" else value
 
     def _retargeted_view(self, target: Any, node: Node | None) -> Any:
-        """Return `reshape` in place of `view` on another device than the capture's: kernels of attention lay out their results otherwise
-        there, and what was a view may need a copy.
+        """Return `reshape` for a `view` on another device than the capture's: attention kernels give other strides there, which may need a
+        copy.
         """
         if target is not aten.view.default or node is None or not isinstance(value := node.meta.get("val"), Tensor):
             return target

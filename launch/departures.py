@@ -29,7 +29,7 @@ Departs = Callable[[Sequence[Node]], bool | None]
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps the value of every node, as it was when it was made; of a GPU's, copies in the machine's memory."""
+    """Runs a graph and keeps the value of every node as it was when it was computed; values on a GPU are copied to host memory."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
@@ -190,7 +190,7 @@ def _is_sized(node: Node) -> bool:
 
 
 def _given(node: Node, value: Any, *, copied: bool) -> Any:
-    """A node's value where the graph has it."""
+    """Return a node's value on the node's device."""
     if not isinstance(value, Tensor):
         return value
     device = node.meta["val"].device

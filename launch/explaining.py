@@ -68,7 +68,7 @@ def explain(error: Exception, failing: Failing, data: RunData, source: str, when
 
 
 def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
-    """Return what a user should read in place of an error that no row can be the reason of; None where another rank or the machine may be.
+    """Return what a user should read in place of an error that no row of the data causes; None where another rank or the machine may.
 
     Args:
         error: as of `explain`.
@@ -76,7 +76,7 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
     """
     if isinstance(error, TrainloadError):
         return error
-    if _may_be_of_peers(error) or _may_be_of_the_machine(error):
+    if is_out_of_memory(error) or _may_be_of_peers(error) or _may_be_of_the_machine(error):
         return None
     return TrainingError(
         raised(error).rstrip("."),

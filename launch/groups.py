@@ -22,21 +22,19 @@ def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
 
 
 def group_of_stage(plan: Plan, rank: int, control: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that call the same graphs in the same order as this one: of a pipeline those with the same stages, otherwise all.
+    """Return the group of the ranks that call the same graphs in the same order: all ranks, or those with the same pipeline stages.
 
     Args:
-        plan: how the run is divided.
-        rank: this one.
-        control: all ranks, each of which must call this; None: there is one.
+        plan: the run's plan.
+        rank: this rank.
+        control: the group of all ranks, each of which must call this; None: there is one rank.
     """
     if plan.pipeline is None or control is None:
         return control
-    ranks: dict[int, list[int]] = {}
-    for each in range(plan.world_size):
-        ranks.setdefault(plan.pipeline_index(each), []).append(each)
-    groups: dict[int, dist.ProcessGroup] = {}
-    for index, members in ranks.items():
-        groups[index] = dist.new_group(members, backend="gloo")  # every rank makes every group
+    groups: list[dist.ProcessGroup] = []
+    for index in range(plan.pipeline_ranks):  # every rank makes every group
+        members = [each for each in range(plan.world_size) if plan.pipeline_index(each) == index]
+        groups.append(dist.new_group(members, backend="gloo"))
     return groups[plan.pipeline_index(rank)]
 
 

@@ -287,7 +287,7 @@ class _Compared:
         began = time.perf_counter()
         with self._verifier.comparing():
             results = self._first(arguments)
-            _close_gaps(self._verifier.device)
+            _free_cached(self._verifier.device)
         self._verifier.seconds += time.perf_counter() - began
         return results
 
@@ -316,15 +316,15 @@ class _Compared:
 class _Trial:
     """One call of a graph, made interpreted and compiled on the same arguments.
 
-    What is compared lies in the machine's memory, so that a GPU holds at a time what one call of the graph needs. An update writes to the
-    arguments themselves, which are as they were before each call.
+    What is compared is kept in host memory, so that a GPU needs memory for one call at a time. An update writes to the arguments
+    themselves, which are restored before each call.
 
     Raises: what the interpreted graph raises, and what an allocator does.
     """
 
     def __init__(self, verifier: Verifier, graph: BuiltGraph, plain: GraphModule, arguments: Sequence[Tensor]) -> None:
         self._verifier, self._graph, self._plain, self._arguments = verifier, graph, plain, arguments
-        _close_gaps(verifier.device)
+        _free_cached(verifier.device)
         self._before = self._written()
         self._expected = self._outcome(plain(*arguments))
         self._kept: _Outcome | None = None
@@ -405,20 +405,20 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a call wrote to its arguments, if it writes to them, and what it gave; in the machine's memory."""
+    """The results of a call, and the arguments that it wrote to, copied to host memory."""
 
     written: list[Tensor]
     results: list[Tensor]
 
 
-def _close_gaps(device: torch.device) -> None:
-    """Give back what a GPU's allocator holds and nobody uses: calls of one size leave blocks that one of another size cannot use."""
+def _free_cached(device: torch.device) -> None:
+    """Free the unused blocks of a GPU's allocator: those left by calls of one size cannot serve a call of another size."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _batch(plain: GraphModule, inputs: Sequence[Port]) -> list[int]:
-    """Which of a graph's arguments have the batch's rows; none where their number is fixed, or other arguments depend on it."""
+    """Return the positions of the arguments that have the batch's rows; none where that number is fixed or other arguments have it."""
     values = [node.meta["val"] for node in plain.graph.nodes if node.op == "placeholder"]
     batch = [number for number, port in enumerate(inputs) if port.role is Role.BATCH]
     fixed = any(not values[number].ndim or isinstance(values[number].shape[0], int) for number in batch)

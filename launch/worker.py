@@ -40,7 +40,6 @@ from trainload.launch.explaining import Failing, explain, explain_without_rows
 from trainload.launch.groups import gathered, group_of_stage
 from trainload.launch.libraries import library_warnings
 from trainload.launch.opening import trained_package
-from trainload.launch.out_of_memory import is_out_of_memory
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
 from trainload.launch.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
@@ -228,7 +227,7 @@ class _Worker:
             return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
         except Exception as error:
             explained = explain_without_rows(error, "making the graphs")
-            if explained is None or explained is error or is_out_of_memory(error):
+            if explained is None or explained is error:
                 raise
             raise explained from error
 

@@ -1,4 +1,4 @@
-"""What a compiled graph reads of a collective's result, it reads after the wait for it."""
+"""Compiled kernels read the result of a collective after the wait for it."""
 
 from __future__ import annotations
 

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.launch.wide import ROWS as WIDE_ROWS
+from tests.launch.wide import WIDTH as WIDE_WIDTH
+from tests.launch.wide import wide_job
 from torch import Tensor, nn, optim
 from torch.nn import functional
 
@@ -29,7 +32,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.skipif(not torch.cu
 WORDS, LENGTH, WIDTH, ROWS, STEPS, SEED = 97, 16, 32, 8, 6, 3
 BAD = int(rows(SEED, ROWS * STEPS, ROWS, ROWS)[5])
 """A row of the second step."""
-WIDE, WIDE_ROWS = 4096, 512
 GIB = 2**30
 
 
@@ -47,19 +49,6 @@ class Words(nn.Module):
         return logits
 
 
-class Wide(nn.Module):
-    """(rows, 64) -> (rows, 64); in between, interpreted, several MiB for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-        self.scale = nn.Parameter(torch.ones(WIDE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        spread = torch.tanh(self.layer(x).unsqueeze(-1) * self.scale)
-        return torch.tanh(spread * spread).mean(-1)
-
-
 def of_words(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     tokens = batch["tokens"]
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -68,11 +57,6 @@ def of_words(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def in_bfloat16(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.autocast(batch["tokens"].device.type, dtype=torch.bfloat16):
         return of_words(model, batch)
-
-
-def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    found: Tensor = model(batch["x"]).square().mean()
-    return found
 
 
 def adamw(model: nn.Module) -> optim.Optimizer:
@@ -92,8 +76,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    made = trainload.Job(Wide(), {"x": torch.randn(4, 64)}, adamw, loss=squares, steps=2, global_batch=WIDE_ROWS)
-    return trainload.freeze(made, tmp_path_factory.mktemp("wide") / "job.tl")
+    return trainload.freeze(wide_job(), tmp_path_factory.mktemp("wide") / "job.tl")
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +179,7 @@ def but(room: int) -> Tensor:
 
 
 def test_the_error_says_what_was_held_and_which_plan_needs_less(wide: Package, tmp_path: Path) -> None:
-    np.savez(tmp_path / "rows.npz", x=np.zeros((WIDE_ROWS, 64), np.float32))
+    np.savez(tmp_path / "rows.npz", x=np.zeros((WIDE_ROWS, WIDE_WIDTH), np.float32))
     held = but(GIB // 2)
     with pytest.raises(OutOfMemoryError) as caught:
         launched(wide, tmp_path / "rows.npz", tmp_path, "local", compile=False)
@@ -206,7 +189,7 @@ def test_the_error_says_what_was_held_and_which_plan_needs_less(wide: Package, t
 
 
 def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(wide: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez(tmp_path / "rows.npz", x=np.random.default_rng(0).standard_normal((WIDE_ROWS, 64), np.float32))
+    np.savez(tmp_path / "rows.npz", x=np.random.default_rng(0).standard_normal((WIDE_ROWS, WIDE_WIDTH), np.float32))
     for number in range(2):  # the second one compares nothing
         torch.cuda.reset_peak_memory_stats()
         launched(wide, tmp_path / "rows.npz", tmp_path / f"free-{number}", "local")

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.launch.wide import ROWS, WIDTH, wide_job
 from tests.ranks import ran
-from torch import Tensor, nn, optim
 
 import trainload
 from trainload.capture.errors import OutOfMemoryError
@@ -18,37 +18,13 @@ from trainload.launch.journal import read_events
 from trainload.launch.out_of_memory import is_out_of_memory
 from trainload.packaging.read import Package
 
-ROWS, WIDTH, WIDE = 512, 64, 4096
 MORE = 700 * 2**20
 """Bytes that the process may take beside those that it has: less than an activation of all rows in one call."""
 
 
-class Wide(nn.Module):
-    """(rows, WIDTH) -> (rows, WIDTH); in between a MiB for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        spread = torch.tanh(self.layer(x).unsqueeze(-1) * self.scale)
-        return torch.tanh(spread * spread).mean(-1)
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    found: Tensor = model(batch["x"]).square().mean()
-    return found
-
-
-def adam(model: nn.Module) -> optim.Optimizer:
-    return optim.Adam(model.parameters())
-
-
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    job = trainload.Job(Wide(), {"x": torch.randn(4, WIDTH)}, adam, loss=loss, steps=2, global_batch=ROWS)
-    return trainload.freeze(job, tmp_path_factory.mktemp("wide") / "job.tl")
+    return trainload.freeze(wide_job(), tmp_path_factory.mktemp("wide") / "job.tl")
 
 
 def train_with_little_memory(package: str, data: str, run_dir: str) -> None:

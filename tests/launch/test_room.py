@@ -1,4 +1,4 @@
-"""How many rows a graph is compared with follows from the memory that is left."""
+"""The number of rows that graphs are compared on follows from the free memory."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.journal import Event, read_events
 from trainload.launch.worker import GRAPHS
 from trainload.packaging.read import Package
+from trainload.sharding.strategies import Strategy
 
 STEPS = 4
 ABS = "forward, a wrong kernel"
@@ -81,14 +82,22 @@ def test_a_fault_of_the_compiler_is_found_with_its_operator(
     assert difference(losses, expected) < 1e-5
 
 
+def launched_on_two_ranks(
+    fault: str, package: Package, data: Path, folder: Path, strategy: Strategy, **axes: Any
+) -> tuple[Path, list[float]]:
+    """Train compiled with a planted fault; return the run's folder and its losses."""
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), strategy, **axes)
+    run = Run(folder / "run", package, plan, data, {"steps": STEPS, "compile": True})
+    (losses,) = train(2, [run], folder, act=partial(train_with_fault, fault))
+    assert {warning.data["operator"] for warning in warnings_of(run.run_dir)} == {str(FAULTS[fault][0])}
+    return run.run_dir, losses
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("cache")
 def test_two_ranks_find_it_and_decide_alike(fault: str, package: Package, data: Path, expected: list[float], tmp_path: Path) -> None:
-    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
-    run = Run(tmp_path / "run", package, plan, data, {"steps": STEPS, "compile": True})
-    (losses,) = train(2, [run], tmp_path, act=partial(train_with_fault, fault))
-    assert {warning.data["operator"] for warning in warnings_of(run.run_dir)} == {str(FAULTS[fault][0])}
+    _, losses = launched_on_two_ranks(fault, package, data, tmp_path, "zero3")
     assert difference(losses, expected) < 1e-5
 
 
@@ -98,15 +107,11 @@ def test_two_ranks_find_it_and_decide_alike(fault: str, package: Package, data: 
 def test_ranks_of_a_pipeline_compare_the_graphs_of_their_stages(
     fault: str, package: Package, data: Path, expected: list[float], tmp_path: Path
 ) -> None:
-    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero0", pipeline_ranks=2, accumulate=2)
-    run = Run(tmp_path / "run", package, plan, data, {"steps": STEPS, "compile": True})
-    (losses,) = train(2, [run], tmp_path, act=partial(train_with_fault, fault))
-    warnings = [warning.data for warning in warnings_of(run.run_dir)]
-    assert {warning["operator"] for warning in warnings} == {str(FAULTS[fault][0])}
+    run_dir, losses = launched_on_two_ranks(fault, package, data, tmp_path, "zero0", pipeline_ranks=2, accumulate=2)
     assert difference(losses, expected) < 1e-5
-    (path,) = run.run_dir.glob("checkpoints/step-*")
+    (path,) = run_dir.glob("checkpoints/step-*")
     (decided,) = Checkpoint.open(path).index.user[GRAPHS].values()
-    assert {name for name, interpreted in decided.items() if interpreted} == {warning["graph"] for warning in warnings}
+    assert {name for name, interpreted in decided.items() if interpreted} == {warning.data["graph"] for warning in warnings_of(run_dir)}
     assert {name.split(".")[1] for name in decided} >= {"stage0", "stage1"}
 
 
