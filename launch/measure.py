@@ -111,13 +111,20 @@ def _nothing() -> None:
 
 
 def products(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second that large products of matrices reach on a device."""
-    for size in (1024, 8192) if device.type == "cuda" else (256, 1024):
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = _timed(functools.partial(torch.mm, left, right), device)
-        if seconds > _SECONDS / 10:  # there are no instructions for it, as for float16 in most CPUs: a larger one would take seconds
-            break
-    return 2.0 * size**3 / seconds
+    """Operations a second that large products of matrices reach on a device; smaller ones, where large ones would take long.
+
+    They do where there are no instructions for the dtype, as for float16 in most CPUs.
+    """
+    small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
+    seconds = _product(device, dtype, small)
+    if seconds * (large / small) ** 3 > _SECONDS:
+        return 2.0 * small**3 / seconds
+    return 2.0 * large**3 / _product(device, dtype, large)
+
+
+def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return _timed(functools.partial(torch.mm, left, right), device)
 
 
 def _attention(device: torch.device) -> float:
