@@ -7,7 +7,7 @@
 #   make check   lint, format, types and the quick tests
 #   make grid    every strategy with every kind of model, against one process: docs/grid.md
 #   make browser  opens the page of a run in Chromium, which it installs where it is missing
-#   make coverage-suite   which models can be frozen: docs/coverage.md, in about an hour
+#   make coverage-suite   which models can be frozen: docs/coverage.md, in some hours
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -87,6 +87,11 @@ def with_every_stage(found: Outcome) -> Outcome:
     return {**found, "stages": {name: found["stages"].get(name, lacking) for name in STAGES}}
 
 
+def lacks_a_stage(found: Outcome) -> bool:
+    """Whether a case was run when there were fewer stages."""
+    return any(stage["state"] == NOT_RUN for stage in found["stages"].values())
+
+
 def without_folders(text: str) -> str:
     """A message whose paths begin in the repository or in the folder of installed packages."""
     return re.sub(r"[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text)

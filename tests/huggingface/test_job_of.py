@@ -188,6 +188,11 @@ def test_the_rows_of_an_update_are_those_of_all_microbatches() -> None:
     assert job_of(gpt2(), batch(), settings(per_device_train_batch_size=3, gradient_accumulation_steps=5)).global_batch == 15
 
 
+@pytest.mark.parametrize(("given", "seed"), [({}, 42), ({"seed": 7}, 7), ({"seed": 7, "data_seed": 0}, 0), ({"data_seed": 3}, 3)])
+def test_the_seed_is_that_of_the_data_where_one_is_given(given: dict[str, Any], seed: int) -> None:
+    assert job_of(gpt2(), batch(), settings(**given)).seed == seed
+
+
 def test_a_share_of_the_steps_may_be_warmup() -> None:
     job = job_of(gpt2(), batch(), settings(max_steps=20, warmup_steps=0.2, lr_scheduler_type="constant_with_warmup", learning_rate=1.0))
     assert job.schedule is not None
