@@ -40,9 +40,8 @@ A case is a model with seeded random weights and a loss. The stages, each of whi
 | two workers | two processes on gloo, {shared} rows between them, have the loss and the gradients of one worker (twice the tolerance) |
 
 Eager is a plain training step of the case's own code: `loss.backward()`, no part of trainload. Differences are relative L2 distances: at
-most {full:g} in float32, {low:g} where something computes in 16 bits, {autocast:g} in the column bfloat16; gradients
-below {noise:g} of all gradients' norm are compared with
-that part.
+most {full:g} in float32, {low:g} where something computes in 16 bits, {autocast:g} in the column bfloat16, or what is at most {further:g}
+times as far from eager in float32 as eager under autocast is; gradients below {noise:g} of all gradients' norm are compared with that part.
 trainload's random numbers are a function of (seed, step, site, element), so the eager step is run with its random kernels (`bernoulli_`,
 `rand_like`, ...) drawing those numbers: dropout stays on, and everything around the draw is torch's own code. Rows that depend on one
 another (batch statistics, in-batch negatives) make two workers compute the mean over two halves, as in any data parallel training: there
@@ -105,6 +104,7 @@ def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None
         full=stages.FULL,
         low=stages.LOW,
         autocast=stages.AUTOCAST,
+        further=stages.FURTHER,
         noise=stages.NOISE,
     )
     parts = [head, _summary(results, used), _torch_samples()]

@@ -86,6 +86,15 @@ def test_a_wrong_gradient_is_seen(found: torch.Tensor, said: str) -> None:
     assert (said in problem) if said else problem == ""
 
 
+@pytest.mark.parametrize(
+    ("eager", "found", "right"),
+    [(1.1, 0.9, True), (1.1, 1.14, True), (1.1, 1.2, False), (1.0, 1.2, False), (float("nan"), 1.0, False), (1.1, float("nan"), False)],
+)
+def test_a_rounded_gradient_may_be_as_far_from_the_precise_one_as_eagers(eager: float, found: float, right: bool) -> None:
+    rounded, graph, precise = ({"gradient/a": torch.tensor(value)} for value in (eager, found, 1.0))
+    assert (difference(rounded, graph, 1e-3, precise) == "") == right
+
+
 def test_a_missing_gradient_is_seen() -> None:
     eager = {"gradient/a": torch.tensor(1.0), "gradient/b": torch.tensor(0.0)}
     assert "gradient a" in difference(eager, {"gradient/b": torch.tensor(0.0)}, 1e-5)
