@@ -81,7 +81,8 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
     return TrainingError(
         raised(error).rstrip("."),
         where=when,
-        cure="The traceback is in the rank's log (trainload logs). It would fail again, so it is not tried again.",
+        cure="The traceback is in the rank's log (trainload logs RUN --rank N; an evaluation keeps one with --run-dir). "
+        "It would fail again, so it is not tried again.",
     )
 
 

@@ -31,6 +31,14 @@ def log_name(rank: int) -> str:
     return f"rank-{rank:05}.log"
 
 
+def append_log(run_dir: Path, rank: int, text: str) -> None:
+    """Append to what a rank has printed. Where storage fails, the text is lost."""
+    with suppress(OSError):
+        (run_dir / LOGS).mkdir(exist_ok=True)
+        with (run_dir / LOGS / log_name(rank)).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that happened. `time`: seconds since 1970.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainload.capture.errors import ClusterError
+from trainload.capture.errors import ClusterError, RunInterrupted
+from trainload.capture.redaction import redacted
 from trainload.launch.contact import FileContact, Request, demand_taken_back, take_back
 from trainload.launch.groups import leave_groups
-from trainload.launch.journal import stream_events
+from trainload.launch.journal import append_log, stream_events
 from trainload.launch.processes import in_main_thread, is_nobodys
 from trainload.launch.spec import RunSpec
 from trainload.launch.state import Summary
@@ -49,6 +51,8 @@ def _work(spec: RunSpec, place: Place) -> None:
         run_worker(spec, place, contact)
     except BaseException as error:
         contact.part(error)
+        if isinstance(error, Exception) and not isinstance(error, RunInterrupted):
+            append_log(Path(spec.run_dir), place.rank, redacted(traceback.format_exc()))
         raise
     finally:
         contact.close()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import LOGS, Event, Journal, log_name, stream_events
+from trainload.launch.journal import Event, Journal, append_log, stream_events
 from trainload.launch.state import Summary
 
 
@@ -28,7 +27,7 @@ class Book:
 
     def __init__(self, run_dir: Path, on_event: Callable[[Event], None]) -> None:
         self._journal = Journal(run_dir)
-        self._logs = run_dir / LOGS
+        self._run_dir = run_dir
         self._on_event = on_event
         self._unwritten: list[Event] = []
         self._owed = 0
@@ -56,10 +55,7 @@ class Book:
     def keep(self, printed: Mapping[int, str]) -> None:
         """What ranks have printed. Where storage fails, it is lost."""
         for rank, text in printed.items():
-            with suppress(OSError):
-                self._logs.mkdir(exist_ok=True)
-                with (self._logs / log_name(rank)).open("a", encoding="utf-8") as file:
-                    file.write(text)
+            append_log(self._run_dir, rank, text)
 
     @property
     def has_checkpoint(self) -> bool:

@@ -188,10 +188,10 @@ def inverted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return inverse.square().mean()
 
 
-@pytest.mark.slow
-def test_another_failure_says_at_which_step_and_is_not_tried_again(tmp_path: Path) -> None:
+def test_another_failure_says_at_which_step_and_its_traceback_is_in_the_log(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=f"step {STEP + 1}: RuntimeError: linalg.inv: a matrix is singular"):
         launch(frozen(inverted, tmp_path), written(tmp_path, "label", 0), tmp_path, compile=False)
+    assert "RuntimeError: linalg.inv: a matrix is singular" in (tmp_path / "run" / LOGS / log_name(0)).read_text()
 
 
 def test_an_error_of_the_machine_is_not_said_to_come_again(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
