@@ -35,7 +35,6 @@ def train_with_little_memory(package: str, data: str, run_dir: str) -> None:
     trainload.launch(opened, plan, data, run_dir=run_dir, backend="local", compile=False)
 
 
-@pytest.mark.slow
 def test_the_error_says_what_was_held_and_which_plan_needs_less(package: Package, tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", x=np.zeros((ROWS, WIDTH), np.float32))
     status, said = ran(train_with_little_memory, str(package.path), str(tmp_path / "rows.npz"), str(tmp_path / "run"), cwd=tmp_path)
