@@ -81,7 +81,7 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
     return TrainingError(
         raised(error).rstrip("."),
         where=when,
-        cure="The traceback is in the rank's log (trainload logs RUN --rank N; an evaluation keeps one with --run-dir). "
+        cure="The traceback is in the rank's log: trainload logs RUN --rank N. An evaluation keeps its logs only with --run-dir. "
         "It would fail again, so it is not tried again.",
     )
 

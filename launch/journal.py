@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,11 +33,23 @@ def log_name(rank: int) -> str:
 
 
 def append_log(run_dir: Path, rank: int, text: str) -> None:
-    """Append to what a rank has printed. Where storage fails, the text is lost."""
+    """Append text to a rank's log. If storage fails, the text is discarded."""
     with suppress(OSError):
         (run_dir / LOGS).mkdir(exist_ok=True)
         with (run_dir / LOGS / log_name(rank)).open("a", encoding="utf-8") as file:
             file.write(text)
+
+
+@contextmanager
+def tracebacks_to(write: Callable[[str], object]) -> Iterator[None]:
+    """Pass the traceback of an exception raised inside to `write`, and raise it again. An interrupted run has none to report."""
+    try:
+        yield
+    except RunInterrupted:
+        raise
+    except Exception:
+        write(traceback.format_exc())
+        raise
 
 
 @dataclass(frozen=True, slots=True)

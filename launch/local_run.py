@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainload.capture.errors import ClusterError, RunInterrupted
+from trainload.capture.errors import ClusterError
 from trainload.capture.redaction import redacted
 from trainload.launch.contact import FileContact, Request, demand_taken_back, take_back
 from trainload.launch.groups import leave_groups
-from trainload.launch.journal import append_log, stream_events
+from trainload.launch.journal import append_log, stream_events, tracebacks_to
 from trainload.launch.processes import in_main_thread, is_nobodys
 from trainload.launch.spec import RunSpec
 from trainload.launch.state import Summary
@@ -48,11 +47,10 @@ def _work(spec: RunSpec, place: Place) -> None:
     spec = spec.model_copy(update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None})
     contact = FileContact(Path(spec.run_dir), place.rank, before)
     try:
-        run_worker(spec, place, contact)
+        with tracebacks_to(lambda text: append_log(Path(spec.run_dir), place.rank, redacted(text))):
+            run_worker(spec, place, contact)
     except BaseException as error:
         contact.part(error)
-        if isinstance(error, Exception) and not isinstance(error, RunInterrupted):
-            append_log(Path(spec.run_dir), place.rank, redacted(traceback.format_exc()))
         raise
     finally:
         contact.close()

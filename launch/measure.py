@@ -111,9 +111,9 @@ def _nothing() -> None:
 
 
 def products(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second that large products of matrices reach on a device; smaller ones, where large ones would take long.
+    """Return the operations per second of large matrix products on a device.
 
-    They do where there are no instructions for the dtype, as for float16 in most CPUs.
+    Smaller matrices are used if large ones would be slow: without instructions for the dtype, as for float16 on most CPUs.
     """
     small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
     seconds = _product(device, dtype, small)

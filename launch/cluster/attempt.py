@@ -8,11 +8,9 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +27,7 @@ from trainload.capture.errors import RunInterrupted, TrainloadError
 from trainload.launch.cluster.mailbox import Mailbox, RayContact
 from trainload.launch.cluster.nodes import NODE_LABEL, resource_of
 from trainload.launch.cluster.output import heard
-from trainload.launch.journal import POLL_SECONDS
+from trainload.launch.journal import POLL_SECONDS, tracebacks_to
 from trainload.launch.spec import RunSpec
 from trainload.packaging.credentials import no_secrets_raised
 
@@ -167,7 +165,8 @@ def _loop(config: dict[str, Any]) -> None:
     try:
         if orders.seats.index(place.node) == rank:
             compile_ahead(orders.spec, local_world, contact)
-        with heard(contact.printed), no_secrets_raised(), _traceback_printed():
+        # Ray's own report of an exception does not reach the rank's log
+        with heard(contact.printed), no_secrets_raised(), tracebacks_to(sys.stderr.write):
             run_worker(orders.spec, place, contact)
     except RunInterrupted:
         return  # the driver says so; for Ray it is no failure
@@ -179,18 +178,6 @@ def _loop(config: dict[str, Any]) -> None:
         raise
     finally:
         contact.close()
-
-
-@contextmanager
-def _traceback_printed() -> Iterator[None]:
-    """Print the traceback of what is raised, for the rank's log; Ray's own report of it does not reach that."""
-    try:
-        yield
-    except RunInterrupted:
-        raise
-    except Exception:
-        traceback.print_exc()
-        raise
 
 
 class Attempt:

@@ -45,7 +45,7 @@ FULL, LOW, AUTOCAST = 3e-5, 5e-3, 2e-2
 """Greatest relative L2 difference of a loss or gradient: in float32, where something computes in 16 bits, and under autocast to bfloat16,
 where almost all does (a rounding is up to 0.004)."""
 FURTHER = 1.5
-"""Under autocast a value may differ by more, where it is at most so many times as far from eager's in float32 as eager's own is."""
+"""Under autocast a larger difference is accepted if the distance from eager in float32 is at most this multiple of eager's own."""
 NOISE = 1e-2
 """Gradients below this part of all gradients' norm are compared with that part: some are zero but for rounding (a bias before a norm)."""
 ELSEWHERE = Path(__file__).with_name("elsewhere.py")
@@ -90,7 +90,7 @@ def with_every_stage(found: Outcome) -> Outcome:
 
 
 def lacks_a_stage(found: Outcome) -> bool:
-    """Whether a case was run when there were fewer stages."""
+    """Return whether the record of a case has no result for some stage."""
     return any(stage["state"] == NOT_RUN for stage in found["stages"].values())
 
 
@@ -251,7 +251,7 @@ def compare(
 ) -> Step | None:
     """Compares the package's step graph with eager on so many rows; one name: all of it is one stage. None: it could not be run.
 
-    precise: what eager gives in more precision than the case asks for, if that is known.
+    precise: eager's values in a higher precision than the case uses, if known.
     """
     start = time.perf_counter()
     try:

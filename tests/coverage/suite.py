@@ -1,8 +1,8 @@
 """Runs the coverage suite and writes its table: `make coverage-suite`, or `python -m tests.coverage.suite --help`.
 
 Each case has a process of its own, with a time limit: one that crashes or hangs is a row of the table. What needs a process without the
-case's source is done in an environment of the wheel and its dependencies, for several cases one after another. As many run at a time as
-the machine has cores.
+case's source is done in an environment of the wheel and its dependencies, for several cases one after another. One
+chunk of cases runs on each core.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.laws.isolated import Environment, build_wheel, make_environment
 
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 LIMIT = 1200
-"""Seconds for one case beside its source, and for each case elsewhere. To compile a model of transformers takes minutes."""
+"""Seconds for one case beside its source, and for each case elsewhere. Compiling a transformers model takes minutes."""
 CHUNK = 8
 PRELOADED = ["trainload.api", "tests.coverage.stages"]
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 where every case is as it ought to be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", metavar="REGEX", help="run the cases whose family or name matches")
-    parser.add_argument("--missing", action="store_true", help="run only cases of which the results lack a stage")
+    parser.add_argument("--missing", action="store_true", help="run only cases with stages that have no result")
     parser.add_argument("--bad", action="store_true", help="run only cases that are not as they ought to be")
     parser.add_argument("--table", action="store_true", help="run nothing; write the table from the results")
     options = parser.parse_args(arguments)
@@ -83,16 +83,19 @@ def run(cases: Sequence[Case], results: dict[str, Outcome], folder: Path, *, kee
         [*PRELOADED, "transformers.modeling_utils"] if any(c.family == "transformers" for c in cases) else PRELOADED
     )
     chunks = [cases[start : start + CHUNK] for start in range(0, len(cases), CHUNK)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         runs = [pool.submit(run_chunk, chunk, folder / str(number), environment, context) for number, chunk in enumerate(chunks)]
         for finished in as_completed(runs):
             results |= finished.result()
             ordered = {case.name: results[case.name] for case in CASES if case.name in results}
             RESULTS.write_text(json.dumps({"versions": versions(), "cases": ordered}, indent=1) + "\n")
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an interrupt no other chunk begins
 
 
 def run_chunk(cases: Sequence[Case], folder: Path, environment: Environment, context: ForkServerContext) -> dict[str, Outcome]:
-    """Some cases, in a new folder: each beside its source, then all of them elsewhere, then what is compared here."""
+    """Run some cases in a new folder: each beside its source, then all of them elsewhere; then compare results. Return them by name."""
     folder.mkdir()
     results: dict[str, Outcome] = {}
     reached: list[tuple[Case, Path, dict[str, Any]]] = []

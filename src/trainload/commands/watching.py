@@ -77,7 +77,7 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
             f"rank {rank} has printed nothing",
             where=str(path),
             expected=f"one of {', '.join(map(str, there))}" if there else "",
-            cure="What workers print is kept of runs on Ray; of others, the traceback of what ended them. torchrun has --log-dir.",
+            cure="Runs on Ray keep all output of their workers, other runs only the traceback of an error. torchrun has --log-dir.",
         )
     for line in _lines(path, run_dir, follow=follow, last=last):
         event = None if as_json or rank is not None else event_of(line)
