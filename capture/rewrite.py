@@ -145,9 +145,10 @@ def _of_if(owner: ast.If, spot: Spot) -> str:
             following = _next(owner, spot.parents)
             if isinstance(following, ast.Return) and following.value is not None:
                 return f"return torch.where({condition}, {_text(value)}, {_text(following.value)})"
-    written = sorted(
-        {n.id for s in owner.body + owner.orelse for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    )
+    inside = [n for s in owner.body + owner.orelse for n in ast.walk(s)]
+    if any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in inside):
+        return _WHERE  # it leaves more than the branch
+    written = sorted({n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
     names = ", ".join(written) or "x"
     body = [line for s in owner.body for line in ast.unparse(s).splitlines()]
     lines = [f"def when_true({names}):", *(f"    {line}" for line in (body if len(body) <= 3 else ["...  # the lines under the if"]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -145,3 +146,85 @@ def test_dirichlet_draws_have_their_means_and_sum_to_one() -> None:
     out = drawn(torch.ops.trainload.dirichlet.default, given)
     torch.testing.assert_close(out.sum(-1), torch.ones(8000))
     torch.testing.assert_close(out.mean(0), given[0] / 4, atol=0.02, rtol=0)
+
+
+def test_dropout_keeps_each_element_or_each_feature_with_its_probability(normal: Tensor) -> None:
+    ones = torch.ones(4000, 4, 2)
+    for operator in (aten.dropout.default, aten.feature_dropout.default):
+        out = drawn(operator, ones, 0.25, True)
+        assert set(out.flatten().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+        assert abs(float((out == 0).float().mean()) - 0.25) < 0.02
+    assert torch.equal(out[..., 0], out[..., 1])  # of whole features
+    out, kept = RANDOM[aten.native_dropout.default](Run(4000), normal, 0.25, True)
+    torch.testing.assert_close(out, torch.where(kept, normal / 0.75, torch.zeros(())))
+
+
+@pytest.mark.parametrize(("p", "train", "factor"), [(0.0, True, 1.0), (0.5, False, 1.0), (1.0, True, 0.0)])
+def test_dropout_of_nothing_or_of_everything_draws_nothing(normal: Tensor, p: float, train: bool, factor: float) -> None:
+    for operator in (aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default):
+        assert torch.equal(drawn(operator, normal, p, train), normal * factor)
+    assert torch.equal(drawn(aten.native_dropout.default, normal, p, train)[0], normal * factor)
+
+
+def test_bernoulli_draws_ones_with_their_probabilities() -> None:
+    chances = torch.tensor([0.1, 0.8]).expand(8000, 2)
+    torch.testing.assert_close(drawn(aten.bernoulli.default, chances).mean(0), chances[0], atol=0.02, rtol=0)
+    assert abs(float(drawn(aten.bernoulli.p, torch.zeros(8000), 0.3).mean()) - 0.3) < 0.02
+
+
+UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: RANDOM[aten.rand.default](Run(len(x)), list(x.shape)),
+    "rand_like": lambda x: drawn(aten.rand_like.default, x),
+    "uniform_": lambda x: (drawn(aten.uniform_.default, x.clone(), -2.0, 4.0) + 2) / 6,
+    "exponential_": lambda x: 1 - (-3 * drawn(aten.exponential_.default, x.clone(), 3.0)).exp(),  # by its distribution function
+}
+NORMAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn": lambda x: RANDOM[aten.randn.default](Run(len(x)), list(x.shape)),
+    "randn_like": lambda x: drawn(aten.randn_like.default, x),
+    "normal_": lambda x: (drawn(aten.normal_.default, x.clone(), 3.0, 0.5) - 3) / 0.5,
+}
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_uniform_draws_fill_their_interval_evenly(normal: Tensor, name: str) -> None:
+    out = UNIFORM[name](normal)
+    assert out.shape == normal.shape
+    torch.testing.assert_close(torch.histc(out, 4, 0, 1) / out.numel(), torch.full((4,), 0.25), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("name", NORMAL)
+def test_normal_draws_have_the_quantiles_of_their_distribution(normal: Tensor, name: str) -> None:
+    out = torch.special.ndtr(NORMAL[name](normal))
+    torch.testing.assert_close(torch.histc(out, 4, 0, 1) / out.numel(), torch.full((4,), 0.25), atol=0.01, rtol=0)
+
+
+INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "randint": lambda x: RANDOM[aten.randint.default](Run(len(x)), 5, list(x.shape)) + 2,
+    "randint between": lambda x: RANDOM[aten.randint.low](Run(len(x)), 2, 7, list(x.shape)),
+    "randint_like": lambda x: drawn(aten.randint_like.default, x, 5) + 2,
+    "randint_like between": lambda x: drawn(aten.randint_like.low_dtype, x, 2, 7),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_drawn_evenly_between_their_bounds(normal: Tensor, name: str) -> None:
+    counts = torch.bincount(INTEGERS[name](normal).long().flatten(), minlength=8) / normal.numel()
+    torch.testing.assert_close(counts, torch.tensor([0, 0, 0.2, 0.2, 0.2, 0.2, 0.2, 0]), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("masked", ["not at all", "causally", "by booleans", "by numbers"])
+def test_attention_with_dropout_is_on_average_attention_without_it(masked: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 5, 8, generator=generator)
+    key, value = torch.randn(2, 1, 2, 5, 8, generator=generator)  # half as many heads
+    seen = torch.rand(5, 5, generator=generator) > 0.4
+    seen[2] = False  # which looks nowhere
+    mask = {"by booleans": seen, "by numbers": torch.where(seen, 0.5, float("-inf"))}.get(masked)
+    options = {"is_causal": masked == "causally", "enable_gqa": True}
+    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, 0.0, **options)
+    rows = [x.expand(3000, *x.shape[1:]) for x in (query, key, value)]
+    out = RANDOM[aten.scaled_dot_product_attention.default](Run(3000), *rows, mask, 0.2, options["is_causal"], enable_gqa=True)
+    assert not torch.allclose(out[0], out[1])
+    torch.testing.assert_close(out.mean(0), whole[0], atol=0.05, rtol=0)
+    plain = RANDOM[aten.scaled_dot_product_attention.default](Run(1), query, key, value, mask, 0.0, options["is_causal"], enable_gqa=True)
+    torch.testing.assert_close(plain, whole)

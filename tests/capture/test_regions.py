@@ -43,7 +43,9 @@ CONSTRUCTS = {
     "no_grad_around_autocast": "wrap_with_autocast",
 }
 """Model -> an operator of its graph."""
-some_constructs = pytest.mark.matrix("function_under_a_bound_name", "checkpoint_with_dropout")
+some_constructs = pytest.mark.matrix(
+    "function_under_a_bound_name", "checkpoint_with_dropout", "full_backward_hook", "full_backward_pre_hook"
+)
 """Other tests cover the rest: test_export.py freezes a gradient in forward, test_gradient_forms.py and the functions below derive hooks and
 functions of torch, and the job that is captured by hand has cond, autocast and no_grad."""
 
@@ -219,7 +221,7 @@ def solved(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:. parameters get no gradient")  # some use a part of `part`
-@pytest.mark.matrix("mapped_along_columns")
+@pytest.mark.matrix("mapped_along_columns", "curvature")
 @pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved, jacobian, curvature])
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))

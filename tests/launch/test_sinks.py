@@ -50,7 +50,6 @@ def test_tensorboard_has_the_losses_of_the_journal(gpt: Package, gpt_data: Path,
     assert sorted(found["evaluation/loss"]) == [0, STEPS]
 
 
-@pytest.mark.slow
 def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
     tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +119,6 @@ def test_a_sink_is_told_what_became_of_the_run(tmp_path: Path, monkeypatch: pyte
     assert server.outcome == outcome
 
 
-@pytest.mark.slow
 def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.entities import Metric
 

@@ -11,7 +11,8 @@ import torch
 from tests.coverage.cases import case_named
 from tests.laws.gpt import gpt_job
 from tests.shares import cut
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
@@ -24,8 +25,65 @@ from trainload.sharding.source import Source
 SCALARS = {Role.SEED: 5, Role.STEP: 3, Role.ROW: 0}
 
 
+class Masked(nn.Module):
+    """Attention under a mask that the data give, and a loss of which some positions do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.out = nn.Embedding(12, 16), nn.Linear(16, 48), nn.Linear(16, 12)
+
+    def forward(self, tokens: Tensor, seen: Tensor) -> Tensor:
+        x = self.table(tokens)
+        q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.mix(x).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None, :] > 0)
+        logits = self.out(x + mixed.transpose(1, 2).flatten(2))
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=3, weight=torch.arange(1.0, 13.0))
+
+
+def masked() -> Job:
+    torch.manual_seed(0)
+    batch = {"tokens": torch.randint(0, 12, (3, 8)), "seen": (torch.arange(8) < torch.tensor([[8], [5], [3]])).float()}
+    return Job(
+        model=Masked(),
+        batch=batch,
+        loss=lambda m, b: m(b["tokens"], b["seen"]),
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+    )
+
+
+class Moving(nn.Module):
+    """Operators that cut, join and move dims, between two layers that ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        x = functional.pad(x, (0, 0, 1, 0))[:, :-1]  # positions move by one
+        first, second = torch.split(x, [3, 5], 1)
+        x = torch.cat([second.cumsum(1), first.flip(1)], 1)
+        x = torch.stack([each.roll(1, 1) for each in x.chunk(2, 1)], 1).flatten(1, 2) + x.unbind(1)[-1].unsqueeze(1)
+        x = x - x.detach().amax(-1, keepdim=True) + x.softmax(-1) + x.select(1, 2).unsqueeze(1)
+        result: Tensor = self.down(torch.cat([x, x * 2, x], 1))
+        return result
+
+
+def moving() -> Job:
+    torch.manual_seed(0)
+    return Job(
+        model=Moving(),
+        batch={"x": torch.randn(3, 8, 16), "y": torch.randn(3, 24, 16)},
+        loss=lambda m, b: functional.mse_loss(m(b["x"]), b["y"]),
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+    )
+
+
+OWN = {"gpt": gpt_job, "masked": masked, "moving": moving}
+
+
 def job_of(case: str) -> Job:
-    return gpt_job() if case == "gpt" else case_named(case).job()
+    return OWN[case]() if case in OWN else case_named(case).job()
 
 
 def value(port: Port, job: Job, state: dict[str, Tensor], constants: Any, rank: int = 0) -> Tensor:

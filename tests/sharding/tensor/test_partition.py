@@ -37,11 +37,15 @@ CASES = {
     "a convolutional classifier": 2,
     "MultiheadAttention": 3,
     "LSTM": 4,
+    "moving": 3,
+    "masked": 0,
 }
 """A job, and how many of its parameters two ranks divide."""
+CONTEXTS = ("masked",)
+"""Jobs of which the ranks share the positions of a row instead."""
 ASKED, PACKAGE = "asked.json", "gpt"
 """Files that tell ranks what they are asked for, and where the GPT's package is."""
-SOME = ("gpt", "sdpa with grouped queries", "a convolutional classifier")
+SOME = ("gpt", "sdpa with grouped queries", "a convolutional classifier", "moving", *CONTEXTS)
 small_jobs = pytest.mark.matrix(when=lambda case: case in SOME)
 
 
@@ -49,8 +53,8 @@ small_jobs = pytest.mark.matrix(when=lambda case: case in SOME)
 def given(case: str) -> tuple[Job, Program, StepGraph, dict[str, Shard], Partitioned]:
     """A job, its program, its step graph, how that is divided, and what its ranks call."""
     job, program, step = captured(case)
-    shards = choose([step], WORLD)
-    return job, program, step, shards, partition(step, WORLD, shards)
+    shards = {} if case in CONTEXTS else choose([step], WORLD)
+    return job, program, step, shards, partition(step, WORLD, shards, positions=case in CONTEXTS)
 
 
 def asked(folder: Path) -> list[str]:
