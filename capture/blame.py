@@ -131,18 +131,19 @@ def own_generator() -> CaptureError:
     return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
 
 
-def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError:
+def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
     """An error of the comparison with eager, with the lines of the user's source that may be behind it.
 
     Args:
         error: the difference.
         function: what was captured, in the mode of that graph. Its model's buffers change.
         batch: what it is given.
+        compare: compares the graph with eager on `batch` alone.
     """
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
         if error.findings[0].cause != OTHER_SIZE.anchor:
             return error
-        return without_kernel(function, batch) or _of_any_size(error, function, batch) or error
+        return without_kernel(function, batch) or _of_any_size(error, function, batch) or _of_graph(compare) or error
     watched = Watched()
     with contextlib.suppress(Exception):  # as above
         watched = watch(function, batch)
@@ -173,6 +174,19 @@ def _of_any_size(error: CaptureError, function: nn.Module, batch: dict[str, Tens
         return None
     finding = _of_eager(error_of_eager)
     return CaptureError(error.problem, where=_where(finding.place), cure=EAGER.advice, findings=[finding])
+
+
+def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
+    """The page for a graph that fails on the example batch too, where the model runs; None: it does not fail there."""
+    try:
+        compare()
+    except CaptureError as error:
+        if error.__cause__ is None or not error.findings or error.findings[0].cause != OTHER_SIZE.anchor:
+            return None
+        problem = f"the captured graph fails on the example batch, and the model does not: {raised(error.__cause__)}"
+        finding = Finding(DIFFERENCE.anchor, problem, BREAK.advice, rewrite.custom_operator(), None)
+        return CaptureError(problem, where=error.where, cure=BREAK.advice, findings=[finding])
+    return None
 
 
 def _backward_error(function: nn.Module, batch: dict[str, Tensor]) -> Exception | None:

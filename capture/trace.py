@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -198,7 +199,8 @@ def _proven(
             missing = check_parity(captured, function, replay_batches(captured, batch, check), constants, kept)
             return _Proven(captured, constants, missing)
         except CaptureError as error:
-            raise explained(error, function, batch) from error
+            compare = partial(check_parity, captured, function, [batch], constants)
+            raise explained(error, function, batch, compare) from error
 
 
 def export_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:

@@ -12,6 +12,7 @@ import torch
 from tests.capture.jobs import Batch, Function, Model, job, mean_square
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional
 
 from trainload.capture.errors import CaptureError
 from trainload.capture.trace import capture
@@ -28,6 +29,11 @@ def counting(module: Any, x: Tensor) -> Tensor:
     module.calls = getattr(module, "calls", 0) + 1
     scaled: Tensor = x * module.calls
     return scaled
+
+
+def under_autocast(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return mean_square(model, batch)
 
 
 def odd(name: str, function: Callable[[Any, Tensor], Tensor]) -> Model:
@@ -128,6 +134,17 @@ def test_a_model_that_fails_on_another_size_is_refused_with_its_line() -> None:
 
     with pytest.raises(CaptureError, match=rf"(?s)test_parity\.py:{_line('four only')}.*5 rows.*four only"):
         capture(job(Model(picky)))
+
+
+def test_a_graph_that_fails_on_any_size_is_not_said_to_fail_on_another_size() -> None:
+    def ensemble(m: Any, x: Tensor) -> Any:
+        weights, biases = m.first.weight.expand(3, 8, 8), m.first.bias.expand(3, 8)
+        # Under autocast torch's vmap of a linear layer gives float32, and the layer alone bfloat16.
+        return torch.func.vmap(lambda weight, bias: functional.linear(x, weight, bias))(weights, biases).mean(0).float()
+
+    with pytest.raises(CaptureError, match="fails on the example batch, and the model does not: RuntimeError: Tensor dtype") as caught:
+        capture(job(Model(ensemble), loss=under_autocast))
+    assert [finding.cause for finding in caught.value.findings] == ["differs-from-eager"]
 
 
 @pytest.mark.slow  # a cause of test_errors.py
