@@ -188,5 +188,10 @@ def has_checkpoints(module: GraphModule) -> bool:
     return _calls(module, [CHECKPOINT, SELECTIVE])
 
 
+def has_branches(module: GraphModule) -> bool:
+    """Return whether a graph has branches of which a call runs one."""
+    return _calls(module, [torch.ops.higher_order.cond])
+
+
 def _calls(module: GraphModule, operators: list[Any]) -> bool:
     return any(node.target in operators for node in nodes_in(module))

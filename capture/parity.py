@@ -17,7 +17,7 @@ from trainload.capture.blame import replay_error
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
 from trainload.capture.errors import CaptureError, RequestError
 from trainload.capture.float64 import Key, Reference, doubled, reference_of
-from trainload.capture.higher_order import has_checkpoints
+from trainload.capture.higher_order import has_branches, has_checkpoints
 from trainload.capture.leaked import refuse_leaked
 from trainload.capture.locate import part_company
 from trainload.capture.memory import check_sharing
@@ -186,7 +186,10 @@ def _compare(
     _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where, moved, allowed_gradient)
     if kept is not None and training and not drew and all(_same(value, replayed[name]) for name, value in before.items()):
         kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
-    return {name for name, gradient in eager_gradients.items() if gradient is None}, counted
+    missing = {name for name, gradient in eager_gradients.items() if gradient is None}
+    if has_branches(captured.exported.graph_module):  # what only the other branch uses has a gradient of zero in the graph, none in eager
+        missing = {name for name in missing if graph_gradients[name] is None}
+    return missing, counted
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -111,6 +112,17 @@ def test_a_branch_that_writes_to_buffers_trains_as_pythons_own(middle: Middle, c
     data = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))}
     assert_trains_as_eager(job(middle), data, tmp_path, draws=of_python, compile=compiled)
     assert not [event for event in read_events(tmp_path / "run") if event.kind == "warning"]  # such as a graph that runs interpreted
+
+
+def test_what_only_the_branch_uses_that_the_example_does_not_take_is_trained(tmp_path: Path) -> None:
+    model = Branching(lambda m, x: torch.cond(m.calls > 3, lambda y: m.affine(y), lambda y: y * 1, (x,)))
+    model.affine = nn.BatchNorm1d(8)
+    example = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))}
+    given = trainload.Job(model, example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS)
+    late = trainload.Job(copy.deepcopy(model), example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS)
+    assert all(parameter.trainable for parameter in capture(given).parameters)
+    late.model.get_buffer("calls").add_(2)  # the branch is taken from the third update on
+    assert_trains_as_eager(late, example, tmp_path, draws=of_python)
 
 
 @pytest.mark.parametrize("part", [lambda z: z[:2], lambda z: z.split(4, 1)[0]], ids=["a slice", "one of several views"])
