@@ -4,6 +4,7 @@ with the values that the interpreted graph has there.
 
 from __future__ import annotations
 
+import operator
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
         def departs(part: Sequence[Node]) -> bool | None:
             return _departs(part, values, compiling, fails=fails)
 
-        nodes = [n for n in module.graph.nodes if n.op == "call_function" and holds_tensors(n) and not is_collective(n)]
+        nodes = [n for n in module.graph.nodes if n.op == "call_function" and holds_tensors(n) and not is_collective(n) and not _is_item(n)]
         if not departs(nodes):
             return []
         return (_first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs)(nodes, departs)
@@ -151,9 +152,10 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
 def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     """Return a graph of some nodes of another one, those whose values it takes, in order, and those whose values it gives.
 
-    Sizes are computed in it, and it takes the whole graph's inputs that have them, whatever it does with these.
+    Of an operator with several results it has each by itself. Sizes are computed in it, and it takes the whole graph's inputs that have
+    them, whatever it does with these.
     """
-    whole = nodes[0].graph
+    whole, nodes = nodes[0].graph, _with_items(nodes)
     sized = [node for node in whole.nodes if node.op == "placeholder" and _is_sized(node)]
     inside = _with_sizes(nodes)
     sources = list(dict.fromkeys([*sized, *(source for node in inside for source in node.all_input_nodes if source not in inside)]))
@@ -172,6 +174,22 @@ def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results)).meta["val"] = tuple(node.meta["val"] for node in results)
     return GraphModule(whole.owning_module or {}, graph), [source for source in sources if source.op != "get_attr"], results
+
+
+def _is_item(node: Node) -> bool:
+    """Return whether a node is one of an operator's several results."""
+    return node.target is operator.getitem
+
+
+def _with_items(nodes: Sequence[Node]) -> list[Node]:
+    """Return these nodes, and what takes single results out of them."""
+    found = dict.fromkeys(nodes)
+    open_ = list(nodes)
+    while open_:
+        items = [user for user in open_.pop().users if _is_item(user) and user not in found]
+        found |= dict.fromkeys(items)
+        open_ += items
+    return list(found)
 
 
 def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
