@@ -11,6 +11,7 @@ from torch import Tensor
 aten = torch.ops.aten
 _largest: Any = torch.sym_max
 Size = int | torch.SymInt
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def _masked_select(values: Tensor, mask: Tensor) -> Tensor:
@@ -46,6 +47,9 @@ def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device.type
+        if device == "cpu" and torch.is_autocast_enabled(device):  # which computes in float32 what the substitute stands for
+            args = tuple(value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value for value in args)
         result, info = operator(*args, **kwargs)
         aten._assert_async.msg((info == 0).all(), f"{name}: a matrix is {what}")
         return result

@@ -137,21 +137,29 @@ def _attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return plain
+    dtype = query.dtype
+    if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    factor = query.size(-1) ** -0.5 if scale is None else scale
-    scores = (query @ key.transpose(-2, -1)) * factor
-    if is_causal:
-        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~causal, float("-inf"))
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-    probabilities = torch.softmax(scores, -1)
-    # As the kernels do: a position that may look nowhere gives zeros, not NaN.
-    probabilities = probabilities.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
-    keep = run.key().keep(run.site(), probabilities.shape, run.batch_dim(), dropout_p)
-    return (torch.where(keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities))) @ value
+    with torch.autocast(query.device.type, enabled=False):
+        if query.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):  # as torch's kernel there computes
+            query, key, value = query.float(), key.float(), value.float()
+        factor = query.size(-1) ** -0.5 if scale is None else scale
+        scores = (query @ key.transpose(-2, -1)) * factor
+        if is_causal:
+            causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~causal, float("-inf"))
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+        probabilities = torch.softmax(scores, -1, dtype=torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else None)
+        # As the kernels do: a position that may look nowhere gives zeros, not NaN.
+        probabilities = probabilities.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
+        keep = run.key().keep(run.site(), probabilities.shape, run.batch_dim(), dropout_p)
+        found = torch.where(keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities)).to(value.dtype) @ value
+    return found.to(dtype)
 
 
 @contextmanager

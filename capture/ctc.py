@@ -65,6 +65,8 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """`torch.ctc_loss` or `torch.nn.functional.ctc_loss`, by that operator; the first has numbers for reductions."""
+    if log_probs.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(log_probs.device.type):
+        log_probs = log_probs.float()  # as autocast on a CPU has it
     batched = log_probs.ndim == 3
     lengths = [torch.as_tensor(given, device=log_probs.device).reshape(-1) for given in (input_lengths, target_lengths)]
     losses: Tensor

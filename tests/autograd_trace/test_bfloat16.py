@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.capture import jobs
 from torch import Tensor, nn, optim
 from torch.nn import functional
 
@@ -70,6 +71,38 @@ def step(program: Program) -> StepGraph:
 @pytest.mark.parametrize("weight", [0.3, 1.0, 3.0, 31.0, 1000.0])
 def test_a_loss_of_any_weight_is_derived(weight: float) -> None:
     given = job(weight)
+    program = capture(given)
+    check_step(program, "train", derive(program, "train", CPU), dict(given.batch))
+
+
+def matrix(m: Any) -> Tensor:
+    """Positive definite, in bfloat16."""
+    return (m.first.weight @ m.first.weight.T + torch.eye(8)).bfloat16()
+
+
+def aligned(x: Tensor) -> Tensor:
+    rows = x.shape[0]
+    lengths = torch.full((rows,), 2), torch.full((rows,), 1)
+    loss: Tensor = functional.ctc_loss(x.view(rows, 2, 4).transpose(0, 1).log_softmax(-1), torch.ones(rows, 1, dtype=torch.int64), *lengths)
+    return x + loss
+
+
+STOOD_FOR: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "linalg.solve": lambda m, x: torch.linalg.solve(matrix(m).float(), x.T).T,  # of two dtypes
+    "linalg.inv": lambda m, x: x @ torch.linalg.inv(matrix(m)),
+    "inverse": lambda m, x: x @ matrix(m).inverse(),
+    "linalg.cholesky": lambda m, x: x @ torch.linalg.cholesky(matrix(m)),
+    "ctc_loss": lambda m, x: aligned(x),
+}
+
+
+@pytest.mark.parametrize("name", STOOD_FOR)
+def test_what_stands_for_an_operator_computes_in_float32_where_autocast_would_have_it_do_so(name: str) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return jobs.mean_square(model, batch)
+
+    given = jobs.job(jobs.Model(STOOD_FOR[name]), loss=loss)
     program = capture(given)
     check_step(program, "train", derive(program, "train", CPU), dict(given.batch))
 

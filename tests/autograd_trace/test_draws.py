@@ -228,3 +228,15 @@ def test_attention_with_dropout_is_on_average_attention_without_it(masked: str) 
     torch.testing.assert_close(out.mean(0), whole[0], atol=0.05, rtol=0)
     plain = RANDOM[aten.scaled_dot_product_attention.default](Run(1), query, key, value, mask, 0.0, options["is_causal"], enable_gqa=True)
     torch.testing.assert_close(plain, whole)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_with_dropout_in_bfloat16_is_rounded_once(autocast: bool) -> None:
+    query, key, value = (torch.randn(40, 4, 9, 8) * scale for scale in (3, 3, 1))
+    attention = RANDOM[aten.scaled_dot_product_attention.default]
+    low = [x.bfloat16() for x in (query, key, value)]
+    expected = attention(Run(40), *(x.float() for x in low), None, 0.2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = attention(Run(40), *([query, key, value] if autocast else low), None, 0.2)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=0, atol=0)
