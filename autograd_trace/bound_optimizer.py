@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -98,6 +99,9 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
         made_of[id(inner)] = _copied(inner, made_of)
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
+        if isinstance(value, MethodType) and value.__self__ is optimizer:
+            made.__dict__[name] = MethodType(value.__func__, made)
+            continue
         made.__dict__[name] = made_of.get(id(value), rebuilt(value, {}) if type(value) in (list, dict) else value)
     return made
 

@@ -187,4 +187,29 @@ def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.
                 expected="a torch.optim.Optimizer, or several",
                 got=type(optimizer).__name__,
             )
+        _demand_own_methods(optimizer, where)
     return optimizers
+
+
+def _demand_own_methods(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Demand that an optimizer does what its class says: an update is captured from a copy of it.
+
+    Raises:
+        JobError: a method was replaced on it, by a learning rate scheduler or otherwise.
+    """
+    for name, value in vars(optimizer).items():
+        if not callable(getattr(type(optimizer), name, None)):
+            continue
+        if name == "step" and getattr(value, "_wrapped_by_lr_sched", False):
+            raise JobError(
+                "makes a learning rate scheduler, which nobody would step",
+                where=where,
+                expected="an optimizer alone",
+                cure="Give it as Job.schedule: schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000).",
+            )
+        raise JobError(
+            f"returns an optimizer whose {name} was replaced",
+            where=f"{where}: {type(optimizer).__name__}.{name}",
+            expected="the method of its class",
+            cure="Write it as a method of a class of your own: class Mine(torch.optim.SGD).",
+        )

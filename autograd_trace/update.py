@@ -21,7 +21,7 @@ from trainload.autograd_trace.optimizer_groups import group_parameters
 from trainload.autograd_trace.recipe import make_recipe
 from trainload.autograd_trace.schedule import learning_rates
 from trainload.autograd_trace.trainers import Optimizers, make_loop, trainers_of
-from trainload.autograd_trace.update_check import check_separate, check_update
+from trainload.autograd_trace.update_check import check_alike, check_separate, check_update
 from trainload.autograd_trace.update_graph import EXAMPLE, capture_update, checked_shape
 from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
@@ -88,6 +88,11 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
                     updates.append(dataclasses.replace(update, group=name))
                     for graph in graphs:
                         groups_of.setdefault(graph, []).append(name)
+    for trainer in trainers:
+        reached = trainer.reached()
+        followed = {id(p): name for name, p in job.model.named_parameters() if name in reached}
+        for optimizer in trainer.optimizers:
+            check_alike(optimizer, followed)
     return make_recipe(job, program, trainers, recipes, tuple(schedules), groups_of, loop), tuple(updates)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainload.autograd_trace.bound_optimizer import bound, step
 from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.autograd_trace.optimizer_state import kept
+from trainload.autograd_trace.update_graph import checked_shape
 from trainload.capture.errors import CaptureError
 from trainload.capture.operators import calls_in
 
@@ -94,6 +95,65 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
             expected="an update of (parameter, gradient, state)",
             got=f"another {differs[0]!r} beside another parameter" if differs else "another parameter beside another one",
             cure="Give each parameter an update of its own; the gradient's norm over all of them is clipped by Job.clip_norm.",
+        )
+
+
+def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Demands that an optimizer moves a parameter as it moves any other tensor, whichever parameter it is: by its group, its values, its
+    gradient and its state.
+
+    Args:
+        optimizer: the job's own. Its numbers, and its attributes, are those of later steps afterwards.
+        names: id of a parameter that gets a gradient -> its name.
+
+    Raises:
+        CaptureError: it tells parameters apart.
+    """
+    generator = torch.Generator().manual_seed(3)
+    real = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.device.type == "meta" for p in real):
+        return  # a job without values is proven on a smaller one that has them
+    alone: dict[tuple[int, tuple[int, ...]], tuple[Tensor, list[Tensor], Tensor]] = {}
+    whose: list[tuple[Tensor, tuple[int, tuple[int, ...]]]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                continue
+            key = number, tuple(param.shape)
+            whose.append((param, key))
+            if key not in alone:
+                shape = key[1] if optimizer.state else checked_shape(key[1])
+                start, *gradients = (torch.randn(shape, generator=generator).to(param.device, param.dtype) for _ in range(1 + len(_RATES)))
+                (moved,), _ = _stepped(optimizer, group, [start], [[g] for g in gradients])
+                alone[key] = start, gradients, moved
+    before = [(p, p.data, p.grad, p.requires_grad) for p in real]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    try:
+        for param in real:
+            param.grad = None
+            param.requires_grad = False  # an optimizer that is to be differentiated would write to a leaf
+        for param, key in whose:
+            param.data = alone[key][0].clone()
+        for number, rate in enumerate(_RATES):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for param, key in whose:
+                param.grad = alone[key][1][number].clone()
+            step(optimizer, tuple(real[0].shape))
+        apart = [
+            names[id(p)] for p, key in whose if not torch.allclose(p, alone[key][2], rtol=_tolerance(p.dtype), atol=_tolerance(p.dtype))
+        ]
+    finally:
+        for param, data, gradient, requires in before:
+            param.data, param.requires_grad, param.grad = data, requires, gradient
+        for group, given in zip(optimizer.param_groups, options, strict=True):
+            group |= given
+    if apart:
+        raise CaptureError(
+            "the optimizer moves a parameter otherwise than another tensor of its shape in its group",
+            where=f"Job.optimizer: {type(optimizer).__name__}, {apart[0]}",
+            expected="an update of (parameter, gradient, state, options of the group)",
+            cure="Put it into a group of its own, and tell groups apart by their options, not parameters by their names or attributes.",
         )
 
 

@@ -77,7 +77,8 @@ def test_a_loss_of_any_weight_is_derived(weight: float) -> None:
 
 def matrix(m: Any) -> Tensor:
     """Positive definite, in bfloat16."""
-    return (m.first.weight @ m.first.weight.T + torch.eye(8)).bfloat16()
+    found: Tensor = m.first.weight @ m.first.weight.T + torch.eye(8)
+    return found.bfloat16()
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -100,7 +101,8 @@ STOOD_FOR: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_what_stands_for_an_operator_computes_in_float32_where_autocast_would_have_it_do_so(name: str) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return jobs.mean_square(model, batch)
+            found: Tensor = jobs.mean_square(model, batch)
+        return found
 
     given = jobs.job(jobs.Model(STOOD_FOR[name]), loss=loss)
     program = capture(given)

@@ -374,6 +374,88 @@ def test_an_update_that_no_graph_can_be_is_refused(program: Program, make: Make,
         captured(program, make)
 
 
+def by_attribute(model: Any) -> optim.Optimizer:
+    model.last.weight.fast = True
+    return Telling(lambda group, at, p: getattr(p, "fast", False), model.parameters())
+
+
+def by_identity(model: Any) -> optim.Optimizer:
+    chosen = model.last.weight
+    return Telling(lambda group, at, p: p is chosen, model.parameters())
+
+
+def by_name(model: nn.Module) -> optim.Optimizer:
+    return Telling(lambda group, at, p: group.get("param_names", [""] * 9)[at] == "last.weight", model.named_parameters())
+
+
+def by_place(model: Any) -> optim.Optimizer:
+    return Telling(lambda group, at, p: at == 2, [model.first.weight, model.first.bias, model.last.weight, model.last.bias])
+
+
+class Telling(optim.SGD):
+    """Moves parameters that `is_fast` chooses five times as far."""
+
+    def __init__(self, is_fast: Callable[[dict[str, Any], int, Tensor], bool], parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.is_fast = is_fast
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+        for group in self.param_groups:
+            for at, p in enumerate(group["params"]):
+                if p.grad is not None and self.is_fast(group, at, p):
+                    p.grad.mul_(5)
+        super().step()
+
+
+@pytest.mark.parametrize("make", [by_attribute, by_identity, by_name, by_place])
+def test_an_optimizer_that_tells_parameters_of_a_group_apart_is_refused_by_their_name(program: Program, make: Any) -> None:
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CaptureError, match=r"Telling, last\.weight: the optimizer moves a parameter otherwise"):
+        optimizer_of(job(model, optimizer=make), program)
+    assert all(torch.equal(value, before[name]) and value.grad is None for name, value in model.state_dict(keep_vars=True).items())
+
+
+def with_scheduler(model: nn.Module) -> optim.Optimizer:
+    made = optim.SGD(model.parameters(), lr=0.1)
+    optim.lr_scheduler.CosineAnnealingLR(made, 1000)
+    return made
+
+
+def with_another_step(model: nn.Module) -> optim.Optimizer:
+    made = optim.SGD(model.parameters(), lr=0.1)
+    inner = made.step
+    made.step = lambda closure=None: inner(closure)  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.parametrize(("make", "cure"), [(with_scheduler, "Job.schedule"), (with_another_step, "SGD.step.*class of your own")])
+def test_an_optimizer_whose_step_was_replaced_is_refused(program: Program, make: Any, cure: str) -> None:
+    with pytest.raises(JobError, match=cure):
+        optimizer_of(job(Model(), optimizer=make), program)
+
+
+def test_an_attribute_that_is_a_method_of_the_optimizer_is_the_copys_own(program: Program) -> None:
+    class Holding(optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.way = self.moved
+
+        def moved(self) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad * group["lr"])
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+            self.way()
+
+    _, (update,) = captured(program, Holding)
+    moved = update.first.module()(torch.ones(3), torch.ones(3), torch.tensor(0.1), ())[0]
+    torch.testing.assert_close(moved, torch.full((3,), 0.9))
+
+
 def test_a_number_taken_out_of_a_tensor_is_refused_at_its_line(program: Program) -> None:
     lines, start = inspect.getsourcelines(Looping)
     line = start + next(i for i, text in enumerate(lines) if "int(" in text)

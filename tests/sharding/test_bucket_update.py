@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.capture.jobs import Model, job
+from tests.optimizers import optimizer_of
 from tests.sharding.cases import captured, everything, flat_buckets, make_plan
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Recipe
@@ -116,3 +118,26 @@ def test_running_statistics_become_the_mean_over_ranks() -> None:
     graph = rewrite(derive(program, "train", CPU), make_plan("zero0", 2).model_copy(update={"buckets": buckets}))
     reduced = [n for n in graph.module.graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
     assert len(reduced) == 3  # the totals, the running mean, the running variance; the count is the same on every rank
+
+
+def test_what_writes_to_a_view_of_a_new_value_comes_before_the_parameter_is_written() -> None:
+    def clamp(optimizer: optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.05, 0.05)
+
+    def clamped(model: nn.Module) -> optim.Optimizer:
+        made = optim.SGD(model.parameters(), lr=0.1)
+        made.register_step_post_hook(clamp)
+        return made
+
+    given = job(Model(), optimizer=clamped)
+    program = capture(given)
+    made, updates = optimizer_of(given, program)
+    buckets = make_buckets(program.parameters, {p.name: (made.groups[0].name,) for p in program.parameters}, [], 1, 1)
+    plan = make_plan("single", 1).model_copy(update={"buckets": buckets})
+    step = UpdateStep(plan, updates, made, "train")
+    params = [torch.ones(part.bucket.length) for part in step.parts]
+    step.trace(CPU)(torch.tensor(1.0), torch.tensor([0.1]), RANK, *params, *map(torch.ones_like, params))
+    for param in params:
+        torch.testing.assert_close(param, torch.full_like(param, 0.05))
