@@ -104,7 +104,8 @@ def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, wri
         for spec in exported.graph_signature.input_specs:
             if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
                 user = next(iter(inputs[spec.arg.name].users), None)
-                fixed[f"{_USED} at {place_of_node(user)}"] = exported.constants[spec.target]
+                used = f"{_USED} at {place_of_node(user)}"
+                fixed[used if used not in fixed else f"{used} ({spec.target})"] = exported.constants[spec.target]  # a line may use several
     check_memory(changing, fixed)
 
 

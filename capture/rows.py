@@ -96,7 +96,7 @@ def _moved(dims: Mapping[int, Any], place: int) -> dict[int, Any]:
 
 def _placed(name: str, leaf: Tensor, place: int | None) -> Tensor | Placed:
     if place is None:
-        return Placed(leaf.detach().clone(), None)
+        return Placed(leaf.detach(), None)  # not a copy: whether it shares memory with a parameter is still to be seen
     if place == 0:
         return leaf
     if place >= leaf.ndim:

@@ -120,6 +120,32 @@ def test_a_closure_of_the_loss_is_seen() -> None:
         capture(job(model, loss))
 
 
+def test_several_tensors_that_a_line_uses_are_each_seen() -> None:
+    model = Model()
+    twin = nn.Linear(4, 4).requires_grad_(False)  # outside of the model
+    twin.weight.data = model.layer.weight.data
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = model(batch["x"]) + twin(batch["x"]).square().mean()
+        return found
+
+    with pytest.raises(CaptureError, match=r"parameter layer\.weight"):
+        capture(job(model, loss))
+
+
+@pytest.mark.parametrize(("path", "name"), [("layer.weight", "parameter layer.weight"), ("norm.running_mean", "buffer norm.running_mean")])
+def test_an_input_that_all_rows_share_is_seen(path: str, name: str) -> None:
+    model = Model()
+    batch = {"x": torch.randn(6, 4), "scale": dict([*model.named_parameters(), *model.named_buffers()])[path].detach()}
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = model(batch["x"] * batch["scale"].sum())
+        return found
+
+    with pytest.raises(CaptureError, match=name):
+        capture(Job(model, batch, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=loss, shared=["scale"]))
+
+
 def test_a_clone_is_captured() -> None:
     model = Model()
     model.extra = [p.data.clone() for p in model.layer.parameters()]
