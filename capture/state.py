@@ -93,7 +93,7 @@ def state_of(model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: t
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
-    """Restore every module's train or eval mode on exit: they may differ within a model.
+    """Restore every module's train or eval mode on exit, which may differ within a model, and what an overridden `train()` freezes.
 
     Yields:
         A function that puts the model into train mode (True) or eval mode (False), as `model.train(mode)` does. In train mode, a module
@@ -103,6 +103,7 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
         CaptureError: an overridden `train()` changes values of the model as well; the yielded function raises it.
     """
     before = [(module, module.training) for module in model.modules()]
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     kept_in_eval = [module for module, training in before if not training] if model.training else []
     overridden = next((module for module, _ in before if type(module).train is not nn.Module.train), None)
 
@@ -121,6 +122,8 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     finally:
         for module, training in before:
             module.training = training
+        for parameter, requires in required:
+            parameter.requires_grad_(requires)
 
 
 @contextmanager

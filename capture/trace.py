@@ -76,20 +76,23 @@ def capture(
                 unreached[target.name] = proven.without_gradient
             for each in targets:
                 each.function.differentiates = each.function.differentiates or differentiates(proven.captured.exported.graph_module)
-    _check_variants(graphs.values())
-    without_gradient = set[str].intersection(*unreached.values())
-    graphs |= {name: replace(graphs[name], reached=_reached(model, found)) for name, found in unreached.items() if found - without_gradient}
-    if without_gradient:
-        warnings.warn(
-            f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
-            f"{', '.join(sorted(without_gradient))}. "
-            "See docs/capture.md#parameter-without-a-gradient.",
-            stacklevel=2,
-        )
-    parameters = parameter_specs(model, without_gradient)
-    if not any(p.trainable for p in parameters):
-        raise no_gradient(job)
-    buffers = buffer_specs(model)
+        set_training(True)  # an overridden train() may say which parameters are trained
+        _check_variants(graphs.values())
+        without_gradient = set[str].intersection(*unreached.values())
+        graphs |= {
+            name: replace(graphs[name], reached=_reached(model, found)) for name, found in unreached.items() if found - without_gradient
+        }
+        if without_gradient:
+            warnings.warn(
+                f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
+                f"{', '.join(sorted(without_gradient))}. "
+                "See docs/capture.md#parameter-without-a-gradient.",
+                stacklevel=2,
+            )
+        parameters = parameter_specs(model, without_gradient)
+        if not any(p.trainable for p in parameters):
+            raise no_gradient(job)
+        buffers = buffer_specs(model)
     return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants, tuple(job.variants))
 
 

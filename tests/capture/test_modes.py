@@ -37,6 +37,15 @@ class KeepsItsNorm(Model):
         return self
 
 
+class FreezesItsLayer(Model):
+    """Trains a layer in eval mode alone, as models with a backbone freeze it in `train()`."""
+
+    def train(self, mode: bool = True) -> FreezesItsLayer:
+        super().train(mode)
+        self.layer.requires_grad_(not mode)
+        return self
+
+
 class Merges(Model):
     """Changes a weight with the mode, as LoRA layers that merge do."""
 
@@ -58,6 +67,16 @@ def rows() -> Tensor:
 def without_dropout(model: Model) -> Model:
     model.drop.eval()
     return model
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_train_freezes_is_not_trained_in_whichever_mode_the_model_is_given(training: bool) -> None:
+    model = FreezesItsLayer().train(training)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    program = capture(job(model))
+    trainable = {parameter.name: parameter.trainable for parameter in program.parameters}
+    assert trainable == {name: not name.startswith("layer.") for name in before}
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
 
 
 def test_a_module_in_eval_mode_trains_in_eval_mode(tmp_path: Path) -> None:
