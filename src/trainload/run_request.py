@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, get_args
+
+from pydantic import ValidationError
 
 import trainload
 from trainload.capture.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
@@ -107,8 +110,22 @@ class RunOptions(TypedDict, total=False):
     policy: str | Path | None
 
 
+def demand_options(options: Mapping[str, Any], kind: type) -> None:
+    """Demands that options are of those that a TypedDict names. Raises: RequestError: one is not; a run would pass over it."""
+    known = kind.__annotations__
+    for name in options:
+        if name not in known:
+            alike = difflib.get_close_matches(name, known)
+            raise RequestError(
+                "there is no such option",
+                where=name,
+                expected=f"one of {', '.join(sorted(known))}",
+                cure=f"Perhaps {alike[0]} is meant." if alike else "What of the training is changed goes into overrides.",
+            )
+
+
 def spec_of(package: Package, plan: Plan, data: InFiles, options: RunOptions) -> RunSpec:
-    """The run that is asked for."""
+    """The run that is asked for. Raises: RequestError: an option is out of its range."""
     policy, checkpoints = options.get("policy"), options.get("checkpoints")
     given: dict[str, Any] = {name: value for name, value in options.items() if name in RunSpec.model_fields}
 
@@ -117,26 +134,30 @@ def spec_of(package: Package, plan: Plan, data: InFiles, options: RunOptions) ->
             demand_no_credentials(str(path))
         return None if path is None else str(path) if str(path).startswith("${") or is_url(path) else str(local_path(path).absolute())
 
-    return RunSpec(
-        **given
-        | {
-            "package": package.source or str(package.path),
-            "plan": plan,
-            "data": whole(data.data),
-            "made": data.made,
-            "run_dir": whole(options["run_dir"]),
-            "checkpoints": None if checkpoints is None else whole_place(checkpoints),
-            "steps": package.recipe.steps if options.get("steps") is None else options["steps"],
-            "optimizer_from": _state_of(options.get("optimizer_from"), package),
-            "eval_data": whole(data.eval_data),
-            "output": whole(options.get("output")),
-            "plans": _in_order(plan, options.get("plans", ())),
-            "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
-            "digest": package.digest,
-            "versions": versions(),
-            "policies": find_policies(None if policy is None else Path(policy)),
-        }
-    )
+    given |= {
+        "package": package.source or str(package.path),
+        "plan": plan,
+        "data": whole(data.data),
+        "made": data.made,
+        "run_dir": whole(options["run_dir"]),
+        "checkpoints": None if checkpoints is None else whole_place(checkpoints),
+        "steps": package.recipe.steps if options.get("steps") is None else options["steps"],
+        "optimizer_from": _state_of(options.get("optimizer_from"), package),
+        "eval_data": whole(data.eval_data),
+        "output": whole(options.get("output")),
+        "plans": _in_order(plan, options.get("plans", ())),
+        "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
+        "digest": package.digest,
+        "versions": versions(),
+        "policies": find_policies(None if policy is None else Path(policy)),
+    }
+    try:
+        return RunSpec(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise RequestError(
+            "is out of its range", where=".".join(map(str, first["loc"])), expected=first["msg"], got=repr(first["input"])[:100]
+        ) from error
 
 
 def _state_of(source: str | Path | None, package: Package) -> str | None:
@@ -191,6 +212,9 @@ def checked(
 
     Within it the run is made, or the files of its data go that were made for it.
     """
+    demand_options(options, RunOptions)
+    if not options.get("run_dir"):
+        raise RequestError("is missing", where="run_dir", expected="a folder for the run", cure="Give it: run_dir='runs/first'.")
     eval_data, backend = options.get("eval_data"), options.get("backend", "ray")
     demand_backend(backend, options.get("address"))
     run_dir = Path(options["run_dir"]).absolute()

@@ -15,6 +15,7 @@ from trainload.commands import runs
 from trainload.commands.settings import SETTINGS
 from trainload.evaluating import EvaluationOptions
 from trainload.launch.spec import RunSpec
+from trainload.packaging.read import Package
 
 Capture = pytest.CaptureFixture[str]
 LAUNCH = ["launch", "none.tl", "--data", "d.parquet"]
@@ -102,3 +103,29 @@ def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
     monkeypatch.setattr("trainload.launch.spec.read_spec", lambda folder: RunSpec.model_construct())
     assert cli.run(["resume", ".", "--address", "h:1", *options]) == 0
     assert drivers == [["resume", str(tmp_path), "--address", "h:1", *(word.replace("HERE", str(tmp_path)) for word in told)]]
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "said"),
+    [
+        (trainload.launch, {"step": 1}, "step: there is no such option.*Perhaps steps is meant"),
+        (trainload.launch, {"set": {"lr": 1e-9}}, "set: there is no such option.*goes into overrides"),
+        (trainload.launch, {"checkpoint_every": 0}, "checkpoint_every: is out of its range.*got 0"),
+        (trainload.launch, {"compile": None}, "compile: is out of its range"),
+        (trainload.launch, {"steps": 2.5}, "steps: is out of its range.*got 2.5"),
+        (trainload.dry_run, {"nonsense": 1}, "nonsense: there is no such option"),
+        (trainload.evaluate, {"steps": 5}, "steps: there is no such option"),
+    ],
+)
+def test_an_option_of_python_s_that_would_be_passed_over_is_refused(
+    verb: Any, options: dict[str, Any], said: str, tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    with pytest.raises(RequestError, match=said):
+        verb(tiny, plan, tiny_data, run_dir=tmp_path / "run", backend="local", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_folder_is_refused(tiny: Package, tiny_data: Path) -> None:
+    with pytest.raises(RequestError, match="run_dir: is missing"):
+        trainload.launch(tiny, trainload.plan(tiny, trainload.Cluster(), "single"), tiny_data, backend="local")  # type: ignore[call-arg]
