@@ -60,8 +60,10 @@ def check_parity(
     """
     missing: set[str] | None = None
     changed: set[str] | None = None
+    finite = False
     for seed, batch in enumerate(batches, _SEED):
-        found, counted = _compare(captured, function, batch, constants, seed, kept)
+        found, counted, loss = _compare(captured, function, batch, constants, seed, kept)
+        finite = finite or bool(loss.isfinite().all())
         missing = found if missing is None else missing & found
         changed = counted if changed is None else changed & counted
     if changed:
@@ -73,6 +75,12 @@ def check_parity(
             got=f"an attribute that changes with every {captured.name} call",
             cure="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
         )
+    if captured.training and not finite:
+        warnings.warn(
+            f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph, so that its gradients could not be compared with those of "
+            "eager mode. Give an example whose loss is a number.",
+            stacklevel=2,
+        )
     return missing or set()
 
 
@@ -83,8 +91,8 @@ def _compare(
     constants: Mapping[str, Tensor],
     seed: int,
     kept: list[Replayed] | None,
-) -> tuple[set[str], set[str]]:
-    """Names of the parameters without a gradient, and of the Python numbers that the call changed."""
+) -> tuple[set[str], set[str], Tensor]:
+    """Names of the parameters without a gradient, and of the Python numbers that the call changed; the loss in eager mode."""
     model = function.get_submodule("model")
     training = captured.training
     rows = next(iter(batch.values())).shape[0]
@@ -189,7 +197,7 @@ def _compare(
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
     if has_branches(captured.exported.graph_module):  # what only the other branch uses has a gradient of zero in the graph, none in eager
         missing = {name for name in missing if graph_gradients[name] is None}
-    return missing, counted
+    return missing, counted, eager_outputs[0]
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

@@ -188,3 +188,10 @@ def _line(text: str) -> int:
     """The first line of this file that holds `text`."""
     lines = inspect.getsource(inspect.getmodule(_line)).splitlines()  # type: ignore[arg-type]
     return next(i for i, line in enumerate(lines, 1) if re.search(re.escape(text), line))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_an_example_whose_loss_is_no_number_is_warned_of(value: str) -> None:
+    batch = {"x": torch.full((4, 8), float(value))}
+    with pytest.warns(UserWarning, match=r"loss of Job.batch is (nan|inf) in the train graph.*could not be compared"):
+        capture(job(Model(lambda _, x: x.relu()), batch=batch))

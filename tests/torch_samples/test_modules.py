@@ -41,6 +41,7 @@ def test_four_updates_of_a_module_are_those_of_eager(sample: ModuleSample, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The loss of Job.batch is nan")
 @pytest.mark.parametrize("sample", [sample for sample in TRAINABLE if gives_nan(sample)], ids=str)
 def test_what_is_no_number_in_eager_ends_a_run(sample: ModuleSample, tmp_path: Path) -> None:
     job = job_of_module(sample, static=has_fixed_rows(sample))
