@@ -77,7 +77,7 @@ def check_parity(
         )
     if captured.training and not finite:
         warnings.warn(
-            f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph, so that its gradients could not be compared with those of "
+            f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph: its gradients could not be compared with those of "
             "eager mode. Give an example whose loss is a number.",
             stacklevel=2,
         )
