@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from trainload.capture.distance import noise_floor, relative_distance
 from trainload.capture.parity import tolerance_of
 from trainload.capture.program import GraphCapture, Program
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _MARGIN = 30.0
 """Sums in another order differ by less than so many tolerances, and rows that depend on one another by more."""
 
@@ -21,7 +24,7 @@ def are_rows_coupled(program: Program, capture: GraphCapture, step: StepGraph, b
     """Return whether two calls, each on a half of a batch, come to another loss or gradient than one call on all of it.
 
     Then the result of training depends on the number of microbatches and ranks. Where the batch cannot be divided (one row, a fixed size, a
-    half without weight, sizes that follow from the rows) nothing is found.
+    half without weight, sizes that follow from the rows) nothing is found. What the first call writes to buffers the second one reads.
 
     Args:
         program: what `step` was derived from; its weights are read.
@@ -32,17 +35,56 @@ def are_rows_coupled(program: Program, capture: GraphCapture, step: StepGraph, b
     rows = next(iter(batch.values())).shape[0]
     if rows < 2 or isinstance(capture.inputs[0].shape[0], int):
         return False
+    return any(_differs(program, capture, step, each) for each in (batch, *_beside(batch)))
+
+
+def _beside(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield batches beside the example, on which rows may depend on one another that do not on the example, of zeros and ones say. A model
+    need not take them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    floats = {n: _shaken(t, generator) if t.dtype in _FLOATS else t for n, t in batch.items()}
+    yield {n: _drawn(t, generator) if t.dtype in _INTEGERS else t for n, t in floats.items()}
+    if any(t.dtype in _FLOATS for t in floats.values()):
+        yield floats
+
+
+def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    size = float(tensor.float().std()) if tensor.numel() > 1 else 0.0
+    return tensor + torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * (size if 0 < size < torch.inf else 1.0)
+
+
+def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return entries of the tensor in other places; of one whose entries are all alike some become the number beside it."""
+    flat = tensor.flatten()
+    if not flat.numel() or bool((flat != flat[0]).any()):
+        return flat[torch.randint(max(flat.numel(), 1), (flat.numel(),), generator=generator)].view(tensor.shape)
+    beside = flat[0].logical_not() if tensor.dtype == torch.bool else flat[0] - 1 if flat[0] > 0 else flat[0] + 1
+    return torch.where(_some(tensor, generator), beside, tensor)
+
+
+def _some(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(tensor.shape, generator=generator) < 0.3
+
+
+def _differs(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> bool:
+    """Return whether two calls come to something else than one; False where a batch or its halves cannot be computed, or to no numbers."""
+    rows = next(iter(batch.values())).shape[0]
     middle = rows // 2
     try:
-        halves = _of_part(program, step, batch, 0, middle), _of_part(program, step, batch, middle, rows)
-    except RuntimeError:  # a half is not of a size that the graph takes
+        first = _of_part(program, step, batch, 0, middle)
+        written = {port.name: value for port, value in first.items() if port.role is Role.BUFFER}
+        second = _of_part(replace(program, state={**program.state, **written}), step, batch, middle, rows)
+        weights = [float(half[Port(Role.WEIGHT, "weight")]) for half in (first, second)]
+        if not all(weights):
+            return False
+        together = _together(first, second, weights)
+        del first, second
+        whole = _of_part(program, step, batch, 0, rows)
+    except (RuntimeError, IndexError):  # a half is not of a size that the graph takes, or a value is none that it takes
         return False
-    weights = [float(half[Port(Role.WEIGHT, "weight")]) for half in halves]
-    if not all(weights):
+    if not all(bool(value.isfinite().all()) for port, value in whole.items() if port in together):
         return False
-    together = _together(*halves, weights)
-    del halves
-    whole = _of_part(program, step, batch, 0, rows)
     gradients = [value for port, value in whole.items() if port.role is Role.GRADIENT]
     floor, allowed = noise_floor(gradients), _MARGIN * tolerance_of(capture)
     return any(relative_distance(whole[port], value, floor) > allowed for port, value in together.items())

@@ -109,6 +109,53 @@ def test_rows_that_depend_on_one_another_are_noted(tmp_path: Path, name: str) ->
     assert frozen(tmp_path, loss, **options).manifest.graphs["train"].coupled
 
 
+class Small(nn.Module):
+    """A layer, and a norm of the batch, a weight for each class, or a count of calls behind it."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found
+
+
+def counted(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    model.calls += 1
+    return functional.cross_entropy(model(batch["x"]) / model.calls, batch["y"])
+
+
+def masked(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    losses = functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+ZEROS, ONES, LABELS = torch.zeros(ROWS, 4), torch.ones(ROWS, dtype=torch.int64), torch.arange(ROWS) % 3
+VALUES = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(2))
+UNSEEN: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
+    "a batch norm over zeros": (lambda m, b: functional.cross_entropy(m.norm(m(b["x"])), b["y"]), {"x": ZEROS, "y": LABELS}),
+    "weights of classes": (
+        lambda m, b: functional.cross_entropy(m(b["x"]), b["y"], weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=7),
+        {"x": VALUES, "y": ONES},
+    ),
+    "a mask of ones": (masked, {"x": VALUES, "y": LABELS, "mask": ONES}),
+    "a count of calls": (counted, {"x": VALUES, "y": LABELS}),
+    "a mean of ones": (lambda m, b: m(b["x"] - b["x"].mean(0)).square().mean(), {"x": torch.ones(ROWS, 4)}),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_rows_that_depend_on_one_another_are_noted_where_the_example_does_not_show_it(name: str, tmp_path: Path) -> None:
+    loss, batch = UNSEEN[name]
+    given = trainload.Job(Small(), batch, lambda m: optim.SGD(m.parameters(), lr=0.1), loss=loss, steps=2)
+    assert trainload.freeze(given, tmp_path / "job.tl").manifest.graphs["train"].coupled
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return frozen(tmp_path_factory.mktemp("normalised"), normalised)
