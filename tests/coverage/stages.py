@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -190,8 +191,8 @@ def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: P
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=rows)
-            options: dict[str, Any] = {"run_dir": run_dir, "cache_dir": folder / "cache", "backend": "local", "steps": 2}
-            trainload.launch(package, plan, folder / "rows.safetensors", **options)
+            os.environ["TRAINLOAD_CACHE_DIR"] = str(folder / "cache")  # of this case's process alone
+            trainload.launch(package, plan, folder / "rows.safetensors", run_dir=run_dir, backend="local", steps=2)
     except DataError as error:  # data files hold no tensors of this dtype
         return {"state": SKIPPED, "seconds": time.perf_counter() - start, "error": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
