@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def are_rows_coupled(program: Program, capture: GraphCapture, step: StepGraph, b
     rows = next(iter(batch.values())).shape[0]
     if rows < 2 or isinstance(capture.inputs[0].shape[0], int):
         return False
-    return any(_differs(program, capture, step, each) for each in (batch, *_beside(batch)))
+    return any(_differs(program, capture, step, each) for each in chain([batch], _beside(batch)))
 
 
 def _beside(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -56,9 +57,11 @@ def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Return entries of the tensor in other places; of one whose entries are all alike some become the number beside it."""
+    if not tensor.numel():
+        return tensor
     flat = tensor.flatten()
-    if not flat.numel() or bool((flat != flat[0]).any()):
-        return flat[torch.randint(max(flat.numel(), 1), (flat.numel(),), generator=generator)].view(tensor.shape)
+    if bool((flat != flat[0]).any()):
+        return flat[torch.randint(len(flat), (len(flat),), generator=generator)].view(tensor.shape)
     beside = flat[0].logical_not() if tensor.dtype == torch.bool else flat[0] - 1 if flat[0] > 0 else flat[0] + 1
     return torch.where(_some(tensor, generator), beside, tensor)
 

@@ -114,34 +114,33 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
     if any(p.device.type == "meta" for p in real):
         return  # a job without values is proven on a smaller one that has them
     alone: dict[tuple[int, tuple[int, ...]], tuple[Tensor, list[Tensor], Tensor]] = {}
-    whose: list[tuple[Tensor, tuple[int, tuple[int, ...]]]] = []
+    trained: list[Tensor] = []
+    expected: list[tuple[Tensor, list[Tensor], Tensor]] = []
     for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in names:
-                continue
+        for param in (p for p in group["params"] if id(p) in names):
             key = number, tuple(param.shape)
-            whose.append((param, key))
             if key not in alone:
                 shape = key[1] if optimizer.state else checked_shape(key[1])
                 start, *gradients = (torch.randn(shape, generator=generator).to(param.device, param.dtype) for _ in range(1 + len(_RATES)))
                 (moved,), _ = _stepped(optimizer, group, [start], [[g] for g in gradients])
                 alone[key] = start, gradients, moved
+            trained.append(param)
+            expected.append(alone[key])
+    if not trained:
+        return
     before = [(p, p.data, p.grad, p.requires_grad) for p in real]
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     try:
         for param in real:
             param.grad = None
             param.requires_grad = False  # an optimizer that is to be differentiated would write to a leaf
-        for param, key in whose:
-            param.data = alone[key][0].clone()
-        for number, rate in enumerate(_RATES):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            for param, key in whose:
-                param.grad = alone[key][1][number].clone()
-            step(optimizer, tuple(real[0].shape))
+        for param, (start, _, _) in zip(trained, expected, strict=True):
+            param.data = start.clone()
+        _take_steps(optimizer, trained, list(zip(*(gradients for _, gradients, _ in expected), strict=True)))
         apart = [
-            names[id(p)] for p, key in whose if not torch.allclose(p, alone[key][2], rtol=_tolerance(p.dtype), atol=_tolerance(p.dtype))
+            names[id(p)]
+            for p, (_, _, moved) in zip(trained, expected, strict=True)
+            if not torch.allclose(p, moved, rtol=_tolerance(p.dtype), atol=_tolerance(p.dtype))
         ]
     finally:
         for param, data, gradient, requires in before:
@@ -180,12 +179,18 @@ def _stepped(
     """The parameters after the real optimizer's steps, at `_RATES`, and that optimizer."""
     params = [p.clone() for p in params]
     stepped = bound(optimizer, group, params, _RATES[0])
+    _take_steps(stepped, params, gradients)
+    return params, stepped
+
+
+def _take_steps(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:
+    """Has an optimizer take a step at each of `_RATES` in turn. gradients: of each step, in the order of `params`."""
     for given, rate in zip(gradients, itertools.cycle(_RATES)):
-        stepped.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         for param, gradient in zip(params, given, strict=True):
             param.grad = gradient.clone()
-        step(stepped, tuple(params[0].shape))
-    return params, stepped
+        step(optimizer, tuple(params[0].shape))
 
 
 def _tolerance(dtype: torch.dtype) -> float:

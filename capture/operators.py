@@ -53,12 +53,14 @@ def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def written_by(node: Node) -> list[Node]:
-    """The values that a node's operator writes to, by its schema."""
+    """The values that a node's operator writes to, by its schema; `out=` among them."""
     found: list[Node] = []
     if is_overload(node.target):
-        for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
+        arguments = node.target._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+        for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                torch.fx.map_arg(value, found.append)
+                torch.fx.map_arg(given.get(argument.name), found.append)
     return found
 
 

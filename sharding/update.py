@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.errors import PlanError
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import written_by
 from trainload.sharding.liveness import Storages
 from trainload.sharding.plan import DATA, PIPELINE, REPLICATE, TENSOR, Bucket, Plan, shared_group
 from trainload.sharding.rewrite import accumulated_length, update_length
@@ -337,8 +337,8 @@ def _write_early(module: GraphModule) -> None:
         assert storage is not None and own is not None
         readers = [user for view in views[storage] for user in view.users if user is not copy and user.op != "output"]
         # A new value may be written to through a view of it, such as the `.data` of a hook.
-        writers = [user for view in views[own] for user in view.users if is_overload(user.target) and user.target._schema.is_mutable]
-        before = [new, *readers, *(user for user in writers if user is not copy and place[user] < place[copy])]
+        writers = [user for view in views[own] for user in view.users if view in written_by(user) and place[user] < place[copy]]
+        before = [new, *readers, *writers]
         last = max(before, key=lambda node: place[node])
         if last.op != "placeholder" and not any(node.target is aten.copy_.default for node in before):
             last.append(copy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,12 +43,7 @@ class Masked(nn.Module):
 def masked() -> Job:
     torch.manual_seed(0)
     batch = {"tokens": torch.randint(0, 12, (3, 8)), "seen": (torch.arange(8) < torch.tensor([[8], [5], [3]])).float()}
-    return Job(
-        model=Masked(),
-        batch=batch,
-        loss=lambda m, b: m(b["tokens"], b["seen"]),
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
-    )
+    return Job(Masked(), batch, adamw, loss=lambda m, b: m(b["tokens"], b["seen"]))
 
 
 class Moving(nn.Module):
@@ -69,17 +64,37 @@ class Moving(nn.Module):
         return result
 
 
-def moving() -> Job:
+class NormFirst(nn.Module):
+    """A model that begins with a norm of the data. Nothing needs the gradient of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.out(self.norm(x))
+        return result
+
+
+def regression(model: Callable[[], nn.Module], positions: int) -> Job:
+    """A job of a model that gives so many positions for eight."""
     torch.manual_seed(0)
-    return Job(
-        model=Moving(),
-        batch={"x": torch.randn(3, 8, 16), "y": torch.randn(3, 24, 16)},
-        loss=lambda m, b: functional.mse_loss(m(b["x"]), b["y"]),
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
-    )
+    made = model()
+    batch = {"x": torch.randn(3, 8, 16), "y": torch.randn(3, positions, 16)}
+    return Job(made, batch, adamw, loss=lambda m, b: functional.mse_loss(m(b["x"]), b["y"]))
 
 
-OWN = {"gpt": gpt_job, "masked": masked, "moving": moving}
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+OWN: dict[str, Callable[[], Job]] = {
+    "gpt": gpt_job,
+    "masked": masked,
+    "moving": lambda: regression(Moving, 24),
+    "norm first": lambda: regression(NormFirst, 8),
+}
+"""Jobs that are not of the coverage suite."""
 
 
 def job_of(case: str) -> Job:

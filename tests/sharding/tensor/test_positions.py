@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.grid.models import MODELS
 from tests.ranks import on_ranks
 from tests.selection import selected
 from tests.sharding.given import captured_step, distances, job_of
-from torch import Tensor, nn
-from torch.nn import functional
 
 import trainload
 from trainload.autograd_trace.aot import bind_groups
@@ -34,31 +31,7 @@ WORLD = 2
 ASKED = "asked.json"
 
 
-class NormFirst(nn.Module):
-    """A model that begins with a norm of the data. Nothing needs the gradient of the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.out(self.norm(x))
-        return result
-
-
-def norm_first() -> Job:
-    torch.manual_seed(0)
-    return Job(
-        model=NormFirst(),
-        batch={"x": torch.randn(3, 8, 16), "y": torch.randn(3, 8, 16)},
-        loss=lambda m, b: functional.mse_loss(m(b["x"]), b["y"]),
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
-    )
-
-
 def job(name: str) -> Job:
-    if name == "norm first":
-        return norm_first()
     return MODELS[name].job() if name in MODELS else job_of(name)
 
 
