@@ -1,8 +1,8 @@
 """Torch's ambient settings: those of a thread or a process that change what the same code computes.
 
 A job is what its functions compute by themselves. What happens to be set where `freeze` or `launch` is called (autocast, `no_grad`, a
-default dtype or device, matmul precision, deterministic algorithms, attention backends) is no part of it, and a worker on another machine
-would not have it.
+default dtype or device, matmul precision, deterministic algorithms, attention backends, anomaly detection) is no part of it, and a worker on
+another machine would not have it. What cannot be taken away (modes, transforms) is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from trainload.capture.errors import RequestError
+from trainload.capture.torch_modes import active_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +72,12 @@ def warned_of_autocast(verb: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def neutral() -> Iterator[None]:
-    """Set everything of this module's docstring to what a fresh process has, and restore it on exit."""
+    """Set everything of this module's docstring to what a fresh process has, and restore it on exit.
+
+    Raises:
+        RequestError: a mode of torch, or a transform of torch.func, surrounds the caller.
+    """
+    _refuse_modes()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -88,7 +96,19 @@ def neutral() -> Iterator[None]:
         for name in _ATTENTION:
             stack.enter_context(_set(getattr(torch.backends.cuda, f"{name}_enabled"), getattr(torch.backends.cuda, f"enable_{name}"), True))
         stack.enter_context(_set(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, True))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
+
+
+def _refuse_modes() -> None:
+    modes = active_modes()
+    if modes:
+        raise RequestError(
+            "torch's operators do something else here than in a fresh process, and what surrounds the call is no part of the job",
+            expected="no mode of torch and no transform of torch.func around the call",
+            got=", ".join(modes),
+            cure="Leave it before the call; what belongs to the job is entered in Job.loss or in the model's forward.",
+        )
 
 
 def outside_dtype() -> AbstractContextManager[None]:

@@ -254,8 +254,12 @@ def _export(
                 "Change the gradient with parameter.register_hook, or in the optimizer.",
             )
         hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
-        with torch.set_grad_enabled(training), inside or nullcontext(), _watched(function, hooks if training else {}, around):
+        watch = Watch()
+        with torch.set_grad_enabled(training), inside or nullcontext(), _watched(watch, function, hooks if training else {}, around):
             exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
+        caught = watch.raised.caught()
+        if caught is not None:
+            raise caught
         refuse_wrapped_kernels(exported.graph_module)
         make_regions(exported, training)
         return exported
@@ -263,12 +267,12 @@ def _export(
 
 @contextmanager
 def _watched(
+    watch: Watch,
     function: Traced,
     hooks: dict[str, list[Callable[[Tensor], Tensor | None]]],
     around: Around,
 ) -> Iterator[None]:
     """Inside, the function's forward is watched by a trace."""
-    watch = Watch()
 
     @contextmanager
     def watched(batch: Mapping[str, Tensor]) -> Iterator[None]:

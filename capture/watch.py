@@ -22,6 +22,7 @@ from trainload.capture.batch_norm import BATCH_NORM, counted_average
 from trainload.capture.blame import own_backward, own_generator
 from trainload.capture.bodies import bodies
 from trainload.capture.branches import traced_by
+from trainload.capture.caught import Raised
 from trainload.capture.custom_function import call_function
 from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
@@ -44,6 +45,7 @@ class Watch:
         self._numbers = itertools.count()
         self._answers: list[Answers] = []
         """Of the checkpoints that forward is in, outermost first."""
+        self.raised = Raised()
         self.quiet = False
         """Whether changes of the grad mode go unmarked: they are the watch's own."""
         self.leaving = False
@@ -67,6 +69,7 @@ class Watch:
             stack.enter_context(module_hooks(self, model))
             stack.enter_context(no_raw_kernels())
             stack.enter_context(lengths())
+            stack.enter_context(self.raised.by_sizes())
             for name, found in parameters.items():
                 for hook in found:
                     self.hook(model.get_parameter(name), hook)
@@ -258,7 +261,10 @@ class _Functions(TorchFunctionMode):
         self._model = model
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        with self._watch.raised.noted():
+            return self._seen(func, args, kwargs or {})
+
+    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         refuse_arguments(func, (*args, *kwargs.values()), self._model, place_here)
         if name == "_set_grad_enabled" and not self._watch.quiet:

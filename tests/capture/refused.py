@@ -5,6 +5,7 @@ Above the line that is to blame, `# -> expression` names what the caret must sta
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -81,6 +82,47 @@ def a_negation(_: Any, x: Tensor) -> Any:
     # -> x.any()
     if not x.any():
         x = x + 1
+    return x
+
+
+@refused("data-dependent-branch", "x = torch.where(x.abs().max() > 1000, x / 10, x)")
+def a_branch_in_a_try(_: Any, x: Tensor) -> Any:
+    try:
+        # -> x.abs().max() > 1000
+        if x.abs().max() > 1000:
+            x = x / 10
+    except Exception:
+        pass
+    return x
+
+
+@refused("data-dependent-branch", "")
+def a_branch_on_a_count_in_a_suppress(_: Any, x: Tensor) -> Any:
+    count = (x > 1000).sum().item()
+    with contextlib.suppress(Exception):
+        # -> count > 3
+        if count > 3:
+            x = x / 10
+    return x
+
+
+@refused("data-dependent-shape", "")
+def a_number_in_a_try(_: Any, x: Tensor) -> Any:
+    try:
+        # -> int(x.abs().max() > 1000)
+        x = x * (10 ** -int(x.abs().max() > 1000))
+    except RuntimeError:
+        pass
+    return x
+
+
+@refused("values-outside-of-torch", "")
+def an_array_in_a_try(_: Any, x: Tensor) -> Any:
+    try:
+        # -> x.detach().numpy()
+        x = x * float(x.detach().numpy().max() < 1000)
+    except Exception:
+        pass
     return x
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("capture", "autograd_trace", "packaging", "sharding", "launch")
 """From the bottom up: a stage imports itself and those before it."""
-PRIVATE_TORCH = frozenset({"autograd_trace/aot.py", "packaging/graph_json.py"})
-"""The two modules that may touch torch's private names."""
+PRIVATE_TORCH = frozenset({"autograd_trace/aot.py", "capture/torch_modes.py", "packaging/graph_json.py"})
+"""The modules that may touch torch's private names."""
 
 
 def stage_files() -> list[Path]:

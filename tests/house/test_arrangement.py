@@ -89,7 +89,7 @@ def test_ray_is_imported_by_launch_alone() -> None:
     assert users == []
 
 
-def test_private_names_of_torch_stay_in_their_two_modules() -> None:
+def test_private_names_of_torch_stay_in_their_modules() -> None:
     files = [*stage_files(), *face_files()]
     names = {path.relative_to(ROOT).as_posix(): private_torch_names(path.read_text()) for path in files}
     assert {name: used for name, used in names.items() if used and name not in PRIVATE_TORCH} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,9 +14,12 @@ import pytest
 import torch
 from tests.laws.runs import curve
 from torch import Tensor, nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import trainload
-from trainload import CaptureError, Job
+from trainload import CaptureError, Job, RequestError
 from trainload.capture.ambient import neutral
 from trainload.packaging.read import Package
 
@@ -82,6 +86,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "default device": lambda: torch.device("meta"),
     "matmul precision": lambda: put(torch.set_float32_matmul_precision, "medium", "highest"),
     "deterministic": lambda: put(torch.use_deterministic_algorithms, True, False),
+    "anomaly detection": lambda: put(torch.autograd.set_detect_anomaly, True, False),
     "attention": lambda: torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]),
 }
 
@@ -140,11 +145,49 @@ def settings() -> tuple[object, ...]:
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(),
         torch.get_default_device(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-        sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(),
+        sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), torch.is_anomaly_enabled(),
     )  # fmt: skip
 
 
-FRESH = (True, False, False, torch.float32, torch.device("cpu"), "highest", False, True, True, True)
+FRESH = (True, False, False, torch.float32, torch.device("cpu"), "highest", False, True, True, True, False)
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return func(*args, **(kwargs or {})) * (2 if func is torch.Tensor.mean else 1)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "Doubles": Doubles,
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "FakeTensorMode": FakeTensorMode,
+    "torch.autograd.graph.saved_tensors_hooks": torch.autograd.graph.save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_around_a_freeze_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    given = job()
+    with MODES[name](), pytest.raises(RequestError, match=rf"no part of the job.*got {re.escape(name)}\)"):
+        trainload.freeze(given, tmp_path / "job.tl")
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_around_a_launch_is_refused_by_name(name: str, plain: Package, data: Path, tmp_path: Path) -> None:
+    with MODES[name](), pytest.raises(RequestError, match=rf"no part of the job.*got {re.escape(name)}\)"):
+        launched(plain, data, tmp_path)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
+def test_a_transform_around_a_freeze_is_refused_by_name(transform: Callable[..., Any], tmp_path: Path) -> None:
+    given = job()
+
+    def frozen(x: Tensor) -> Tensor:
+        trainload.freeze(given, tmp_path / "job.tl")
+        return x.sum()
+
+    with pytest.raises(RequestError, match=rf"no part of the job.*got torch\.func\.{transform.__name__}\)"):
+        transform(frozen)(torch.ones(2))
 
 
 def test_a_matmul_precision_of_the_new_kind_is_put_back() -> None:

@@ -1,0 +1,25 @@
+"""Which of torch's modes surround a call: the one module of capture/ that touches torch's private names.
+
+Run on torch 2.13.0. torch lists its active modes, transforms and hooks on saved tensors nowhere in public. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def active_modes() -> list[str]:
+    """Return the names, as a user knows them, of what surrounds the caller and changes or listens to what operators do.
+
+    A default device is none of them.
+    """
+    modes = [mode for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()) if not isinstance(mode, DeviceContext)]
+    names = [type(mode).__name__.lstrip("_") for mode in modes]
+    transforms = torch._C._functorch.get_interpreter_stack()
+    names += [f"torch.func.{transform.key().name.lower()}" for transform in transforms or ()]
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        names.append("torch.autograd.graph.saved_tensors_hooks")
+    return names
