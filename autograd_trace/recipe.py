@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from trainload.autograd_trace.graphs import GraphRecipe, GroupRecipe, LossScale, Recipe, TurnRecipe
 from trainload.autograd_trace.trainers import Trainer, main_of
+from trainload.capture.arguments import out_of_range
 from trainload.capture.errors import JobError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Ema, Job
@@ -51,7 +52,7 @@ def make_recipe(
             groups=tuple(groups),
             schedules=schedules,
             steps=job.steps,
-            global_batch=job.global_batch or next(iter(leaves_of(job.batch, values=False).values())).shape[0],
+            global_batch=_rows(job) if job.global_batch is None else job.global_batch,
             clip_norm=None if several else job.clip_norm,
             clip_value=None if several else job.clip_value,
             ema_decay=None if several else _decay(job.ema),
@@ -82,6 +83,11 @@ def _graph(job: Job, name: str, groups: Sequence[str]) -> GraphRecipe:
         raise _wrong(error, f"Job.graphs[{name!r}]" if own is not None else "Job") from error
 
 
+def _rows(job: Job) -> int:
+    """Return the example's rows."""
+    return next(iter(leaves_of(job.batch, values=False).values())).shape[0]
+
+
 def _decay(ema: Ema | None) -> float | None:
     return None if ema is None else ema.decay
 
@@ -92,5 +98,4 @@ def _wrong(error: ValidationError, place: str) -> JobError:
     if not names:
         return JobError(first["msg"].removeprefix("Value error, "), where=place)
     own = error.title in ("Recipe", "GraphRecipe")
-    where = ".".join([_FIELDS.get(names[0], names[0]), *names[1:]]) if own else f"loss_scaling.{names[0]}"
-    return JobError("is out of its range", where=f"{place}.{where}", expected=first["msg"], got=repr(first["input"]))
+    return out_of_range(error, JobError, place if own else f"{place}.loss_scaling", _FIELDS)

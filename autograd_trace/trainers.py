@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from trainload.autograd_trace.graphs import TurnRecipe
 from trainload.autograd_trace.rounds import turns_before
 from trainload.autograd_trace.schedule import Schedule
-from trainload.capture.errors import JobError
+from trainload.capture.arguments import out_of_range
+from trainload.capture.errors import JobError, RequestError, raised
 from trainload.capture.job import Graph, Job, OptimizerFactory, Turn
+from trainload.capture.place import place_of_error
 from trainload.capture.program import MAIN, Mode, Program
 from trainload.capture.targets import graphs_of
 
@@ -73,10 +75,7 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
         try:
             turns.append(TurnRecipe(graph=turn.graph, times=turn.times, every=turn.every, start=turn.start, fresh=turn.fresh))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise JobError(
-                "is out of its range", where=f"{where}.{first['loc'][0]}", expected=first["msg"], got=repr(first["input"])
-            ) from error
+            raise out_of_range(error, JobError, where) from error
         _check_turn(job, turns, where)
     idle = sorted(set(graphs) - {turn.graph for turn in turns})
     if idle:
@@ -176,8 +175,20 @@ def _place(name: str, graph: Graph) -> str:
     return "Job.optimizer" if graph.optimizer is None else f"Job.graphs[{name!r}].optimizer"
 
 
+def _cure(model: torch.nn.Module) -> str:
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return ""
+    return "No parameter of Job.model requires a gradient."
+
+
 def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.Optimizer, ...]:
-    given = factory(job.model)
+    try:
+        given = factory(job.model)
+    except RequestError:
+        raise
+    except Exception as error:  # the user's own code may raise anything
+        place = place_of_error(error)
+        raise JobError(f"{where} fails: {raised(error)}", where="" if place is None else str(place), cure=_cure(job.model)) from error
     optimizers = tuple(given) if isinstance(given, Sequence) else (given,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):

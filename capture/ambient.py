@@ -1,8 +1,8 @@
 """Torch's ambient settings: those of a thread or a process that change what the same code computes.
 
 A job is what its functions compute by themselves. What happens to be set where `freeze` or `launch` is called (autocast, `no_grad`, a
-default dtype or device, matmul precision, deterministic algorithms, attention backends, anomaly detection) is no part of it, and a worker on
-another machine would not have it. What cannot be taken away (modes, transforms) is refused.
+default dtype or device, matmul precision, deterministic algorithms, attention backends, anomaly detection) is no part of it, and a worker
+on another machine would not have it. What cannot be taken away (modes, transforms) is refused.
 """
 
 from __future__ import annotations

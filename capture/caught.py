@@ -1,7 +1,7 @@
 """Errors of the tracer that a model's own code catches.
 
-Where a branch on a value or a refusal of ours is raised, eager mode raises nothing: a model that catches it goes, while it is traced, another
-way than in eager mode, and on the example batch the two ways may give the same.
+Where a branch on a value or a refusal of ours is raised, eager mode raises nothing: a model that catches it goes, while it is traced,
+another way than in eager mode, and on the example batch the two ways may give the same.
 """
 
 from __future__ import annotations

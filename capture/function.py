@@ -107,6 +107,8 @@ class StepFunction(Traced):
         if loss.weight is not None:
             outputs.append(OutputSpec("weight", OutputRole.WEIGHT))
             values.append(loss.weight)
+        _check_names(loss.metrics, f"{self._where}: metrics")
+        _check_names(loss.outputs, f"{self._where}: outputs")
         for name in sorted(loss.metrics):
             outputs.append(OutputSpec(name, OutputRole.METRIC))
             values.append(loss.metrics[name])
@@ -155,6 +157,7 @@ class TensorsFunction(Traced):
                     expected="a tensor, or a flat mapping of names to tensors",
                     got=type(value).__name__,
                 )
+        _check_names(named, self._where)
         names = sorted(named)
         self._note(tuple(OutputSpec(name, self._role) for name in names))
         return tuple(named[name] for name in names)
@@ -169,6 +172,13 @@ def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     renamed.__kwdefaults__ = function.__kwdefaults__
     return renamed
+
+
+def _check_names(values: Mapping[Any, Any], where: str) -> None:
+    """Demand names that a package can hold, which graphs, reports and sinks tell by."""
+    for name in values:
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise JobError("not a usable name", where=where, expected="a text of printable characters", got=repr(name))
 
 
 def _detached(value: Any, where: str) -> Tensor:

@@ -91,7 +91,7 @@ def with_tensors(batch: Mapping[str, Any], replaced: Callable[[str, Tensor], Any
     def each(name: str, value: Any) -> Any:
         return replaced(name, value) if isinstance(value, Tensor) else value
 
-    return {name: _mapped(value, name, each) for name, value in batch.items()}
+    return {name: _mapped(value, str(name), each) for name, value in batch.items()}
 
 
 def structure_of(value: Any) -> str:
@@ -118,7 +118,7 @@ def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str,
             return value.tensor if value.dim is None else leaves[name].movedim(0, value.dim).contiguous()
         return leaves[name] if isinstance(value, Tensor) else value
 
-    return {name: _mapped(value, name, made) for name, value in batch.items()}
+    return {name: _mapped(value, str(name), made) for name, value in batch.items()}
 
 
 def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:

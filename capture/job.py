@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
-Batch = Mapping[str, Any]
+from trainload.capture.arguments import demand_fields
+from trainload.capture.errors import JobError
+
+Batch = Mapping[Any, Any]
+"""Keys are texts or integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +199,26 @@ class Job:
     loop: Sequence[Turn | str] | None = None
     variants: Mapping[str, Batch] = field(default_factory=dict)
     replays: Sequence[Batch] = ()
+
+
+def demand_job(job: Job) -> None:
+    """Demand that a job, its graphs and its turns hold what their annotations say.
+
+    Raises:
+        JobError: one does not; it names the attribute.
+    """
+    demand_fields(job, "Job", JobError)
+    for name, graph in job.graphs.items():
+        demand_fields(graph, f"Job.graphs[{name!r}]", JobError)
+    for place, turn in enumerate(job.loop or ()):
+        if isinstance(turn, Turn):
+            demand_fields(turn, f"Job.loop[{place}]", JobError)
+    factories = {"Job": job.optimizer, **{f"Job.graphs[{name!r}]": graph.optimizer for name, graph in job.graphs.items()}}
+    for where, factory in factories.items():
+        if isinstance(factory, type):
+            raise JobError(
+                "a class in place of a function of the model",
+                where=f"{where}.optimizer",
+                expected=f"lambda model: {factory.__name__}(model.parameters(), lr=0.1), for example",
+                got=factory.__name__,
+            )

@@ -21,6 +21,7 @@ from trainload.launch.journal import Event, stream_events
 from trainload.launch.probe import demand_writable_folder
 from trainload.launch.spec import RunSpec
 from trainload.packaging.canonical import sha256_bytes
+from trainload.packaging.files import demand_name
 from trainload.packaging.manifest import MANIFEST, Manifest, TrainingEntry
 from trainload.packaging.read import Package, open_package, read_manifest
 from trainload.packaging.write import with_weights
@@ -104,6 +105,7 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
     """
     if spec.output is None:
         return
+    demand_name(Path(spec.output))
     folder = Path(spec.output).parent
     if not folder.is_dir():
         raise StorageError("there is no such folder", where=str(folder), cure="Make it, or choose another --output.")

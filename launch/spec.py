@@ -19,7 +19,7 @@ from trainload.launch.reading import reading
 from trainload.launch.replacing import draft_beside
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import NO_LINKS, demand_outside_packages
+from trainload.packaging.files import NO_LINKS, demand_name, demand_outside_packages
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 
@@ -137,6 +137,7 @@ def check_new_run(run_dir: Path) -> None:
     Raises:
         StorageError: there is a run already, or the folder could not be read, made or written.
     """
+    demand_name(run_dir)
     with reading("it", run_dir / RUN_FILE, _ELSEWHERE):
         taken = (run_dir / RUN_FILE).exists()
     if taken:

@@ -13,10 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from trainload.capture.arguments import shown
 from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.packaging.canonical import MAX_BYTES, sha256_bytes
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, FileEntry
 
+LONGEST_NAME = 235
+"""Bytes of a file's name, which is 255 on most file systems: its draft's is longer."""
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What the system says where a file system makes no hard links."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -193,9 +196,25 @@ def new_file(path: Path) -> Iterator[Path]:
         _put(folder / path.name, path)
 
 
+def demand_name(path: Path) -> None:
+    """Demand that a path's last part can be the name of a file, and of the hidden draft beside it.
+
+    Raises:
+        StorageError: it is too long or has a NUL.
+    """
+    if "\0" in str(path) or len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise StorageError(
+            "no file can have this name",
+            where=shown(str(path)),
+            expected=f"at most {LONGEST_NAME} bytes, and none of them NUL",
+            cure="Choose another.",
+        )
+
+
 @contextmanager
 def _draft_beside(path: Path) -> Iterator[Path]:
     """A hidden folder beside a path that is free. What is left of it when the block ends is removed."""
+    demand_name(path)
     demand_outside_packages(path)
     if os.path.lexists(path):
         raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")

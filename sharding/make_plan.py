@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
 
 from trainload.capture.ambient import neutrally
+from trainload.capture.arguments import demand_arguments
 from trainload.capture.errors import PlanError
 from trainload.capture.program import ParameterSpec
 from trainload.packaging.read import Package
@@ -15,7 +19,7 @@ from trainload.sharding.check_plan import check_batch
 from trainload.sharding.estimate import estimate
 from trainload.sharding.local_step import Local
 from trainload.sharding.pipeline.axis import default_microbatches, pipe
-from trainload.sharding.plan import Cluster, Estimate, Plan, Shard
+from trainload.sharding.plan import Cluster, Count, Estimate, Plan, Shard
 from trainload.sharding.source import Source
 from trainload.sharding.strategies import STRATEGIES, BatchNorm, Divide, Recompute, Schedule, Strategy
 
@@ -26,22 +30,23 @@ REPLICATED_BYTES = 2**30
 
 
 @neutrally
+@demand_arguments(PlanError)
 def make_plan(
     package: Package | Source,
     cluster: Cluster,
     strategy: Strategy | None = None,
     *,
-    global_batch: int | None = None,
-    accumulate: int | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    prefetch: int = 1,
-    shard_ranks: int | None = None,
-    tensor_ranks: int = 1,
+    global_batch: Count | None = None,
+    accumulate: Count | None = None,
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES,
+    prefetch: Annotated[int, Field(ge=0)] = 1,
+    shard_ranks: Count | None = None,
+    tensor_ranks: Count = 1,
     tensor_rules: Mapping[str, Shard | None] | None = None,
     divide: Divide = "tensor",
-    pipeline_ranks: int = 1,
+    pipeline_ranks: Count = 1,
     schedule: Schedule | None = None,
-    stages_per_rank: int | None = None,
+    stages_per_rank: Count | None = None,
     batch_norm: BatchNorm = "averaged",
     recompute: Recompute = "job",
 ) -> Plan:
@@ -73,7 +78,7 @@ def make_plan(
     source = package if isinstance(package, Source) else Source(package)
     package = source.package
     world = cluster.world_size
-    rows = global_batch or package.recipe.global_batch
+    rows = package.recipe.global_batch if global_batch is None else global_batch
     lanes = _data_ranks(cluster, tensor_ranks, tensor_rules, divide, pipeline_ranks, schedule, stages_per_rank)
     if accumulate is None:
         accumulate = 1 if pipeline_ranks == 1 else default_microbatches(rows // lanes, pipeline_ranks, schedule, stages_per_rank)

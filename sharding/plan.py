@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from trainload.capture.arguments import out_of_range
+from trainload.capture.errors import PlanError
 from trainload.sharding.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -27,12 +29,26 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Count = Annotated[int, Field(ge=1)]
+
+
 class Cluster(_Record):
     """The shape of a cluster: `nodes` x `devices_per_node` devices of one kind."""
 
-    nodes: int = Field(default=1, ge=1)
-    devices_per_node: int = Field(default=1, ge=1)
+    nodes: Count = 1
+    devices_per_node: Count = 1
     device: DeviceKind = "cpu"
+
+    def __init__(self, nodes: int = 1, devices_per_node: int = 1, device: DeviceKind = "cpu", **unknown: Any) -> None:
+        """Make one.
+
+        Raises:
+            PlanError: a number is none of nodes or devices, or there is no such field.
+        """
+        try:
+            super().__init__(**{"nodes": nodes, "devices_per_node": devices_per_node, "device": device, **unknown})
+        except ValidationError as error:
+            raise out_of_range(error, PlanError, "Cluster") from error
 
     @property
     def world_size(self) -> int:

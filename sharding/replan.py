@@ -100,10 +100,11 @@ def largest_size(
     Raises:
         PlanError: none of them fits; it says why, one by one.
     """
+    rows = package.recipe.global_batch if global_batch is None else global_batch
     why: dict[int, PlanError] = {}
     for nodes in sorted(set(sizes), reverse=True):
         try:
-            check_batch(package, global_batch or package.recipe.global_batch, nodes * devices, accumulate or 1)
+            check_batch(package, rows, nodes * devices, 1 if accumulate is None else accumulate)
         except PlanError as error:
             why[nodes] = error
         else:

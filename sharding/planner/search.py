@@ -159,7 +159,7 @@ def search(
     Raises:
         PlanError: nothing can be made at all.
     """
-    rows = global_batch or source.package.recipe.global_batch
+    rows = source.package.recipe.global_batch if global_batch is None else global_batch
     judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
     if not judged:
         reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
@@ -192,7 +192,7 @@ def smallest(
 
     Arguments as of `search`.
     """
-    rows = global_batch or source.package.recipe.global_batch
+    rows = source.package.recipe.global_batch if global_batch is None else global_batch
     while cluster.nodes * 2 <= _MAX_NODES:
         cluster = cluster.model_copy(update={"nodes": cluster.nodes * 2})
         judged, _ = _judge_all(source, cluster, device, wanted, rows, options, lambda _: None)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Required, TypedDict, get_args
 from pydantic import ValidationError
 
 import trainload
+from trainload.capture.arguments import out_of_range, shown
 from trainload.capture.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
 from trainload.launch.checkpoints.place import place_of, whole_place
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
@@ -110,8 +111,12 @@ class RunOptions(TypedDict, total=False):
     policy: str | Path | None
 
 
+_PATHS = ("run_dir", "output", "checkpoints", "optimizer_from", "policy")
+"""Options that are paths."""
+
+
 def demand_options(options: Mapping[str, Any], kind: type) -> None:
-    """Demands that options are of those that a TypedDict names. Raises: RequestError: one is not; a run would pass over it."""
+    """Demands that options are of those that a TypedDict names, and paths where it says so. Raises: RequestError: one is not."""
     known = kind.__annotations__
     for name in options:
         if name not in known:
@@ -122,6 +127,10 @@ def demand_options(options: Mapping[str, Any], kind: type) -> None:
                 expected=f"one of {', '.join(sorted(known))}",
                 cure=f"Perhaps {alike[0]} is meant." if alike else "What of the training is changed goes into overrides.",
             )
+    for name in _PATHS:
+        value = options.get(name)
+        if not (value is None or isinstance(value, str | Path)):
+            raise RequestError("is of the wrong type", where=name, expected="a path", got=shown(value))
 
 
 def spec_of(package: Package, plan: Plan, data: InFiles, options: RunOptions) -> RunSpec:
@@ -154,10 +163,7 @@ def spec_of(package: Package, plan: Plan, data: InFiles, options: RunOptions) ->
     try:
         return RunSpec(**given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise RequestError(
-            "is out of its range", where=".".join(map(str, first["loc"])), expected=first["msg"], got=repr(first["input"])[:100]
-        ) from error
+        raise out_of_range(error, RequestError) from error
 
 
 def _state_of(source: str | Path | None, package: Package) -> str | None:

@@ -91,8 +91,8 @@ def a_branch_in_a_try(_: Any, x: Tensor) -> Any:
         # -> x.abs().max() > 1000
         if x.abs().max() > 1000:
             x = x / 10
-    except Exception:
-        pass
+    except (RuntimeError, ValueError):
+        x = x * 2
     return x
 
 
@@ -112,7 +112,7 @@ def a_number_in_a_try(_: Any, x: Tensor) -> Any:
         # -> int(x.abs().max() > 1000)
         x = x * (10 ** -int(x.abs().max() > 1000))
     except RuntimeError:
-        pass
+        x = x * 2
     return x
 
 
@@ -121,8 +121,8 @@ def an_array_in_a_try(_: Any, x: Tensor) -> Any:
     try:
         # -> x.detach().numpy()
         x = x * float(x.detach().numpy().max() < 1000)
-    except Exception:
-        pass
+    except RuntimeError:
+        x = x * 2
     return x
 
 
