@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainload.capture.errors import JobError
 from trainload.capture.job import ScheduleFunction, SchedulerFactory
@@ -109,6 +110,8 @@ def _call_schedule(schedule: Schedule, step: int) -> float:
         value = schedule(step)  # type: ignore[arg-type]  # called so after it was found to take a step
     except Exception as error:  # a user's schedule may raise anything; all of it becomes one line
         raise JobError(f"fails: {type(error).__name__}: {error}", where=f"Job.schedule at step {step}") from error
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
+        value = value.item()
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise JobError("does not return a number", where=f"Job.schedule at step {step}", expected="a factor", got=repr(value))
     return float(value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainload.capture import rewrite
 from trainload.capture.causes import (
+    ASKS,
     BACKWARD,
     BRANCH,
     BREAK,
@@ -153,7 +154,7 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
         where = _where(place) or error.where
     else:
         # A branch that a capture went past was caught by the model's own `except`.
-        for suspects in ((PARAMETER_WRITE, INPUT_WRITE), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,)):
+        for suspects in ((PARAMETER_WRITE, INPUT_WRITE), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,), (ASKS,)):
             findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
             if findings:
                 break
@@ -204,6 +205,17 @@ def _backward_error(function: nn.Module, batch: dict[str, Tensor]) -> Exception 
 
 def _of_eager(error: Exception) -> Finding:
     return Finding(EAGER.anchor, f"{EAGER.sentence}: {raised(error)}", EAGER.advice, "", place_of_error(error))
+
+
+def unfollowed(problem: str, advice: str) -> CaptureError:
+    """The page for something in forward that a graph cannot hold. To be called below the user's line."""
+    place = place_here()
+    return CaptureError(problem, where=_where(place), cure=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
+
+
+def of_hook(problem: str, advice: str) -> CaptureError:
+    """The page for a hook of the model's that has no place in a graph."""
+    return CaptureError(problem, where="Job.model", cure=advice, findings=[Finding(BACKWARD.anchor, problem, advice)])
 
 
 def own_backward(problem: str, advice: str) -> CaptureError:

@@ -137,6 +137,11 @@ GLOBAL = Cause(
     "forward reads or changes what is no part of the model, which a graph would freeze",
     "Draw with torch, pass what changes in the batch, and read settings once, in __init__.",
 )
+ASKS = Cause(
+    "global-state",
+    "forward asks whether it is being compiled or exported, and does something else then",
+    "Compute the same in both cases; what is for eager mode alone may only check, print or log.",
+)
 PARAMETER_WRITE = Cause(
     "parameter-changed-in-forward",
     "forward writes to a parameter",

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.errors import CaptureError
+from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.place import place_of_node
 
+_OTHER_MEMORY = frozenset({torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_})
 _USED = "tensor that forward uses"
 _MOST_WORK = 10**6
 """Bound on numpy's exact search for a common element of two strided arrays, which is exponential in the number of dims; what is undecided
@@ -135,3 +138,20 @@ def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
             if other.overlaps(memory):
                 yield n, name
         active.append((memory, name))
+
+
+def refuse_other_memory(exported: ExportedProgram) -> None:
+    """Demand that a graph leaves every tensor of the model the memory that it has.
+
+    Raises:
+        CaptureError: forward gives a buffer other memory, or another size, in place.
+    """
+    for node in calls_in(exported.graph_module):
+        if is_overload(node.target) and node.target.overloadpacket in _OTHER_MEMORY and getattr(node.args[0], "op", "") == "placeholder":
+            raise CaptureError(
+                f"forward gives a tensor of the model other memory, by {node.target.overloadpacket.__name__}",
+                where=place_of_node(node),
+                expected="a write of values",
+                got=f"{node.target} of {node.args[0]}",
+                cure="Write the values of a buffer with copy_; a size that changes is kept in a mask or a number.",
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from trainload.capture.ambient import default_dtype_hint, outside_dtype
 from trainload.capture.blame import replay_error
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
-from trainload.capture.errors import CaptureError, RequestError
+from trainload.capture.errors import CaptureError, JobError, RequestError
 from trainload.capture.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.higher_order import has_branches, has_checkpoints
 from trainload.capture.leaked import refuse_leaked
@@ -50,7 +51,7 @@ def check_parity(
         function: what it was captured from, in the same mode; its model's buffers are changed.
         batches: what `replays.replay_batches` made.
         constants: tensor constants by "graph/name".
-        kept: gets what a training graph gave on each batch, where the batch and the state alone decide it.
+        kept: gets what a training graph gave on each batch, where the batch and the state with which the model came alone decide it.
 
     Returns:
         Names of the parameters that require a gradient and get none.
@@ -61,8 +62,9 @@ def check_parity(
     missing: set[str] | None = None
     changed: set[str] | None = None
     finite = False
+    initial = _buffers(function)
     for seed, batch in enumerate(batches, _SEED):
-        found, counted, loss = _compare(captured, function, batch, constants, seed, kept)
+        found, counted, loss = _compare(captured, function, batch, constants, seed, (initial, kept))
         finite = finite or bool(loss.isfinite().all())
         missing = found if missing is None else missing & found
         changed = counted if changed is None else changed & counted
@@ -76,9 +78,11 @@ def check_parity(
             cure="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
         )
     if captured.training and not finite:
+        named = {f"the parameter {n}": p for n, p in function.named_parameters()} | {f"the input {n}": x for n, x in batches[0].items()}
+        nan = [name.replace("model.", "", 1) for name, value in named.items() if bool(value.isnan().any())]
         warnings.warn(
             f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph: its gradients could not be compared with those of "
-            "eager mode. Give an example whose loss is a number.",
+            f"eager mode. Give an example whose loss is a number.{' There are NaNs in ' + ', '.join(nan[:4]) + '.' if nan else ''}",
             stacklevel=2,
         )
     return missing or set()
@@ -90,14 +94,17 @@ def _compare(
     batch: dict[str, Tensor],
     constants: Mapping[str, Tensor],
     seed: int,
-    kept: list[Replayed] | None,
+    keep: tuple[Mapping[str, Tensor], list[Replayed] | None],
 ) -> tuple[set[str], set[str], Tensor]:
-    """Names of the parameters without a gradient, and of the Python numbers that the call changed; the loss in eager mode."""
+    """Names of the parameters without a gradient, and of the Python numbers that the call changed; the loss in eager mode.
+
+    keep: the buffers with which the model came, and what gets the outcome if it has them before the call and after it.
+    """
     model = function.get_submodule("model")
     training = captured.training
     rows = next(iter(batch.values())).shape[0]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    before = {name: value.detach().clone() for name, value in model.named_buffers(remove_duplicate=False)}
+    before = _buffers(function)
 
     updated: dict[str, Tensor] = {}
     numbers = numbers_of(model)
@@ -117,6 +124,15 @@ def _compare(
     _refuse_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
     counted = {n for n, value in numbers_of(model).items() if value != numbers.get(n) and value != rows}
     eager_outputs = [v.detach().clone() for v in expected]
+    for spec, value in zip(captured.outputs, eager_outputs, strict=True):
+        if spec.role is OutputRole.WEIGHT and not 0 <= value.item() < math.inf:
+            raise JobError(
+                "the weight of the batch is none that a mean can be taken over",
+                where=f"the {captured.name} graph on {rows} rows of the example batch",
+                expected="a finite number, 0 or more",
+                got=f"{value.item():g}",
+                cure="It is the number of what the loss is the mean of, such as tokens that are not padding.",
+            )
     eager_buffers = dict(model.named_buffers(remove_duplicate=False))
     differentiable = sorted(name for name, value in eager_buffers.items() if value.requires_grad)
     if differentiable:
@@ -192,12 +208,19 @@ def _compare(
         _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, place, allowed)
     allowed_gradient = partial(allows, "gradient")
     _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where, moved, allowed_gradient)
-    if kept is not None and training and not drew and all(_same(value, replayed[name]) for name, value in before.items()):
+    initial, kept = keep
+    untouched = all(_same(value, before[name]) and _same(value, replayed[name]) for name, value in initial.items())
+    if kept is not None and training and not drew and untouched:
         kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
     if has_branches(captured.exported.graph_module):  # what only the other branch uses has a gradient of zero in the graph, none in eager
         missing = {name for name in missing if graph_gradients[name] is None}
     return missing, counted, eager_outputs[0]
+
+
+def _buffers(function: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the model's buffers by name."""
+    return {name: value.detach().clone() for name, value in function.get_submodule("model").named_buffers(remove_duplicate=False)}
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

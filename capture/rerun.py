@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainload.capture.causes import BACKWARD, BRANCH, DATA, GLOBAL, INPUT_WRITE, MODULE, NUMBER, PARAMETER_WRITE, VALUES, Cause
+from trainload.capture.causes import ASKS, BACKWARD, BRANCH, DATA, GLOBAL, INPUT_WRITE, MODULE, NUMBER, PARAMETER_WRITE, VALUES, Cause
 from trainload.capture.finding import Place
 from trainload.capture.place import is_users, place_here, place_in, place_of_frame
 from trainload.capture.rewrite import operator_name
@@ -48,6 +48,9 @@ _CONVERSIONS = {
 }
 _SOURCES = frozenset({"random", "time", "datetime", "numpy.random.mtrand", "numpy.random._generator"})
 """Modules whose builtin functions, and methods of whose objects, give another answer at every call."""
+_ASKING = frozenset(
+    asks.__code__ for asks in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
+)
 _CHANGES = frozenset({"append", "extend", "insert", "pop", "clear", "update", "add", "remove", "setdefault"})
 
 
@@ -155,6 +158,8 @@ class _Calls:
             self.codes[code] = frame.f_globals
         elif event == "call" and code is torch.manual_seed.__code__ and _by_user(frame):
             self._watched.add(Deed(GLOBAL, place_of_frame(frame), "torch.manual_seed"))
+        elif event == "call" and code in _ASKING and _by_user(frame):
+            self._watched.add(Deed(ASKS, place_of_frame(frame), code.co_name))
         elif event == "c_call":
             while code.co_filename == random.__file__ and frame.f_back is not None:
                 frame = frame.f_back

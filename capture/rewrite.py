@@ -255,6 +255,9 @@ def number(spot: Spot | None) -> str:
 class _Numpy(ast.NodeTransformer):
     """numpy's functions and conversions to it written with torch."""
 
+    copies = False
+    """Whether `clone` stands for a copy of what may be no tensor."""
+
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         match node:
@@ -267,6 +270,7 @@ class _Numpy(ast.NodeTransformer):
             case ast.Call(func=ast.Attribute(value=ast.Name(id="np" | "numpy"), attr=name)) if hasattr(torch, name):
                 return ast.Call(ast.Attribute(ast.Name("torch"), name), node.args, node.keywords)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="copy"), attr="deepcopy" | "copy"), args=[value]):
+                self.copies = True
                 return ast.Call(ast.Attribute(value, "clone"), [], [])
         return node
 
@@ -281,9 +285,10 @@ def values(spot: Spot | None) -> str:
         if isinstance(statement, ast.Expr):
             return f"{_GUARD}\n    {before}"
         if not hasattr(statement, "body"):
-            after = ast.unparse(_Numpy().visit(ast.parse(before)))
+            torch_only = _Numpy()
+            after = ast.unparse(torch_only.visit(ast.parse(before)))
             if after != before:
-                return after
+                return after + ("  # a tensor; a module is copied in __init__" if torch_only.copies else "")
     return f"{_GUARD}\n    ...  # what needs values: prints, logs, plots"
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.fx import GraphModule
 
-from trainload.capture.errors import CaptureError, JobError
+from trainload.capture.errors import CaptureError, JobError, raised
 from trainload.capture.memory import check_sharing
 from trainload.capture.names import check_names
+from trainload.capture.place import place_of_error
 from trainload.capture.program import BufferSpec, ParameterSpec
 from trainload.capture.tensor_classes import check_tensors, fake_attributes
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
 def check_model(model: object) -> nn.Module:
@@ -33,6 +38,14 @@ def check_model(model: object) -> nn.Module:
                 expected="a module of Python",
                 got=type(module).__name__,
                 cure="Give the module that was scripted or traced: torch.jit has no use here.",
+            )
+        if isinstance(module, _WRAPPERS):
+            raise CaptureError(
+                "a wrapper that spreads the model over ranks, which is decided by the plan of a launch",
+                where=f"Job.model: {path}" if path else "Job.model",
+                expected="the module that was wrapped",
+                got=type(module).__name__,
+                cure="Give model.module.",
             )
     check_names(model)
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
@@ -108,11 +121,15 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     overridden = next((module for module, _ in before if type(module).train is not nn.Module.train), None)
 
     def set_training(training: bool) -> None:
-        if overridden is None:
-            model.train(training)
-        else:
-            with _values_unchanged(model, overridden):
+        with nullcontext() if overridden is None else _values_unchanged(model, overridden):
+            try:
                 model.train(training)
+            except Exception as error:  # it may be a method of the user's own
+                raise CaptureError(
+                    f"the model cannot be put into {'train' if training else 'eval'} mode: {raised(error)}",
+                    where=str(place_of_error(error) or "Job.model"),
+                    cure="Give the module itself, in place of what torch.export made of it." if _is_exported(model) else "",
+                ) from error
         if training:
             for module in kept_in_eval:
                 module.training = False
@@ -124,6 +141,11 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
             module.training = training
         for parameter, requires in required:
             parameter.requires_grad_(requires)
+
+
+def _is_exported(model: nn.Module) -> bool:
+    """Return whether it is the module of an exported program."""
+    return isinstance(model, GraphModule)
 
 
 @contextmanager

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.blame import capture_error, explained, no_gradient, own_backward
+from trainload.capture.blame import capture_error, explained, no_gradient, of_hook
 from trainload.capture.branches import branches_may_write
 from trainload.capture.errors import CaptureError, JobError, RequestError, raised
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
 from trainload.capture.kernels import refuse_wrapped_kernels
+from trainload.capture.memory import refuse_other_memory
 from trainload.capture.operators import graphs_in
 from trainload.capture.parity import check_parity
 from trainload.capture.place import place_of_error
@@ -249,7 +250,7 @@ def _export(
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
         after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
         if after and training:
-            raise own_backward(
+            raise of_hook(
                 f"the parameter {after[0]} has a hook that runs after its gradient is accumulated, when the step's graph is over",
                 "Change the gradient with parameter.register_hook, or in the optimizer.",
             )
@@ -261,6 +262,7 @@ def _export(
         if caught is not None:
             raise caught
         refuse_wrapped_kernels(exported.graph_module)
+        refuse_other_memory(exported)
         make_regions(exported, training)
         return exported
 

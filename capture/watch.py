@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from trainload.capture import marks
 from trainload.capture.applied import FUNCTION_BASE, applied
 from trainload.capture.batch_norm import BATCH_NORM, counted_average
-from trainload.capture.blame import own_backward, own_generator
+from trainload.capture.blame import own_backward, own_generator, unfollowed
 from trainload.capture.bodies import bodies
 from trainload.capture.branches import traced_by
 from trainload.capture.caught import Raised
@@ -267,6 +267,7 @@ class _Functions(TorchFunctionMode):
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         refuse_arguments(func, (*args, *kwargs.values()), self._model, place_here)
+        _refuse_switched_off(func, args, kwargs)
         if name == "_set_grad_enabled" and not self._watch.quiet:
             marks.GRAD_MODE(args[0], self._watch.leaving)
         elif func is Tensor.register_hook:
@@ -287,6 +288,15 @@ class _Functions(TorchFunctionMode):
         elif name in _REFUSED:
             raise own_backward(f"forward calls {name}, which a graph cannot say", _REFUSED[name])
         return func(*args, **kwargs)
+
+
+def _refuse_switched_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse to let forward say that a parameter has no gradient: eager mode gives it none then, and a graph one."""
+    name = getattr(func, "__name__", "")
+    if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if isinstance(args[0], nn.Parameter) and args[0].requires_grad and not wanted:
+            raise unfollowed("forward switches the gradient of a parameter off", "Use parameter.detach() where no gradient is wanted.")
 
 
 _REFUSED = {

@@ -34,11 +34,12 @@ from trainload.launch.data.prefetch import BatchStream, RankRows
 from trainload.launch.data.run_data import RunData, open_run_data, run_dispatcher
 from trainload.launch.determinism import deterministic
 from trainload.launch.drawing import draw_of, next_calls
-from trainload.launch.engine import Engine, GraphResult, StepResult
+from trainload.launch.engine import Draw, Engine, GraphResult, StepResult
 from trainload.launch.evaluation import Evaluation
 from trainload.launch.explaining import Failing, explain, explain_without_rows
 from trainload.launch.groups import gathered, group_of_stage
 from trainload.launch.libraries import library_warnings
+from trainload.launch.not_finite import not_finite_in
 from trainload.launch.opening import trained_package
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
@@ -341,7 +342,7 @@ class _Worker:
         with self._explaining(self._data, self._spec.data, f"step {step + 1}"):
             result = self._engine.step(step, draws)
         clock.leave_out(self._compared())
-        self._demand_finite(step, result)
+        self._demand_finite(step, result, draws)
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
             self._report_skipped(step, result)
@@ -393,7 +394,7 @@ class _Worker:
                     step=step,
                 )
 
-    def _demand_finite(self, step: int, result: StepResult) -> None:
+    def _demand_finite(self, step: int, result: StepResult, draws: Sequence[Draw]) -> None:
         """Demands numbers that can be trained on, of every update of a step, before anything of it is saved. They are the same on every
         rank, so all of them raise, or none. Raises: DivergedError.
         """
@@ -406,12 +407,15 @@ class _Worker:
                 what, value = "gradient's norm", found.gradient_norm
             else:
                 continue
+            of_data = next(filter(None, gathered(not_finite_in(draws, self._data, self._spec.data), self._control)), "")
+            advice = "Lower the learning rate, clip the gradient, or look at the data of this step."
+            likely = f"Look at the data: {of_data}." if of_data else advice
             raise DivergedError(
                 f"the {what} is {value}",
                 where=f"step {step + 1}" + (f", graph {graph}" if result.others else ""),
                 expected="a finite number",
                 got=str(value),
-                cure="The last checkpoint is from before it. Lower the learning rate, clip the gradient, or look at the data of this step.",
+                cure=f"The last checkpoint is from before it. {likely}",
             )
 
     def _can_train(self, graph: str, found: GraphResult) -> bool:

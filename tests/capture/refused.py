@@ -116,6 +116,20 @@ def a_number_in_a_try(_: Any, x: Tensor) -> Any:
     return x
 
 
+@refused("unsupported-construct", "")
+def a_parameter_without_its_gradient(m: Any, x: Tensor) -> Any:
+    # -> m.last.bias.requires_grad_(False)
+    m.last.bias.requires_grad_(False)
+    m.last.bias.requires_grad_(True)
+    return x
+
+
+@refused("global-state", "self.setting = torch.compiler.is_compiling()")
+def a_question_whether_it_is_compiled(_: Any, x: Tensor) -> Any:
+    # -> torch.compiler.is_compiling()
+    return x * (2 if torch.compiler.is_compiling() else 1)
+
+
 @refused("values-outside-of-torch", "")
 def an_array_in_a_try(_: Any, x: Tensor) -> Any:
     try:

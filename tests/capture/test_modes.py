@@ -138,3 +138,16 @@ def test_a_train_that_changes_weights_is_refused_in_the_first_mode_that_does() -
     model = Merges()
     with modes_kept(model) as set_training, pytest.raises(CaptureError, match=r"layer\.weight"):
         set_training(False)
+
+
+def test_an_exported_module_is_refused() -> None:
+    exported = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),)).module()
+    with pytest.raises(CaptureError, match=r"cannot be put into train mode: NotImplementedError.*Give the module itself"):
+        capture(job(exported))
+
+
+def test_a_wrapper_that_spreads_a_model_is_refused() -> None:
+    model = Model()
+    model.head = nn.Sequential(nn.DataParallel(nn.Linear(6, 6)))
+    with pytest.raises(CaptureError, match=r"head\.0: a wrapper that spreads the model.*got DataParallel\)\. Give model\.module"):
+        capture(job(model))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.capture.jobs import Batch, Function, Model, job, mean_square
+from tests.trained import assert_trains_as_eager
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional
 
-from trainload.capture.errors import CaptureError
+from trainload.capture.errors import CaptureError, JobError
+from trainload.capture.job import Loss
 from trainload.capture.trace import capture
 
 
@@ -195,3 +198,30 @@ def test_an_example_whose_loss_is_no_number_is_warned_of(value: str) -> None:
     batch = {"x": torch.full((4, 8), float(value))}
     with pytest.warns(UserWarning, match=r"loss of Job.batch is (nan|inf) in the train graph.*could not be compared"):
         capture(job(Model(lambda _, x: x.relu()), batch=batch))
+    with pytest.warns(UserWarning, match=r"There are NaNs in the input x\." if value == "nan" else r"is a number\.$"):
+        capture(job(Model(lambda _, x: x.relu()), batch=batch))
+
+
+def test_a_parameter_that_is_no_number_is_named() -> None:
+    model = Model()
+    nn.init.constant_(model.last.bias, float("nan"))
+    with pytest.warns(UserWarning, match=r"There are NaNs in the parameter last\.bias\."):
+        capture(job(model))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
+def test_a_weight_that_no_mean_can_be_taken_over_is_refused(weight: float) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Loss:
+        return Loss(mean_square(model, batch), batch["x"].sum() * 0 + weight)
+
+    with pytest.raises(JobError, match=rf"the weight of the batch is none .*got {weight:g}\)"):
+        capture(job(Model(), loss=loss))
+
+
+def test_a_buffer_that_is_written_the_same_at_every_call_trains_as_eager(tmp_path: Path) -> None:
+    def follows(m: Any, x: Tensor) -> Tensor:
+        m.target.copy_(m.last.weight.detach().mean(0))
+        return x + m.target
+
+    rows = torch.randn(16, 8)
+    assert_trains_as_eager(job(Model(follows, target=torch.zeros(8)), batch={"x": rows[:4]}), {"x": rows}, tmp_path)

@@ -210,3 +210,17 @@ def test_of_any_two_views_those_are_refused_that_have_an_element_in_common(data:
         assert common
     else:
         assert not common
+
+
+@pytest.mark.parametrize("write", [lambda c, x: c.set_(x.detach()[0]), lambda c, _: c.resize_(2)], ids=["set_", "resize_"])
+def test_other_memory_for_a_buffer_is_refused(write: Callable[[Tensor, Tensor], Tensor], request: pytest.FixtureRequest) -> None:
+    class Writes(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            write(self.kept, x)
+            return super().forward(x) + self.kept.sum()
+
+    model = Writes()
+    model.register_buffer("kept", torch.zeros(4))
+    name = request.node.callspec.id
+    with pytest.raises(CaptureError, match=rf"test_sharing\.py.*forward gives a tensor of the model other memory, by {name}"):
+        capture(Job(model, {"x": torch.randn(4, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)))

@@ -108,6 +108,22 @@ def test_all_ranks_of_a_plan_end_alike(package: Package, data: Path, tmp_path: P
     assert {each.data["step"] for each in read_events(tmp_path / "run") if each.kind == "checkpoint"} <= set(range(1, STEPS))
 
 
+def test_every_rank_names_the_row_that_is_no_number(package: Package, tmp_path: Path) -> None:
+    row = np.ones(8, np.float32)
+    row[3] = np.nan
+    data = written(tmp_path / "rows.npz", STEPS - 1, row)
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
+    with ranks(2, [Run(tmp_path / "run", package, plan, data, {})], tmp_path) as started:
+        for process in started:
+            process.join(300)
+    number = rows(SEED, ROWS * STEPS, ROWS * (STEPS - 1), 1)[0]
+    for rank in range(2):
+        told = (
+            f"step {STEPS}: the loss is nan (expected a finite number, got nan). The last checkpoint is from before it. Look at the data: "
+        )
+        assert f"{told}the input 'x' is nan in row {number} of {data}." in (tmp_path / f"rank-{rank}.log").read_text()
+
+
 def one_weight() -> nn.Module:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
