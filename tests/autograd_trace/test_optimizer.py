@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from lion_pytorch import Lion
@@ -503,6 +504,12 @@ def test_a_tensor_that_is_no_parameter_is_refused(program: Program) -> None:
 def test_a_factor_schedule_is_tabulated(program: Program) -> None:
     recipe, _ = captured(program, ELEMENTWISE["SGD"], schedule=lambda step: 1 / (step + 1), steps=4)
     assert [recipe.rates(step)[0] for step in range(5)] == [0.1, 0.1 * (1 / 2), 0.1 * (1 / 3), 0.1 * (1 / 4), 0.1 * (1 / 4)]
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), torch.tensor(0.5)], ids=["numpy", "torch"])
+def test_a_factor_may_be_a_number_of_another_library(number: Any, program: Program) -> None:
+    recipe, _ = captured(program, ELEMENTWISE["SGD"], schedule=lambda step: number, steps=4)
+    assert recipe.rates(2) == [0.5 * group.learning_rates[0] for group in recipe.groups]
 
 
 lr = optim.lr_scheduler

@@ -221,7 +221,8 @@ def test_a_weight_that_no_mean_can_be_taken_over_is_refused(weight: float) -> No
 def test_a_buffer_that_is_written_the_same_at_every_call_trains_as_eager(tmp_path: Path) -> None:
     def follows(m: Any, x: Tensor) -> Tensor:
         m.target.copy_(m.last.weight.detach().mean(0))
-        return x + m.target
+        moved: Tensor = x + m.target
+        return moved
 
     rows = torch.randn(16, 8)
     assert_trains_as_eager(job(Model(follows, target=torch.zeros(8)), batch={"x": rows[:4]}), {"x": rows}, tmp_path)

@@ -216,8 +216,9 @@ def test_of_any_two_views_those_are_refused_that_have_an_element_in_common(data:
 def test_other_memory_for_a_buffer_is_refused(write: Callable[[Tensor, Tensor], Tensor], request: pytest.FixtureRequest) -> None:
     class Writes(Model):
         def forward(self, x: Tensor) -> Tensor:
-            write(self.kept, x)
-            return super().forward(x) + self.kept.sum()
+            kept = self.get_buffer("kept")
+            write(kept, x)
+            return super().forward(x) + kept.sum()
 
     model = Writes()
     model.register_buffer("kept", torch.zeros(4))
