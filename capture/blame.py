@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainload.capture import rewrite
 from trainload.capture.causes import (
@@ -43,6 +43,7 @@ from trainload.capture.causes import (
 )
 from trainload.capture.errors import CaptureError, first_line, raised
 from trainload.capture.finding import Finding, Place
+from trainload.capture.function import Traced
 from trainload.capture.job import Job
 from trainload.capture.kernels import without_kernel
 from trainload.capture.place import chain, place_here, place_of_error, place_of_function
@@ -62,7 +63,7 @@ def capture_error(
     graph: str,
     error: Exception,
     attempt: Attempt,
-    function: nn.Module,
+    function: Traced,
     batch: dict[str, Tensor],
     *,
     training: bool,
@@ -132,7 +133,7 @@ def own_generator() -> CaptureError:
     return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
 
 
-def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
+def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
     """An error of the comparison with eager, with the lines of the user's source that may be behind it.
 
     Args:
@@ -165,7 +166,7 @@ def explained(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]
     return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, cure=error.cure, findings=found)
 
 
-def _of_any_size(error: CaptureError, function: nn.Module, batch: dict[str, Tensor]) -> CaptureError | None:
+def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]) -> CaptureError | None:
     """The page for a model that fails on the example batch too, so that its size is not the cause; None: it does not fail there."""
     watched = Watched()
     with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
@@ -190,7 +191,7 @@ def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
     return None
 
 
-def _backward_error(function: nn.Module, batch: dict[str, Tensor]) -> Exception | None:
+def _backward_error(function: Traced, batch: dict[str, Tensor]) -> Exception | None:
     """Return what eager mode raises in backward on a batch; None where it raises nothing, or the model is not in train mode."""
     if not function.get_submodule("model").training:
         return None

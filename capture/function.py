@@ -66,6 +66,10 @@ class Traced(nn.Module):
         """What is traced; `batch` is nested as the example is."""
         raise NotImplementedError
 
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Return the job's own functions that it calls."""
+        raise NotImplementedError
+
     def _note(self, outputs: tuple[OutputSpec, ...]) -> None:
         """Writes the signature down; not while the strict mode reads this line, to which it would be a side effect of the model's."""
         if not torch.compiler.is_dynamo_compiling():
@@ -126,6 +130,9 @@ class StepFunction(Traced):
         self._note(tuple(outputs))
         return tuple(values)
 
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return tuple(function for function in self._loss if function is not None)
+
 
 class TensorsFunction(Traced):
     """A function that returns tensors by name (`Job.predict`, `Graph.compute`) as a module; `signature` names its outputs after a call.
@@ -161,6 +168,9 @@ class TensorsFunction(Traced):
         names = sorted(named)
         self._note(tuple(OutputSpec(name, self._role) for name in names))
         return tuple(named[name] for name in names)
+
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return self._function
 
 
 def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from trainload.capture.blame import replay_error
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
 from trainload.capture.errors import CaptureError, JobError, RequestError
 from trainload.capture.float64 import Key, Reference, doubled, reference_of
+from trainload.capture.function import Traced
 from trainload.capture.higher_order import has_branches, has_checkpoints
 from trainload.capture.leaked import refuse_leaked
 from trainload.capture.locate import part_company
@@ -25,10 +26,10 @@ from trainload.capture.memory import check_sharing
 from trainload.capture.operators import is_overload, nodes_in
 from trainload.capture.place import place_of_node
 from trainload.capture.program import GraphCapture, OutputRole
+from trainload.capture.python_state import Holder, changed, drawn_from, generators, numbers_of
 from trainload.capture.quiet import ignore_torchs_warnings
 from trainload.capture.replays import Replayed
 from trainload.capture.saved_tensors import given_back
-from trainload.capture.state import numbers_of
 
 FULL_PRECISION_TOLERANCE = 1e-5
 """Greatest L2 distance between a captured and an eager tensor, relative to the eager tensor's norm."""
@@ -39,7 +40,7 @@ _SEED = 20_240_229
 
 def check_parity(
     captured: GraphCapture,
-    function: nn.Module,
+    function: Traced,
     batches: Sequence[dict[str, Tensor]],
     constants: Mapping[str, Tensor],
     kept: list[Replayed] | None = None,
@@ -60,21 +61,21 @@ def check_parity(
         CaptureError: something differs; the message names the first module that does.
     """
     missing: set[str] | None = None
-    changed: set[str] | None = None
+    moving: set[Holder] | None = None
     finite = False
     initial = _buffers(function)
     for seed, batch in enumerate(batches, _SEED):
         found, counted, loss = _compare(captured, function, batch, constants, seed, (initial, kept))
         finite = finite or bool(loss.isfinite().all())
         missing = found if missing is None else missing & found
-        changed = counted if changed is None else changed & counted
-    if changed:
-        first = min(changed)
+        moving = counted if moving is None else moving & counted
+    if moving:
+        first = min(moving)
         raise CaptureError(
-            f"forward changes the Python number {first}, which a graph would freeze",
-            where=_owner(first),
+            f"forward changes the Python number {first.name}, which a graph would freeze",
+            where=first.where,
             expected="state in buffers",
-            got=f"an attribute that changes with every {captured.name} call",
+            got=f"a value that changes with every {captured.name} call",
             cure="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
         )
     if captured.training and not finite:
@@ -90,12 +91,12 @@ def check_parity(
 
 def _compare(
     captured: GraphCapture,
-    function: nn.Module,
+    function: Traced,
     batch: dict[str, Tensor],
     constants: Mapping[str, Tensor],
     seed: int,
     keep: tuple[Mapping[str, Tensor], list[Replayed] | None],
-) -> tuple[set[str], set[str], Tensor]:
+) -> tuple[set[str], set[Holder], Tensor]:
     """Names of the parameters without a gradient, and of the Python numbers that the call changed; the loss in eager mode.
 
     keep: the buffers with which the model came, and what gets the outcome if it has them before the call and after it.
@@ -107,12 +108,13 @@ def _compare(
     before = _buffers(function)
 
     updated: dict[str, Tensor] = {}
-    numbers = numbers_of(model)
+    numbers, states = numbers_of(function), generators()
     versions = {name: value._version for name, value in parameters.items()}
     with replaying(training, seed), given_back():
         try:
             with outside_dtype():
                 expected = function(batch)
+            _refuse_draws(drawn_from(states))
             refuse_leaked(expected, function, batch)
             if has_checkpoints(captured.exported.graph_module):  # eager runs them again in backward, and updates their buffers twice
                 updated = {n: value.detach().clone() for n, value in model.named_buffers(remove_duplicate=False)}
@@ -122,7 +124,8 @@ def _compare(
         except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
             raise replay_error(captured, rows, "the model", error) from error
     _refuse_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
-    counted = {n for n, value in numbers_of(model).items() if value != numbers.get(n) and value != rows}
+    after = numbers_of(function)
+    counted = {holder for holder in changed(numbers, after) if after[holder] != rows}
     eager_outputs = [v.detach().clone() for v in expected]
     for spec, value in zip(captured.outputs, eager_outputs, strict=True):
         if spec.role is OutputRole.WEIGHT and not 0 <= value.item() < math.inf:
@@ -162,7 +165,7 @@ def _compare(
 
     def where() -> str:
         if counted:
-            return _owner(min(counted))
+            return min(counted).where
         fresh = {name: value.clone() for name, value in before.items()}
         with torch.no_grad():
             for name, value in model.named_buffers(remove_duplicate=False):
@@ -233,9 +236,13 @@ def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: made[id(p)] for name, p in parameters.items()}
 
 
-def _owner(attribute: str) -> str:
-    module = attribute.rpartition(".")[0]
-    return f"module {module}" if module else "Job.model itself"
+def _refuse_draws(modules: Sequence[str]) -> None:
+    if modules:
+        raise CaptureError(
+            f"forward draws from {' and '.join(modules)}, and a graph would have the number of the capture for ever",
+            where="Job.model",
+            cure="Draw with torch, and choose by torch.where or torch.cond; or pass the number in the batch.",
+        )
 
 
 def _arguments(

@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 
 from trainload.capture.causes import ASKS, BACKWARD, BRANCH, DATA, GLOBAL, INPUT_WRITE, MODULE, NUMBER, PARAMETER_WRITE, VALUES, Cause
 from trainload.capture.finding import Place
+from trainload.capture.function import Traced
 from trainload.capture.place import is_users, place_here, place_in, place_of_frame
+from trainload.capture.python_state import changed, numbers_of
 from trainload.capture.rewrite import operator_name
-from trainload.capture.state import numbers_of
 
 _CONVERSIONS = {
     "__bool__": BRANCH,
@@ -200,7 +201,7 @@ def _by_user(frame: FrameType) -> bool:
     return frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
 
 
-def watch(function: nn.Module, batch: dict[str, Tensor]) -> Watched:
+def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     """Runs `function`, whose `model` is the user's, twice on copies of the batch; what it prints is lost.
 
     Returns:
@@ -226,14 +227,13 @@ def watch(function: nn.Module, batch: dict[str, Tensor]) -> Watched:
                     function(copied)
                 finally:
                     sys.setprofile(profile)
-            before = numbers_of(model)
+            before = numbers_of(function)
             function({name: value.clone() for name, value in batch.items()})
         except Exception as error:  # noqa: BLE001  # handed on in the result
             watched.error = error
             return watched
-    for name, value in numbers_of(model).items():
-        if value != before.get(name):
-            watched.add(Deed(MODULE, _stored(calls.codes, "STORE_ATTR", name.rpartition(".")[2]), name, sure=True))
+    for _, name in sorted(changed(before, numbers_of(function))):
+        watched.add(Deed(MODULE, _stored(calls.codes, "STORE_ATTR", name.rpartition(".")[2]), name, sure=True))
     for code, names in calls.codes.items():
         for name, place in _stores(code, "STORE_GLOBAL"):
             watched.add(Deed(GLOBAL, place, name))

@@ -195,13 +195,3 @@ def state_kept(model: nn.Module) -> Iterator[None]:
                     module._buffers[name] = value
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-
-def numbers_of(model: nn.Module) -> dict[str, float | str]:
-    """module.attribute -> value, for the Python numbers and strings that modules hold."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, int | float | str)
-    }

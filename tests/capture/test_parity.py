@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.capture.jobs import Batch, Function, Model, job, mean_square
@@ -61,6 +63,64 @@ def test_a_counter_that_does_not_show_yet_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"module odd\b.*the Python number odd\.calls"):
         capture(job(odd("odd", warm_up)))
+
+
+COUNTED = [0]
+NOISE = np.random.default_rng(0)
+
+
+def counted_in_a_closure() -> Callable[[Any, Tensor], Tensor]:
+    counts = {"calls": 0}
+
+    def forward(_: Any, x: Tensor) -> Tensor:
+        counts["calls"] += 1
+        return x * 2 if counts["calls"] > 1000 else x
+
+    return forward
+
+
+def counted_in_a_global(_: Any, x: Tensor) -> Tensor:
+    COUNTED[0] += 1
+    return x * 2 if COUNTED[0] > 1000 else x
+
+
+def drawn_of_a_generator(_: Any, x: Tensor) -> Tensor:
+    return x * 2 if NOISE.random() > 1 else x
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(counted_in_a_closure(), "counts"), (counted_in_a_global, "COUNTED"), (drawn_of_a_generator, "NOISE")]
+)
+def test_a_number_that_a_function_keeps_is_refused_before_it_shows(function: Callable[[Any, Tensor], Tensor], name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"the Python number {name}"):
+        capture(job(Model(function)))
+
+
+def test_a_number_that_the_loss_keeps_is_refused_before_it_shows() -> None:
+    calls = [0]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        calls[0] += 1
+        return mean_square(model, batch) * (2 if calls[0] > 1000 else 1)
+
+    with pytest.raises(CaptureError, match=r"^Job: forward changes the Python number calls"):
+        capture(job(Model(), loss=loss))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_a_draw_of_pythons_is_refused_before_it_shows(draw: Callable[[], float]) -> None:
+    with pytest.raises(CaptureError, match=r"forward draws from (numpy\.)?random, .*"):
+        capture(job(Model(lambda _, x: x * 2 if draw() > 1 else x)))
+
+
+def test_what_a_container_gets_is_no_change() -> None:
+    sizes = []
+
+    def noting(_: Any, x: Tensor) -> Tensor:
+        sizes.append(x.ndim)
+        return x
+
+    capture(job(Model(noting)))
 
 
 def test_an_attribute_that_holds_the_number_of_rows_is_fine() -> None:
