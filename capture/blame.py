@@ -154,7 +154,6 @@ def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], c
         findings = [replace(error.findings[0], place=place)]
         where = _where(place) or error.where
     else:
-        # A branch that a capture went past was caught by the model's own `except`.
         for suspects in ((PARAMETER_WRITE, INPUT_WRITE), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,), (ASKS,)):
             findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
             if findings:

@@ -21,7 +21,7 @@ from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
 from trainload.capture.kernels import refuse_wrapped_kernels
 from trainload.capture.memory import refuse_other_memory
-from trainload.capture.operators import graphs_in
+from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.parity import check_parity
 from trainload.capture.place import place_of_error
 from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike, Tracing
@@ -261,10 +261,20 @@ def _export(
         caught = watch.raised.caught()
         if caught is not None:
             raise caught
+        _drop_failed(exported)
         refuse_wrapped_kernels(exported.graph_module)
         refuse_other_memory(exported)
         make_regions(exported, training)
         return exported
+
+
+def _drop_failed(exported: ExportedProgram) -> None:
+    """Drop calls that raised while they were traced, and whose error the model caught: they have no value, and nothing uses them."""
+    for module in graphs_in(exported.graph_module):
+        for node in reversed(module.graph.nodes):
+            if is_overload(node.target) and node.meta.get("val") is None and not node.users and node.target._schema.returns:
+                module.graph.erase_node(node)
+        module.recompile()
 
 
 @contextmanager

@@ -84,7 +84,7 @@ VALUES = {
     "a print": ("print(«x.sum()»)", f"{GUARD}\n    print(x.sum())"),
     "numpy": ("z = x * float(np.mean(«x.detach().cpu().numpy()», axis=0))", "z = x * torch.mean(x, axis=0)"),
     "from numpy": ("z = torch.from_numpy(«numpy.exp(x.numpy())»)", "z = torch.exp(x)"),
-    "a deep copy": ("z = «copy.deepcopy(x)»", "z = x.clone()"),
+    "a deep copy": ("z = «copy.deepcopy(x)»", "z = x.clone()  # a tensor; a module is copied in __init__"),
     "a function of another library": ("z = «plot(x)»", f"{GUARD}\n    ...  # what needs values: prints, logs, plots"),
 }
 DATA = {
