@@ -164,7 +164,7 @@ class Job:
             package keeps their values, and no data set holds them. A container's name stands for all tensors in it. docs/shapes.md.
         steps: length of the run: optimizer updates, or rounds of the loop where there are `graphs`.
         global_batch: rows of one optimizer update, over all workers and microbatches. None: the example's rows.
-        clip_norm: greatest global L2 norm of the gradient. None: no clipping.
+        clip_norm: greatest global L2 norm of the gradient, which is of the parameters that an optimizer has. None: no clipping.
         clip_value: greatest absolute value of each element of the gradient. None: no clipping. One of the two at most.
         ema: a running mean of the parameters. None: none is kept.
         loss_scaling: for float16 under autocast. None: the loss is not scaled.

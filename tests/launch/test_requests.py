@@ -111,7 +111,7 @@ def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
         (trainload.launch, {"step": 1}, "step: there is no such option.*Perhaps steps is meant"),
         (trainload.launch, {"set": {"lr": 1e-9}}, "set: there is no such option.*goes into overrides"),
         (trainload.launch, {"checkpoint_every": 0}, "checkpoint_every: is out of its range.*got 0"),
-        (trainload.launch, {"compile": None}, "compile: is out of its range"),
+        (trainload.launch, {"compile": None}, "compile: is of the wrong type"),
         (trainload.launch, {"steps": 2.5}, "steps: is out of its range.*got 2.5"),
         (trainload.dry_run, {"nonsense": 1}, "nonsense: there is no such option"),
         (trainload.evaluate, {"steps": 5}, "steps: there is no such option"),
