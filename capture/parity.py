@@ -26,7 +26,7 @@ from trainload.capture.memory import check_sharing
 from trainload.capture.operators import is_overload, nodes_in
 from trainload.capture.place import place_of_node
 from trainload.capture.program import GraphCapture, OutputRole
-from trainload.capture.python_state import Holder, changed, drawn_from, generators, numbers_of
+from trainload.capture.python_state import Holder, drawn_from, generators, kept_by
 from trainload.capture.quiet import ignore_torchs_warnings
 from trainload.capture.replays import Replayed
 from trainload.capture.saved_tensors import given_back
@@ -108,7 +108,7 @@ def _compare(
     before = _buffers(function)
 
     updated: dict[str, Tensor] = {}
-    numbers, states = numbers_of(function), generators()
+    numbers, states = kept_by(function), generators()
     versions = {name: value._version for name, value in parameters.items()}
     with replaying(training, seed), given_back():
         try:
@@ -124,8 +124,8 @@ def _compare(
         except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
             raise replay_error(captured, rows, "the model", error) from error
     _refuse_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
-    after = numbers_of(function)
-    counted = {holder for holder in changed(numbers, after) if after[holder] != rows}
+    after = kept_by(function)
+    counted = {holder for holder in numbers.changed_in(after) if after.values[holder] != rows}
     eager_outputs = [v.detach().clone() for v in expected]
     for spec, value in zip(captured.outputs, eager_outputs, strict=True):
         if spec.role is OutputRole.WEIGHT and not 0 <= value.item() < math.inf:

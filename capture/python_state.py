@@ -2,85 +2,137 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
-from types import FunctionType
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from trainload.capture.function import Traced
+from trainload.capture.patched import may_hold_models
 from trainload.capture.place import is_users
 
 _LARGEST = 256
 """Containers of more entries are data, and not looked into."""
+_MOST = 20_000
+_DEEPEST = 8
+"""So many objects are looked at, and none further inside than this."""
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Holder(NamedTuple):
-    """Where a number is kept: the module or the function, and the name of the attribute or variable."""
+    """Where a number is kept: the module or the function that leads to it, and its name from there."""
 
     where: str
     name: str
 
 
-Kept = Mapping[Holder, Any]
-"""A number, a text, a mapping of a container's keys to its numbers, or a text for the state of a generator."""
+@dataclass(slots=True)
+class Kept:
+    """What was found.
+
+    Attributes:
+        values: number, text, or the state of a generator, by its holder.
+        attributes: of these, a module's own attributes. Such a one that is new counts as changed; an entry of a container does not.
+    """
+
+    values: dict[Holder, object] = field(default_factory=dict)
+    attributes: set[Holder] = field(default_factory=set)
+
+    def changed_in(self, after: Kept) -> Set[Holder]:
+        """Return where `after` differs."""
+        both = self.values.keys() & after.values.keys()
+        return {holder for holder in both if _differ(self.values[holder], after.values[holder])} | (after.attributes - self.values.keys())
 
 
-def numbers_of(traced: Traced) -> Kept:
-    """Return what the modules of a job's model, and the functions that are traced, hold in Python."""
-    found: dict[Holder, Any] = {}
-    functions: dict[str, FunctionType] = {}
+def _differ(first: object, second: object) -> bool:
+    return first is not second and first != second
+
+
+def kept_by(traced: Traced) -> Kept:
+    """Return what the modules of a job's model, and the functions that are traced, keep in Python."""
+    walk = _Walk()
     for path, module in traced.model.named_modules():
         where = f"module {path}" if path else "Job.model itself"
         for name, value in vars(module).items():
-            if name not in _OF_TORCH and (number := _number(value)) is not None:
-                found[Holder(where, f"{path}.{name}" if path else name)] = number
-            if isinstance(value, FunctionType):
-                functions.setdefault(where, value)
-        forward = type(module).forward
-        if isinstance(forward, FunctionType) and is_users(forward.__code__.co_filename):
-            functions.setdefault(f"{type(module).__name__}.forward", forward)
+            if name not in _OF_TORCH and not isinstance(value, nn.Module):
+                holder = Holder(where, f"{path}.{name}" if path else name)
+                walk.look_at(holder, value)
+                if holder in walk.kept.values:
+                    walk.kept.attributes.add(holder)
+        walk.look_at(Holder(where, type(module).__name__), type(module))
     for function in traced.functions():
-        if isinstance(function, FunctionType):
-            functions.setdefault("Job", function)
-    for where, function in functions.items():
-        for name, value in _variables(function):
-            if (number := _number(value)) is not None:
-                found[Holder(where, name)] = number
-    return found
+        walk.look_at(Holder("Job", getattr(function, "__name__", "function")), function)
+    return walk.kept
 
 
-def changed(before: Kept, after: Kept) -> set[Holder]:
-    """Return where the numbers of a call's beginning and end differ. Entries that a container got or lost are no change."""
-    return {holder for holder, value in after.items() if _differ(before.get(holder), value)}
+class _Walk:
+    """Goes from objects to what they hold; each is looked at once."""
+
+    def __init__(self) -> None:
+        self.kept = Kept()
+        self._seen: set[int] = set()
+
+    def look_at(self, holder: Holder, value: Any, depth: int = 0) -> None:
+        """Take down a number, or look into what holds some."""
+        state = _state(value)
+        if state is not None:
+            self.kept.values[holder] = state
+        elif depth < _DEEPEST and len(self._seen) < _MOST and id(value) not in self._seen and not isinstance(value, Tensor | ModuleType):
+            self._seen.add(id(value))
+            for name, part in _parts(holder.name, value):
+                self.look_at(Holder(holder.where, name), part, depth + 1)
 
 
-def _differ(before: Any, after: Any) -> bool:
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        return any(_differ(before[key], after[key]) for key in before.keys() & after.keys())
-    return before is not after and before != after
-
-
-def _number(value: Any) -> Any:
-    """Return what stands for a value that a call may change; None for one of no interest."""
-    if isinstance(value, int | float | str):
-        return value
-    if isinstance(value, random.Random):
-        return str(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return str(value.bit_generator.state)
-    if isinstance(value, list | tuple | deque | dict) and len(value) <= _LARGEST:
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        return {key: entry for key, entry in entries if isinstance(entry, int | float)} or None
+def _state(value: Any) -> object:
+    """Return what stands for a value that a call may change; None for one that is no number."""
+    match value:
+        case int() | float() | complex() | str():
+            return value
+        case random.Random():
+            return value.getstate()
+        case np.random.Generator():
+            return str(value.bit_generator.state)
+        case np.random.RandomState():
+            return _of_numpys(value)
+        case itertools.count():
+            return repr(value)
     return None
 
 
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a value holds, with names."""
+    if isinstance(value, list | tuple | deque | dict):
+        if len(value) <= _LARGEST:
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", entry) for key, entry in list(entries))
+    elif isinstance(value, FunctionType):
+        if is_users(value.__code__.co_filename):
+            yield from _variables(value)
+    elif isinstance(value, MethodType):
+        yield from ((name, value.__func__), (name, value.__self__))
+    elif isinstance(value, functools.partial):
+        yield from ((name, value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords))
+    elif isinstance(value, GeneratorType):
+        yield from ((f"{name}.{own}", entry) for own, entry in (value.gi_frame.f_locals if value.gi_frame else {}).items())
+    elif isinstance(value, property):
+        yield name, value.fget
+    elif isinstance(value, type):
+        if may_hold_models(value.__module__):
+            yield from ((f"{name}.{own}", entry) for own, entry in list(vars(value).items()) if not own.startswith("__"))
+    elif may_hold_models(type(value).__module__) and not isinstance(value, nn.Module):
+        yield name, type(value)
+        yield from ((f"{name}.{own}", entry) for own, entry in list(getattr(value, "__dict__", {}).items()))
+
+
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that a function finds outside of itself: of the functions around it and of its module."""
+    """Yield what a function finds outside of itself, or keeps: variables around it, of its module, defaults, attributes."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -89,12 +141,20 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name in function.__code__.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]
+    yield f"{function.__name__}.__defaults__", function.__defaults__
+    yield f"{function.__name__}.__kwdefaults__", function.__kwdefaults__
+    yield from ((f"{function.__name__}.{name}", value) for name, value in list(vars(function).items()))
 
 
 def generators() -> dict[str, object]:
     """Return the states of Python's and numpy's own random generators by the module's name."""
-    numpys: Any = np.random.get_state(legacy=False)
-    return {"random": random.getstate(), "numpy.random": (numpys["state"]["key"].tobytes(), numpys["state"]["pos"], numpys["has_gauss"])}
+    return {"random": random.getstate(), "numpy.random": _of_numpys(np.random)}
+
+
+def _of_numpys(generator: Any) -> object:
+    state = generator.get_state(legacy=False)
+    inner = {name: part.tobytes() if isinstance(part, np.ndarray) else part for name, part in state["state"].items()}
+    return {**state, "state": inner}
 
 
 def drawn_from(before: Mapping[str, object]) -> list[str]:

@@ -28,7 +28,7 @@ from trainload.capture.causes import ASKS, BACKWARD, BRANCH, DATA, GLOBAL, INPUT
 from trainload.capture.finding import Place
 from trainload.capture.function import Traced
 from trainload.capture.place import is_users, place_here, place_in, place_of_frame
-from trainload.capture.python_state import changed, numbers_of
+from trainload.capture.python_state import kept_by
 from trainload.capture.rewrite import operator_name
 
 _CONVERSIONS = {
@@ -227,12 +227,12 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
                     function(copied)
                 finally:
                     sys.setprofile(profile)
-            before = numbers_of(function)
+            before = kept_by(function)
             function({name: value.clone() for name, value in batch.items()})
         except Exception as error:  # noqa: BLE001  # handed on in the result
             watched.error = error
             return watched
-    for _, name in sorted(changed(before, numbers_of(function))):
+    for _, name in sorted(before.changed_in(kept_by(function))):
         watched.add(Deed(MODULE, _stored(calls.codes, "STORE_ATTR", name.rpartition(".")[2]), name, sure=True))
     for code, names in calls.codes.items():
         for name, place in _stores(code, "STORE_GLOBAL"):

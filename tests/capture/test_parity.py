@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,67 @@ def counted_in_a_global(_: Any, x: Tensor) -> Tensor:
     return x * 2 if COUNTED[0] > 1000 else x
 
 
+def counted_by_a_helper(_: Any, x: Tensor) -> Tensor:
+    return counted_in_a_global(None, x)
+
+
+def counted_in_a_default(_: Any, x: Tensor, counts: list[int] = [0]) -> Tensor:  # noqa: B006  # that is what is tested
+    counts[0] += 1
+    return x * 2 if counts[0] > 1000 else x
+
+
+def counted_in_an_attribute(_: Any, x: Tensor) -> Tensor:
+    counted_in_an_attribute.calls = getattr(counted_in_an_attribute, "calls", 0) + 1  # type: ignore[attr-defined]  # as users write it
+    return x * 2 if counted_in_an_attribute.calls > 1000 else x  # type: ignore[attr-defined]
+
+
+class Counts:
+    calls = 0
+
+
+def counted_in_a_class(_: Any, x: Tensor) -> Tensor:
+    Counts.calls += 1
+    return x * 2 if Counts.calls > 1000 else x
+
+
+def counting_up() -> Iterator[int]:
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+UP, NUMBERS = counting_up(), itertools.count()
+
+
+def counted_by_a_generator(_: Any, x: Tensor) -> Tensor:
+    return x * 2 if next(UP) > 1000 else x
+
+
+def counted_by_itertools(_: Any, x: Tensor) -> Tensor:
+    return x * 2 if next(NUMBERS) > 1000 else x
+
+
 def drawn_of_a_generator(_: Any, x: Tensor) -> Tensor:
     return x * 2 if NOISE.random() > 1 else x
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [(counted_in_a_closure(), "counts"), (counted_in_a_global, "COUNTED"), (drawn_of_a_generator, "NOISE")]
+    ("function", "name"),
+    [
+        (counted_in_a_closure(), "counts['calls']"),
+        (counted_in_a_global, "COUNTED[0]"),
+        (counted_by_a_helper, "COUNTED[0]"),
+        (counted_in_a_default, "counted_in_a_default.__defaults__[0][0]"),
+        (counted_in_an_attribute, "counted_in_an_attribute.calls"),
+        (counted_in_a_class, "Counts.calls"),
+        (counted_by_a_generator, "UP.number"),
+        (counted_by_itertools, "NUMBERS"),
+        (drawn_of_a_generator, "NOISE"),
+    ],
 )
 def test_a_number_that_a_function_keeps_is_refused_before_it_shows(function: Callable[[Any, Tensor], Tensor], name: str) -> None:
-    with pytest.raises(CaptureError, match=rf"the Python number {name}"):
+    with pytest.raises(CaptureError, match=rf"the Python number {re.escape(name)},"):
         capture(job(Model(function)))
 
 
