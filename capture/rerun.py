@@ -11,6 +11,7 @@ import gc
 import io
 import itertools
 import random
+import re
 import sys
 import warnings
 from collections import defaultdict
@@ -232,13 +233,21 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
         except Exception as error:  # noqa: BLE001  # handed on in the result
             watched.error = error
             return watched
-    for _, name in sorted(before.changed_in(kept_by(function))):
-        watched.add(Deed(MODULE, _stored(calls.codes, "STORE_ATTR", name.rpartition(".")[2]), name, sure=True))
+    after = kept_by(function)
+    moving = sorted(before.changed_in(after))
+    for holder in moving:
+        if holder in after.attributes:
+            watched.add(Deed(MODULE, _stored(calls.codes, "STORE_ATTR", holder.name.rpartition(".")[2]), holder.name, sure=True))
     for code, names in calls.codes.items():
         for name, place in _stores(code, "STORE_GLOBAL"):
             watched.add(Deed(GLOBAL, place, name))
         for place in _numpy_draws(code, names):
             watched.add(Deed(GLOBAL, place, "numpy.random"))
+    for holder in moving:
+        variable = re.split(r"[.\[]", holder.name)[0]
+        if holder not in after.attributes and all(deed.detail != variable for deed in watched.deeds):
+            used = (_stored(calls.codes, operation, variable) for operation in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_FAST"))
+            watched.add(Deed(GLOBAL, next(filter(None, used), None), holder.name, sure=True))
     return watched
 
 
