@@ -156,7 +156,7 @@ def test_a_number_that_the_loss_keeps_is_refused_before_it_shows() -> None:
         calls[0] += 1
         return mean_square(model, batch) * (2 if calls[0] > 1000 else 1)
 
-    with pytest.raises(CaptureError, match=r"(?s)^Job: forward changes the Python number calls\[0\],.*        calls\[0\] \+= 1\n"):
+    with pytest.raises(CaptureError, match=r"(?s)^Job: forward changes the Python number calls\[0\],.*    calls\[0\] \+= 1\n"):
         capture(job(Model(), loss=loss))
 
 
