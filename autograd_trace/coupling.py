@@ -63,11 +63,7 @@ def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if bool((flat != flat[0]).any()):
         return flat[torch.randint(len(flat), (len(flat),), generator=generator)].view(tensor.shape)
     beside = flat[0].logical_not() if tensor.dtype == torch.bool else flat[0] - 1 if flat[0] > 0 else flat[0] + 1
-    return torch.where(_some(tensor, generator), beside, tensor)
-
-
-def _some(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.rand(tensor.shape, generator=generator) < 0.3
+    return torch.where(torch.rand(tensor.shape, generator=generator) < 0.3, beside, tensor)
 
 
 def _differs(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Checks what a caller gives against the annotations of what takes it. pydantic reads them; what it says becomes an error of ours."""
+"""Validates arguments and dataclass fields against their annotations with pydantic, and converts its errors into trainload's."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ R = TypeVar("R")
 E = TypeVar("E", bound=RequestError)
 
 _STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
-"""Nothing is converted: True is no number, and "4" is none."""
+"""No conversion: neither True nor "4" is accepted as a number."""
 _OF_TYPES = ("_type", "_instance_of")
-"""How pydantic's names of complaints about a type end."""
+"""Suffixes of pydantic's error types that mean a wrong type, rather than a wrong value."""
 _UNKNOWN = object()
 _SHOWN = 100
-"""So many characters of a value are shown."""
+"""Maximum number of characters of a value in a message."""
 
 
 def out_of_range(
     error: ValidationError, kind: type[E], where: str = "", names: Mapping[str, str] = MappingProxyType({}), value: object = _UNKNOWN
 ) -> E:
-    """Return pydantic's first complaint as an error of `kind`.
+    """Convert pydantic's first error to one of trainload's.
 
     Args:
-        error: of a model or of an adapter.
-        kind: the class of the result.
-        where: what the fields belong to.
-        names: field -> its name as a caller knows it, where that is another one.
-        value: what was looked at, if it was no model.
+        error: raised by a pydantic model or a type adapter.
+        kind: class of the result.
+        where: prefix of the field's name, such as "Job".
+        names: field -> the name that users know it by, if that is different.
+        value: the validated value, if it was validated by a type adapter.
     """
     found = error.errors(include_url=False, include_context=False)
     first = found[0]
@@ -50,13 +50,13 @@ def out_of_range(
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: on one line, and not all of a long one."""
+    """Return the repr of a value on one line, truncated."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def demand_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that arguments that its annotations do not allow raise `kind`, which names them."""
+    """Decorate a function so that an argument that does not match its annotation raises `kind`, with the argument's name."""
 
     def checked(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -72,10 +72,15 @@ def demand_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Cal
 
 
 def demand_fields(record: Any, where: str, kind: type[RequestError]) -> None:
-    """Demand that a dataclass holds what its annotations say.
+    """Check the fields of a dataclass against their annotations.
+
+    Args:
+        record: an instance of a dataclass.
+        where: prefix of the field's name in messages, such as "Job".
+        kind: class of the error.
 
     Raises:
-        RequestError: of `kind`; it names the field, as one of `where`.
+        RequestError: a field has a wrong type or value; it is an instance of `kind`.
     """
     _demand({field.name: getattr(record, field.name) for field in fields(record)}, _adapters(type(record)), where, kind)  # type: ignore[arg-type]  # a class is hashable
 
@@ -87,7 +92,7 @@ def _adapters(annotated: Any) -> dict[str, TypeAdapter[Any]]:
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel)):  # pydantic has these bring settings of their own
+    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel)):  # pydantic does not accept a config for these
         return TypeAdapter(InstanceOf[hint])
     return TypeAdapter(hint, config=_STRICT)
 
@@ -101,7 +106,7 @@ def _demand(values: Mapping[str, Any], adapters: Mapping[str, TypeAdapter[Any]],
 
 
 def _inside(value: Any, place: Sequence[int | str]) -> list[str]:
-    """Return the keys and indices of a place within `value`; between them pydantic names the alternatives of a union."""
+    """Return the keys and indices in the location of a pydantic error, without the names of union members in between."""
     found = []
     for part in place:
         if isinstance(value, Mapping | Sequence) and not isinstance(value, str) and _holds(value, part):

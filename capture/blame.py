@@ -208,13 +208,13 @@ def _of_eager(error: Exception) -> Finding:
 
 
 def unfollowed(problem: str, advice: str) -> CaptureError:
-    """The page for something in forward that a graph cannot hold. To be called below the user's line."""
+    """Return the report for an operation in forward that a graph cannot represent. Call it below the user's frame."""
     place = place_here()
     return CaptureError(problem, where=_where(place), cure=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
 
 
 def of_hook(problem: str, advice: str) -> CaptureError:
-    """The page for a hook of the model's that has no place in a graph."""
+    """Return the report for a hook of the model that a graph cannot represent."""
     return CaptureError(problem, where="Job.model", cure=advice, findings=[Finding(BACKWARD.anchor, problem, advice)])
 
 

@@ -1,7 +1,7 @@
-"""Errors of the tracer that a model's own code catches.
+"""Detects errors of the tracer that the model's own code catches.
 
-Where a branch on a value or a refusal of ours is raised, eager mode raises nothing: a model that catches it goes, while it is traced,
-another way than in eager mode, and on the example batch the two ways may give the same.
+Tracing raises where eager mode does not, for example at a branch on a tensor's value. A model that catches such an error takes another
+path while it is traced than in eager mode, and both paths may give the same result on the example batch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__")
 
 
 class Raised:
-    """What the tracer raised in the model's code."""
+    """Errors that tracing raised in the model's code and eager mode would not raise."""
 
     def __init__(self) -> None:
         self._errors: list[Exception] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what is raised inside if eager mode would not raise it."""
+        """Record an exception that is raised inside if eager mode would not raise it."""
         try:
             yield
         except Exception as error:
@@ -40,7 +40,7 @@ class Raised:
 
     @contextlib.contextmanager
     def by_sizes(self) -> Iterator[None]:
-        """Note, inside, what is raised where a symbolic number becomes one of Python's."""
+        """Record exceptions that are raised inside when a symbolic number is converted to a Python number."""
         with contextlib.ExitStack() as stack:
             for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
                 for name in _CONVERSIONS:
@@ -49,9 +49,9 @@ class Raised:
             yield
 
     def caught(self) -> Exception | None:
-        """Return the first one that the user's code, or a library of models, has caught.
+        """Return the first recorded error that the user's code or a model library caught, or None.
 
-        An exception's traceback begins with the frame that caught it.
+        The first entry of an exception's traceback is the frame that caught it.
         """
         for error in self._errors:
             if error.__traceback__ is not None and is_users(error.__traceback__.tb_frame.f_code.co_filename):

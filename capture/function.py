@@ -67,7 +67,7 @@ class Traced(nn.Module):
         raise NotImplementedError
 
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """Return the job's own functions that it calls."""
+        """Return the user's functions that are traced."""
         raise NotImplementedError
 
     def _note(self, outputs: tuple[OutputSpec, ...]) -> None:
@@ -185,7 +185,7 @@ def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_names(values: Mapping[Any, Any], where: str) -> None:
-    """Demand names that a package can hold, which graphs, reports and sinks tell by."""
+    """Check that the names of metrics and outputs are non-empty printable strings."""
     for name in values:
         if not isinstance(name, str) or not name or not name.isprintable():
             raise JobError("not a usable name", where=where, expected="a text of printable characters", got=repr(name))

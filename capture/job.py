@@ -13,7 +13,7 @@ from trainload.capture.arguments import demand_fields
 from trainload.capture.errors import JobError
 
 Batch = Mapping[Any, Any]
-"""Keys are texts or integers."""
+"""Input name (a string or an integer) -> value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +202,10 @@ class Job:
 
 
 def demand_job(job: Job) -> None:
-    """Demand that a job, its graphs and its turns hold what their annotations say.
+    """Check the attributes of a job, its graphs and its turns against their annotations.
 
     Raises:
-        JobError: one does not; it names the attribute.
+        JobError: an attribute has a wrong type; the message names it.
     """
     demand_fields(job, "Job", JobError)
     for name, graph in job.graphs.items():

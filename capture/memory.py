@@ -141,10 +141,10 @@ def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_other_memory(exported: ExportedProgram) -> None:
-    """Demand that a graph leaves every tensor of the model the memory that it has.
+    """Check that a graph replaces or resizes the storage of no parameter or buffer.
 
     Raises:
-        CaptureError: forward gives a buffer other memory, or another size, in place.
+        CaptureError: forward calls `set_`, `resize_` or `resize_as_` on one.
     """
     for node in calls_in(exported.graph_module):
         if is_overload(node.target) and node.target.overloadpacket in _OTHER_MEMORY and getattr(node.args[0], "op", "") == "placeholder":

@@ -52,7 +52,7 @@ def check_parity(
         function: what it was captured from, in the same mode; its model's buffers are changed.
         batches: what `replays.replay_batches` made.
         constants: tensor constants by "graph/name".
-        kept: gets what a training graph gave on each batch, where the batch and the state with which the model came alone decide it.
+        kept: gets what a training graph gave on each batch, where that depends on the batch and the model's initial state alone.
 
     Returns:
         Names of the parameters that require a gradient and get none.
@@ -65,7 +65,8 @@ def check_parity(
     finite = False
     initial = _buffers(function)
     for seed, batch in enumerate(batches, _SEED):
-        found, counted, loss = _compare(captured, function, batch, constants, seed, (initial, kept))
+        is_initial = all(_same(value, initial[name]) for name, value in function.model.named_buffers(remove_duplicate=False))
+        found, counted, loss = _compare(captured, function, batch, constants, seed, kept if is_initial else None)
         finite = finite or bool(loss.isfinite().all())
         missing = found if missing is None else missing & found
         moving = counted if moving is None else moving & counted
@@ -79,8 +80,8 @@ def check_parity(
             cure="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
         )
     if captured.training and not finite:
-        named = {f"the parameter {n}": p for n, p in function.named_parameters()} | {f"the input {n}": x for n, x in batches[0].items()}
-        nan = [name.replace("model.", "", 1) for name, value in named.items() if bool(value.isnan().any())]
+        nan = [f"the parameter {name}" for name, value in function.model.named_parameters() if bool(value.isnan().any())]
+        nan += [f"the input {name}" for name, value in batches[0].items() if bool(value.isnan().any())]
         warnings.warn(
             f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph: its gradients could not be compared with those of "
             f"eager mode. Give an example whose loss is a number.{' There are NaNs in ' + ', '.join(nan[:4]) + '.' if nan else ''}",
@@ -95,12 +96,9 @@ def _compare(
     batch: dict[str, Tensor],
     constants: Mapping[str, Tensor],
     seed: int,
-    keep: tuple[Mapping[str, Tensor], list[Replayed] | None],
+    kept: list[Replayed] | None,
 ) -> tuple[set[str], set[Holder], Tensor]:
-    """Names of the parameters without a gradient, and of the Python numbers that the call changed; the loss in eager mode.
-
-    keep: the buffers with which the model came, and what gets the outcome if it has them before the call and after it.
-    """
+    """Return the names of the parameters without a gradient, the Python numbers that the call changed, and the loss in eager mode."""
     model = function.get_submodule("model")
     training = captured.training
     rows = next(iter(batch.values())).shape[0]
@@ -126,7 +124,7 @@ def _compare(
     _refuse_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
     after = kept_by(function)
     counted = {holder for holder in numbers.changed_in(after) if after.values[holder] != rows}
-    if has_checkpoints(captured.exported.graph_module):  # a policy may count calls, which changes nothing of what is computed
+    if has_checkpoints(captured.exported.graph_module):  # a checkpoint policy may count calls without changing the result
         counted &= after.attributes
     eager_outputs = [v.detach().clone() for v in expected]
     for spec, value in zip(captured.outputs, eager_outputs, strict=True):
@@ -213,9 +211,7 @@ def _compare(
         _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, place, allowed)
     allowed_gradient = partial(allows, "gradient")
     _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where, moved, allowed_gradient)
-    initial, kept = keep
-    untouched = all(_same(value, before[name]) and _same(value, replayed[name]) for name, value in initial.items())
-    if kept is not None and training and not drew and untouched:
+    if kept is not None and training and not drew and all(_same(value, replayed[name]) for name, value in before.items()):
         kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
     if has_branches(captured.exported.graph_module):  # what only the other branch uses has a gradient of zero in the graph, none in eager
@@ -241,7 +237,7 @@ def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 def _refuse_draws(modules: Sequence[str]) -> None:
     if modules:
         raise CaptureError(
-            f"forward draws from {' and '.join(modules)}, and a graph would have the number of the capture for ever",
+            f"forward draws from {' and '.join(modules)}, and the graph would always use the number that was drawn during capture",
             where="Job.model",
             cure="Draw with torch, and choose by torch.where or torch.cond; or pass the number in the batch.",
         )

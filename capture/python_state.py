@@ -1,4 +1,7 @@
-"""What a job keeps in Python between calls, where no graph sees it: numbers of modules and functions, random generators."""
+"""Detects Python state that a model changes between calls: numbers, and the state of random number generators.
+
+A graph would freeze such state to its value during capture.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from trainload.capture.patched import may_hold_models
 from trainload.capture.place import is_users
 
 _LARGEST = 256
-"""Containers of more entries are data, and not looked into."""
+"""Containers with more entries are treated as data and not searched."""
 _MOST = 20_000
 _DEEPEST = 8
-"""So many objects are looked at, and none further inside than this."""
+"""Limits of the search: the number of objects, and the depth of nesting."""
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Holder(NamedTuple):
-    """Where a number is kept: the module or the function that leads to it, and its name from there."""
+    """Location of a number: the module or function that it was reached from, and its name relative to that."""
 
     where: str
     name: str
@@ -35,18 +38,18 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class Kept:
-    """What was found.
+    """Snapshot of the Python state of a job.
 
     Attributes:
-        values: number, text, or the state of a generator, by its holder.
-        attributes: of these, a module's own attributes. Such a one that is new counts as changed; an entry of a container does not.
+        values: holder -> number, string, or state of a generator.
+        attributes: holders that are attributes of a module. A new one counts as a change; a new entry of a container does not.
     """
 
     values: dict[Holder, object] = field(default_factory=dict)
     attributes: set[Holder] = field(default_factory=set)
 
     def changed_in(self, after: Kept) -> Set[Holder]:
-        """Return where `after` differs."""
+        """Return the holders whose values differ in a later snapshot."""
         both = self.values.keys() & after.values.keys()
         return {holder for holder in both if _differ(self.values[holder], after.values[holder])} | (after.attributes - self.values.keys())
 
@@ -56,7 +59,7 @@ def _differ(first: object, second: object) -> bool:
 
 
 def kept_by(traced: Traced) -> Kept:
-    """Return what the modules of a job's model, and the functions that are traced, keep in Python."""
+    """Take a snapshot of the Python state that is reachable from a job's modules and functions."""
     walk = _Walk()
     for path, module in traced.model.named_modules():
         where = f"module {path}" if path else "Job.model itself"
@@ -73,14 +76,14 @@ def kept_by(traced: Traced) -> Kept:
 
 
 class _Walk:
-    """Goes from objects to what they hold; each is looked at once."""
+    """Depth-first search for numbers; visits each object once."""
 
     def __init__(self) -> None:
         self.kept = Kept()
         self._seen: set[int] = set()
 
     def look_at(self, holder: Holder, value: Any, depth: int = 0) -> None:
-        """Take down a number, or look into what holds some."""
+        """Record a number, or search an object that may contain some."""
         state = _state(value)
         if state is not None:
             self.kept.values[holder] = state
@@ -91,7 +94,7 @@ class _Walk:
 
 
 def _state(value: Any) -> object:
-    """Return what stands for a value that a call may change; None for one that is no number."""
+    """Return a number, a string or the state of a generator; None for any other value."""
     match value:
         case int() | float() | complex() | str():
             return value
@@ -107,7 +110,7 @@ def _state(value: Any) -> object:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value holds, with names."""
+    """Yield (name, value) for everything that an object contains or refers to."""
     if isinstance(value, list | tuple | deque | dict):
         if len(value) <= _LARGEST:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -132,7 +135,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function finds outside of itself, or keeps: variables around it, of its module, defaults, attributes."""
+    """Yield (name, value) for a function's closure variables, globals, defaults and attributes."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -147,7 +150,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def generators() -> dict[str, object]:
-    """Return the states of Python's and numpy's own random generators by the module's name."""
+    """Return the states of the global random number generators of Python and numpy by module name."""
     return {"random": random.getstate(), "numpy.random": _of_numpys(np.random)}
 
 
@@ -158,5 +161,5 @@ def _of_numpys(generator: Any) -> object:
 
 
 def drawn_from(before: Mapping[str, object]) -> list[str]:
-    """Return the modules whose generators have another state than before."""
+    """Return the names of the modules whose global generators have changed since `before`."""
     return [name for name, state in generators().items() if state != before[name]]

@@ -256,7 +256,7 @@ class _Numpy(ast.NodeTransformer):
     """numpy's functions and conversions to it written with torch."""
 
     copies = False
-    """Whether `clone` stands for a copy of what may be no tensor."""
+    """Whether `copy` or `deepcopy` was replaced by `clone`, which only tensors have."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx import GraphModule
 
 from trainload.capture.errors import CaptureError, JobError, raised
@@ -16,8 +16,6 @@ from trainload.capture.names import check_names
 from trainload.capture.place import place_of_error
 from trainload.capture.program import BufferSpec, ParameterSpec
 from trainload.capture.tensor_classes import check_tensors, fake_attributes
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
 def check_model(model: object) -> nn.Module:
@@ -30,23 +28,20 @@ def check_model(model: object) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise JobError("not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                "a scripted module, which torch.export does not follow",
-                where=f"Job.model: {path}" if path else "Job.model",
-                expected="a module of Python",
-                got=type(module).__name__,
-                cure="Give the module that was scripted or traced: torch.jit has no use here.",
-            )
-        if isinstance(module, _WRAPPERS):
-            raise CaptureError(
-                "a wrapper that spreads the model over ranks, which is decided by the plan of a launch",
-                where=f"Job.model: {path}" if path else "Job.model",
-                expected="the module that was wrapped",
-                got=type(module).__name__,
-                cure="Give model.module.",
-            )
+    _refuse_modules(
+        model,
+        (torch.jit.ScriptModule,),
+        "a scripted module, which torch.export does not follow",
+        expected="a module of Python",
+        cure="Give the module that was scripted or traced: torch.jit has no use here.",
+    )
+    _refuse_modules(
+        model,
+        _wrappers(),
+        "a wrapper that spreads the model over ranks, which is decided by the plan of a launch",
+        expected="the module that was wrapped",
+        cure="Give model.module.",
+    )
     check_names(model)
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
     _check_floating(model)
@@ -54,6 +49,21 @@ def check_model(model: object) -> nn.Module:
     check_tensors(fake_attributes(model))
     check_sharing(model)
     return model
+
+
+def _refuse_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, cure: str) -> None:
+    """Raise CaptureError if one of the model's modules is of one of these classes."""
+    for path, module in model.named_modules():
+        if isinstance(module, kinds):
+            where = f"Job.model: {path}" if path else "Job.model"
+            raise CaptureError(problem, where=where, expected=expected, got=type(module).__name__, cure=cure)
+
+
+def _wrappers() -> tuple[type, ...]:
+    """Return the classes that spread a module over ranks. FSDP's is looked up only if it was imported, since that takes 0.8 s."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    own = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
+    return (nn.parallel.DistributedDataParallel, nn.DataParallel, *own)
 
 
 def _check_floating(model: nn.Module) -> None:
@@ -128,7 +138,7 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
                 raise CaptureError(
                     f"the model cannot be put into {'train' if training else 'eval'} mode: {raised(error)}",
                     where=str(place_of_error(error) or "Job.model"),
-                    cure="Give the module itself, in place of what torch.export made of it." if _is_exported(model) else "",
+                    cure="Give the module itself, in place of what torch.export made of it." if isinstance(model, GraphModule) else "",
                 ) from error
         if training:
             for module in kept_in_eval:
@@ -141,11 +151,6 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
             module.training = training
         for parameter, requires in required:
             parameter.requires_grad_(requires)
-
-
-def _is_exported(model: nn.Module) -> bool:
-    """Return whether it is the module of an exported program."""
-    return isinstance(model, GraphModule)
 
 
 @contextmanager

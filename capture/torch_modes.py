@@ -1,6 +1,6 @@
-"""Which of torch's modes surround a call: the one module of capture/ that touches torch's private names.
+"""Lists the torch modes that are active around a call: the one module of capture/ that uses torch's private names.
 
-Run on torch 2.13.0. torch lists its active modes, transforms and hooks on saved tensors nowhere in public. Nothing is changed here.
+Run on torch 2.13.0. torch has no public function that lists active modes, transforms or hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def active_modes() -> list[str]:
-    """Return the names, as a user knows them, of what surrounds the caller and changes or listens to what operators do.
-
-    A default device is none of them.
-    """
+    """Return the names of the active modes, torch.func transforms and saved tensor hooks, except for a default device."""
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]  # of torch's
     names = [type(mode).__name__.lstrip("_") for mode in modes if not isinstance(mode, DeviceContext)]
     transforms = torch._C._functorch.get_interpreter_stack()

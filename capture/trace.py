@@ -269,7 +269,7 @@ def _export(
 
 
 def _drop_failed(exported: ExportedProgram) -> None:
-    """Drop calls that raised while they were traced, and whose error the model caught: they have no value, and nothing uses them."""
+    """Remove calls that raised during tracing and whose error the model caught: they have no value and no users."""
     for module in graphs_in(exported.graph_module):
         for node in reversed(module.graph.nodes):
             if is_overload(node.target) and node.meta.get("val") is None and not node.users and node.target._schema.returns:

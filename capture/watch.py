@@ -291,7 +291,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _refuse_switched_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to let forward say that a parameter has no gradient: eager mode gives it none then, and a graph one."""
+    """Raise if forward sets `requires_grad` of a parameter to False: the graph would still compute its gradient."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)

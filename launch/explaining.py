@@ -98,9 +98,7 @@ def _data_error(
     rejected: Rejected, package: Package, graph: str, microbatch: Microbatch, data: RunData, source: str, when: str
 ) -> DataError:
     line = places_in_step(package, graph, _CPU).get(rejected.node, "")
-    part = data.parts[microbatch.part]
-    row = None if rejected.row is None or microbatch.rows is None else int(microbatch.rows[rejected.row])
-    of = source if part.name is None else f"{source}, part {part.name}"
+    row, of = data.origin(microbatch.part, microbatch.rows, rejected.row, source)
     return DataError(
         rejected.problem + (f" at {line}" if line else ""),
         where=f"{when}, {of if row is None else f'row {row} of {of}'}",

@@ -1,37 +1,30 @@
-"""Finds a number in the data that is none, where a step has come to no number."""
+"""Finds the first number in a step's data that is not finite, to explain a loss or a gradient that is not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from trainload.launch.calls import Microbatch
 from trainload.launch.data.run_data import RunData
 from trainload.launch.engine import Draw
 
 
-def not_finite_in(draws: Sequence[Draw], data: RunData, source: str) -> str:
-    """Return where the batches of a rank have a NaN, or else an infinite number, in words; "" if they have none.
+def first_not_finite(draws: Sequence[Draw], data: RunData, source: str) -> str:
+    """Return a clause that names the input and the row of a NaN in a rank's batches, or else of an infinite number; "" if there is none.
 
     Args:
         draws: the rank's part of a step.
-        data: that their rows are of.
-        source: its place.
+        data: the run's data.
+        source: path or URL of the run's data.
     """
     microbatches = [microbatch for draw in draws for microbatch in draw.microbatches]
-    for wanted in (torch.isnan, torch.isinf):
+    for is_wanted in (torch.isnan, torch.isinf):
         for microbatch in microbatches:
             for name, values in sorted(microbatch.batch.items()):
-                if (values.is_floating_point() or values.is_complex()) and bool((found := wanted(values)).any()):
-                    return _told(name, values, found, microbatch, data, source)
+                places = is_wanted(values).nonzero()
+                if len(places):
+                    row, of = data.origin(microbatch.part, microbatch.rows, int(places[0][0]), source)
+                    value = values[tuple(places[0])].item()
+                    return f"the input {name!r} is {value} in {'a row' if row is None else f'row {row}'} of {of}"
     return ""
-
-
-def _told(name: str, values: Tensor, found: Tensor, microbatch: Microbatch, data: RunData, source: str) -> str:
-    place = found.nonzero()[0].tolist()
-    part = data.parts[microbatch.part].name
-    row = "a row" if microbatch.rows is None else f"row {int(microbatch.rows[place[0]])}"
-    of = source if part is None else f"{source}, part {part}"
-    return f"the input {name!r} is {values[tuple(place)].item()} in {row} of {of}"

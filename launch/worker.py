@@ -39,7 +39,7 @@ from trainload.launch.evaluation import Evaluation
 from trainload.launch.explaining import Failing, explain, explain_without_rows
 from trainload.launch.groups import gathered, group_of_stage
 from trainload.launch.libraries import library_warnings
-from trainload.launch.not_finite import not_finite_in
+from trainload.launch.not_finite import first_not_finite
 from trainload.launch.opening import trained_package
 from trainload.launch.saving import Saver
 from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
@@ -407,7 +407,7 @@ class _Worker:
                 what, value = "gradient's norm", found.gradient_norm
             else:
                 continue
-            of_data = next(filter(None, gathered(not_finite_in(draws, self._data, self._spec.data), self._control)), "")
+            of_data = next(filter(None, gathered(first_not_finite(draws, self._data, self._spec.data), self._control)), "")
             advice = "Lower the learning rate, clip the gradient, or look at the data of this step."
             likely = f"Look at the data: {of_data}." if of_data else advice
             raise DivergedError(

@@ -19,7 +19,7 @@ from trainload.packaging.canonical import MAX_BYTES, sha256_bytes
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, FileEntry
 
 LONGEST_NAME = 235
-"""Bytes of a file's name, which is 255 on most file systems: its draft's is longer."""
+"""Maximum bytes of a file name. Most file systems allow 255; the name of the temporary file is longer."""
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What the system says where a file system makes no hard links."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -197,10 +197,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def demand_name(path: Path) -> None:
-    """Demand that a path's last part can be the name of a file, and of the hidden draft beside it.
+    """Check that the last part of a path is a valid file name, also with the suffix of a temporary file.
 
     Raises:
-        StorageError: it is too long or has a NUL.
+        StorageError: it is too long or contains NUL.
     """
     if "\0" in str(path) or len(os.fsencode(path.name)) > LONGEST_NAME:
         raise StorageError(

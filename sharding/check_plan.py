@@ -13,6 +13,11 @@ from trainload.sharding.pipeline.schedule import instructions
 from trainload.sharding.plan import Plan
 
 
+def rows_of_update(package: Package, global_batch: int | None) -> int:
+    """Return the rows of one optimizer update: `global_batch`, or the recipe's if it is None."""
+    return package.recipe.global_batch if global_batch is None else global_batch
+
+
 def check_plan(plan: Plan, package: Package) -> None:
     """Demands that a plan is for this package.
 

@@ -15,7 +15,7 @@ from trainload.capture.errors import PlanError
 from trainload.capture.program import ParameterSpec
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
-from trainload.sharding.check_plan import check_batch
+from trainload.sharding.check_plan import check_batch, rows_of_update
 from trainload.sharding.estimate import estimate
 from trainload.sharding.local_step import Local
 from trainload.sharding.pipeline.axis import default_microbatches, pipe
@@ -78,7 +78,7 @@ def make_plan(
     source = package if isinstance(package, Source) else Source(package)
     package = source.package
     world = cluster.world_size
-    rows = package.recipe.global_batch if global_batch is None else global_batch
+    rows = rows_of_update(package, global_batch)
     lanes = _data_ranks(cluster, tensor_ranks, tensor_rules, divide, pipeline_ranks, schedule, stages_per_rank)
     if accumulate is None:
         accumulate = 1 if pipeline_ranks == 1 else default_microbatches(rows // lanes, pipeline_ranks, schedule, stages_per_rank)

@@ -40,10 +40,10 @@ class Cluster(_Record):
     device: DeviceKind = "cpu"
 
     def __init__(self, nodes: int = 1, devices_per_node: int = 1, device: DeviceKind = "cpu", **unknown: Any) -> None:
-        """Make one.
+        """Validate the shape.
 
         Raises:
-            PlanError: a number is none of nodes or devices, or there is no such field.
+            PlanError: a number is not a positive integer, the device is unknown, or there is no such field.
         """
         try:
             super().__init__(**{"nodes": nodes, "devices_per_node": devices_per_node, "device": device, **unknown})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from trainload.capture.errors import PlanError
 from trainload.packaging.read import Package
-from trainload.sharding.check_plan import check_batch
+from trainload.sharding.check_plan import check_batch, rows_of_update
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster, Plan
 from trainload.sharding.source import Source
@@ -100,7 +100,7 @@ def largest_size(
     Raises:
         PlanError: none of them fits; it says why, one by one.
     """
-    rows = package.recipe.global_batch if global_batch is None else global_batch
+    rows = rows_of_update(package, global_batch)
     why: dict[int, PlanError] = {}
     for nodes in sorted(set(sizes), reverse=True):
         try:

@@ -53,6 +53,19 @@ class RunData:
         """Which rows each global batch of a run has."""
         return BatchOrder(seed, tuple(part.dataset.size for part in self.parts), self._counts)
 
+    def origin(self, part: int, rows: Rows | None, index: int | None, source: str) -> tuple[int | None, str]:
+        """Return the number of a batch's row in its data set, None if it is unknown, and the name of the data set.
+
+        Args:
+            part: number of the part that the batch is from.
+            rows: (n,) int64 numbers of the batch's rows; None: unknown.
+            index: of the row within the batch; None: unknown.
+            source: path or URL of the run's data.
+        """
+        name = self.parts[part].name
+        row = None if rows is None or index is None else int(rows[index])
+        return row, source if name is None else f"{source}, part {name}"
+
     def batch(self, part: int, rows: Rows) -> dict[str, torch.Tensor]:
         """The given rows of a part; see `Dataset.batch`."""
         return self.parts[part].dataset.batch(rows)

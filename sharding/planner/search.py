@@ -17,6 +17,7 @@ from typing import Any
 
 from trainload.capture.errors import PlanError
 from trainload.sharding.buckets import item_bytes
+from trainload.sharding.check_plan import rows_of_update
 from trainload.sharding.estimate import state_counts
 from trainload.sharding.liveness import held
 from trainload.sharding.local_step import Local
@@ -159,7 +160,7 @@ def search(
     Raises:
         PlanError: nothing can be made at all.
     """
-    rows = source.package.recipe.global_batch if global_batch is None else global_batch
+    rows = rows_of_update(source.package, global_batch)
     judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
     if not judged:
         reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
@@ -192,7 +193,7 @@ def smallest(
 
     Arguments as of `search`.
     """
-    rows = source.package.recipe.global_batch if global_batch is None else global_batch
+    rows = rows_of_update(source.package, global_batch)
     while cluster.nodes * 2 <= _MAX_NODES:
         cluster = cluster.model_copy(update={"nodes": cluster.nodes * 2})
         judged, _ = _judge_all(source, cluster, device, wanted, rows, options, lambda _: None)

@@ -116,7 +116,7 @@ _PATHS = ("run_dir", "output", "checkpoints", "optimizer_from", "policy")
 
 
 def demand_options(options: Mapping[str, Any], kind: type) -> None:
-    """Demands that options are of those that a TypedDict names, and paths where it says so. Raises: RequestError: one is not."""
+    """Check the names of options against a TypedDict, and the types of those that are paths. Raises: RequestError: one is wrong."""
     known = kind.__annotations__
     for name in options:
         if name not in known:

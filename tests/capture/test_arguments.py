@@ -1,4 +1,4 @@
-"""What a caller gives is checked against the annotations, and what is wrong is named."""
+"""Arguments and attributes are validated against their annotations; errors name the one that is wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(**changed: Any) -> Job:
 
 
 class Nothing:
-    """An instance is a value of no type that anything takes."""
+    """A type that no annotation allows."""
 
 
 @pytest.fixture(scope="module")
