@@ -23,8 +23,8 @@ from trainload.launch.checkpoints.index import CHECKPOINTS, DRAFT, INDEX, publis
 from trainload.launch.journal import Event, read_events
 
 LOOK_SECONDS = 0.0005
-COMPILING = ".draft-"
-"""What the names of folders in the cache of compiled graphs begin with that are not whole yet."""
+COMPILING = ".part"
+"""End of the names of folders in the cache of compiled graphs that are not whole yet."""
 WAIT_SECONDS = 0.02
 WORKER_TITLES = (b"ray::RayTrainWorker", b"ray::execute.")
 """How Ray names the processes of a training run's workers: idle, and while they carry out a function."""
@@ -150,7 +150,7 @@ class Killer(threading.Thread):
         return self._look()[0] == moment
 
     def _compiling(self) -> bool:
-        drafts = self._cache.is_dir() and any(name.startswith(COMPILING) for name in os.listdir(self._cache))
+        drafts = self._cache.is_dir() and any(name.endswith(COMPILING) for name in os.listdir(self._cache))
         return drafts and any(_holds_lock(pid, self._cache) for pid in worker_pids())
 
     def _look(self) -> tuple[str, str]:
@@ -174,7 +174,7 @@ class Killer(threading.Thread):
 
     def _compiling_since_kill(self) -> bool:
         started = any(event.kind == "start" and event.time > self._since for event in self._events())
-        return not started and self._cache.is_dir() and any(name.startswith(COMPILING) for name in os.listdir(self._cache))
+        return not started and self._cache.is_dir() and any(name.endswith(COMPILING) for name in os.listdir(self._cache))
 
     # What the journal says
 

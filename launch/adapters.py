@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from trainload.autograd_trace.low_rank import LowRank
 from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import JobError
+from trainload.core.atomic import replacing
 from trainload.launch.checkpoints.load import full_parameters
 from trainload.launch.checkpoints.read import Checkpoint
 from trainload.launch.checkpoints.state import MEAN, PARAM
@@ -184,13 +184,8 @@ def write_adapters(checkpoint: Checkpoint, adapters: Sequence[LowRank], run_dir:
     """
     names = [name for each in adapters for name in (each.down, each.up)]
     path = run_dir / ADAPTERS_FILE
-    draft = run_dir / f".{ADAPTERS_FILE}.{os.getpid()}"
-    draft.unlink(missing_ok=True)
-    try:
-        write_tensors(draft, {_PEFT + name: _parameter(checkpoint, name, mean=mean) for name in names})
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        write_tensors(temporary, {_PEFT + name: _parameter(checkpoint, name, mean=mean) for name in names})
     return path
 
 

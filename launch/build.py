@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +23,7 @@ from torch.fx import GraphModule
 from trainload.autograd_trace.aot import NotCompiled, compile_graph, has_cpp_compiler, load_compiled
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
+from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.launch.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launch.determinism import deterministic
 from trainload.launch.utilisation import Work, work_of
@@ -227,19 +227,12 @@ def compile_build(
             if _is_whole(final):
                 return final
             shutil.rmtree(final, ignore_errors=True)
-            for left in root.glob(f".draft-{final.name}-*"):  # by a process that was killed; the lock is ours
-                shutil.rmtree(left, ignore_errors=True)
-            draft = root / f".draft-{final.name}-{uuid.uuid4().hex}"
+            remove_temporaries(final)
             before = smaller if _is_kept(smaller) else None
-            try:
-                make_room(cache_dir)
-                draft.mkdir()
-                with _own_kernels(cache_dir, draft), deterministic():
-                    graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
-                    _compile_into(draft, graphs, work, plan, on_stage, before)
-                draft.rename(final)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
+            make_room(cache_dir)
+            with new_folder(final) as temporary, _own_kernels(cache_dir, temporary), deterministic():
+                graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
+                _compile_into(temporary, graphs, work, plan, on_stage, before)
         return final
 
 

@@ -6,9 +6,7 @@ A wheel is the maker's code. `may_load_extensions` is the one place that decides
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from importlib.metadata import Distribution
@@ -17,6 +15,7 @@ from pathlib import Path
 import filelock
 
 from trainload.capture.errors import PackageError, StorageError
+from trainload.core.atomic import temporary_folder
 from trainload.launch.cache import LOCK_SECONDS, private_folder
 from trainload.launch.spec import default_cache_dir
 from trainload.packaging.files import copy_checked
@@ -144,21 +143,19 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
     with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
         if final.is_dir():
             return final
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=root))
         try:
-            # What is checked is what is unpacked: a copy that nobody else writes to.
-            copy_checked(path, wheel, entry, draft / "wheel")
-            with (draft / "wheel").open("rb") as copy:
-                unpack_wheel(copy, file_name, draft / "unpacked")
-            (draft / "unpacked").rename(final)
+            with temporary_folder(final) as temporary:
+                # What is checked is what is unpacked: a copy that nobody else writes to.
+                copy_checked(path, wheel, entry, temporary / "wheel")
+                with (temporary / "wheel").open("rb") as copy:
+                    unpack_wheel(copy, file_name, temporary / "unpacked")
+                (temporary / "unpacked").rename(final)
         except OSError as error:
             raise StorageError(
                 f"the wheel cannot be unpacked: {error.strerror}",
                 where=str(root),
                 cure="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
             ) from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
     return final
 
 

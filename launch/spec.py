@@ -12,14 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.autograd_trace.graphs import MOST
 from trainload.capture.errors import PackageError, StorageError, first_line
+from trainload.core.atomic import create_file
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
 from trainload.launch.probe import demand_writable_folder
 from trainload.launch.reading import reading
-from trainload.launch.replacing import draft_beside
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import NO_LINKS, demand_name, demand_outside_packages
+from trainload.packaging.files import demand_name, demand_outside_packages
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 
@@ -167,7 +167,7 @@ def write_spec(spec: RunSpec) -> None:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made_here = _create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+        made_here = create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
     except OSError as error:
         with suppress(OSError):
             for path in made:
@@ -198,20 +198,3 @@ def read_spec(run_dir: Path) -> RunSpec:
         ) from error
     own: dict[str, str] = {name: str(made_file(run_dir.absolute(), name)) for name in spec.made}
     return spec.model_copy(update={"run_dir": str(run_dir.absolute()), **own})
-
-
-def _create_file(path: Path, data: bytes) -> bool:
-    """Writes a file beside `path` and links it there: readers see all of it or none. Where the file system has no links it is renamed.
-
-    Returns: whether it is there now; False: another one is.
-    """
-    with draft_beside(path, data) as draft:
-        try:
-            os.link(draft, path)
-        except FileExistsError:  # over a network perhaps this very link, which was made again after its answer was lost
-            return path.read_bytes() == data
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            draft.replace(path)
-        return True

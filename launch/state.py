@@ -11,10 +11,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trainload.core.atomic import replace_file
 from trainload.launch.activity import Doing
 from trainload.launch.journal import Event
 from trainload.launch.processes import has_ended, this_process
-from trainload.launch.replacing import replace_file
 from trainload.packaging.canonical import canonical_json
 
 STATE_FILE = "state.json"

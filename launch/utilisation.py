@@ -14,9 +14,9 @@ import torch
 from trainload.autograd_trace.graphs import Recipe, StepGraph
 from trainload.autograd_trace.rounds import calls_of
 from trainload.capture.program import Mode, graph_name
+from trainload.core.atomic import replace_file
 from trainload.launch.cache import private_folder
 from trainload.launch.measure import products
-from trainload.launch.replacing import replace_file
 from trainload.packaging.canonical import canonical_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.planner.costs import sizes_of

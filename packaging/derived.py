@@ -11,7 +11,6 @@ import errno
 import hmac
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Set
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.atomic import temporary_folder
 from trainload.packaging.canonical import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
 from trainload.packaging.files import link_or_copy, open_inside, walk, write_bytes
 from trainload.packaging.graph_json import flat_from_json, flat_to_json, running_schema
@@ -82,14 +82,11 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
     folder = package.path / "derived"
     try:
         folder.mkdir(exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".", dir=folder))
-        try:
-            write_bytes(made / "step.json", data)
-            write_bytes(made / "seal.json", seal.to_bytes())
-            made.chmod(0o755)
-            _put(made, folder / key)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        with temporary_folder(folder / key) as temporary:
+            write_bytes(temporary / "step.json", data)
+            write_bytes(temporary / "seal.json", seal.to_bytes())
+            temporary.chmod(0o755)
+            _put(temporary, folder / key)
     except OSError as error:
         raise StorageError(f"the derived graph cannot be kept: {error.strerror}", where=str(folder)) from error
 

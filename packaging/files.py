@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import BinaryIO
 
 from trainload.capture.arguments import shown
 from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
+from trainload.core.atomic import sync_file, sync_folder, temporary_folder
 from trainload.packaging.canonical import MAX_BYTES, sha256_bytes
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, FileEntry
 
 LONGEST_NAME = 235
 """Maximum bytes of a file name. Most file systems allow 255; the name of the temporary file is longer."""
-NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-"""What the system says where a file system makes no hard links."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -191,8 +189,7 @@ def new_file(path: Path) -> Iterator[Path]:
     path = Path(path)
     with _draft_beside(path) as folder:
         yield folder / path.name
-        with (folder / path.name).open("rb") as written:
-            os.fsync(written.fileno())
+        sync_file(folder / path.name)
         _put(folder / path.name, path)
 
 
@@ -218,18 +215,17 @@ def _draft_beside(path: Path) -> Iterator[Path]:
     demand_outside_packages(path)
     if os.path.lexists(path):
         raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
-    except OSError as error:
-        raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
-    try:
-        yield folder
-    except OSError as error:
-        if is_full(error):
-            raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
-        raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_folder(path))
+        except OSError as error:
+            raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
+        try:
+            yield folder
+        except OSError as error:
+            if is_full(error):
+                raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
+            raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
 
 
 def _put(made: Path, path: Path) -> None:
@@ -261,12 +257,3 @@ def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
 def is_full(error: OSError) -> bool:
     """Whether there is no room left: on the disk, in a quota, or below a limit of file sizes."""
     return error.errno in _FULL
-
-
-def sync_folder(path: Path) -> None:
-    """Bring a folder's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 from trainload.capture.errors import StorageError
+from trainload.core.atomic import create_file
 
 STATE_DIR = "TRAINLOAD_STATE_DIR"
 """Environment variable: the folder of the user's key. By default ~/.local/state/trainload."""
@@ -22,16 +22,7 @@ def user_key(*, create: bool) -> bytes:
     if create and not path.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".key", delete=False) as file:  # made with mode 0600
-                file.write(secrets.token_bytes(_KEY_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(file.name, path)  # a process that came first keeps its key
-            except FileExistsError:
-                pass
-            finally:
-                os.unlink(file.name)
+            create_file(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)  # if another process was first, its key is used
         except OSError as error:
             raise StorageError(f"no key can be made: {error.strerror}", where=str(folder), cure=f"Set {STATE_DIR}.") from error
     try:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainload.capture.errors import StorageError
+from trainload.core.atomic import replace_file, sync_folder
 from trainload.launch.checkpoints.index import DRAFT, INDEX, CheckpointIndex, checkpoints_in, decode_index, encode_index, folder_name
 from trainload.launch.probe import demand_writable_folder, existing_folder
 from trainload.packaging.chunks import Ranges, ranges_of
-from trainload.packaging.files import sync_folder
 
 _CURE = "Make it a folder that you may write to, or choose another place."
 
@@ -106,7 +106,7 @@ class FolderDraft:
         (self._draft / shard).unlink(missing_ok=True)
 
     def leave(self, mark: str, data: bytes) -> None:
-        _write_mark(self._draft / mark, data)
+        replace_file(self._draft / mark, data, durable=False)
 
     def marks(self) -> set[str]:
         return set(os.listdir(self._draft))
@@ -117,7 +117,7 @@ class FolderDraft:
     def complete(self, index: CheckpointIndex) -> None:
         for path in self._draft.glob("*.done"):
             path.unlink()
-        _write_durably(self._draft / INDEX, encode_index(index))
+        replace_file(self._draft / INDEX, encode_index(index))
         sync_folder(self._draft)
 
     def publish(self, index: CheckpointIndex) -> None:
@@ -137,7 +137,7 @@ class FolderDraft:
     def give_up(self, shard: str, notice: bytes) -> None:
         with contextlib.suppress(OSError):  # without a notice the others run into their timeout
             self.drop(shard)  # room for the notice on a full disk
-            _write_mark(self._notice, notice)
+            replace_file(self._notice, notice, durable=False)
         shutil.rmtree(self._draft, ignore_errors=True)
 
     def notice(self) -> bytes | None:
@@ -175,16 +175,3 @@ class FolderFiles:
 
     def opened(self, name: str) -> AbstractContextManager[Ranges]:
         return ranges_of((self._folder / name).open("rb", buffering=0))
-
-
-def _write_mark(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    part.rename(path)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

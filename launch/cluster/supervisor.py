@@ -26,6 +26,7 @@ from trainload.capture.errors import (
     TrainloadError,
     first_line,
 )
+from trainload.core.atomic import replace_file
 from trainload.launch.activity import Phase
 from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launch.cluster.book import Book
@@ -35,7 +36,6 @@ from trainload.launch.cluster.tasks import Questions, end_workers, last_line, on
 from trainload.launch.contact import Request, asked_by_file, asked_since_lost, demand_taken_back, take_back
 from trainload.launch.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor, in_words
-from trainload.launch.replacing import replace_file
 from trainload.launch.spec import RunSpec, least_plan, resume_command
 from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
 from trainload.sharding.plan import Plan

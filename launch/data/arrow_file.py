@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,6 +11,7 @@ import pyarrow as pa
 import torch
 
 from trainload.capture.errors import DataError, StorageError
+from trainload.core.atomic import replacing
 from trainload.launch.data.columns import DTYPES, Array, native
 
 Batch: TypeAlias = "Mapping[str, Any] | pa.Table | pa.RecordBatch"
@@ -34,16 +34,11 @@ def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
         StorageError: the file cannot be written.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        try:
-            rows = _written(batches, draft)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with replacing(path) as temporary:
+            return _written(batches, temporary)
     except OSError as error:
         raise StorageError(f"the rows cannot be written: {error.strerror or error}", where=str(path)) from error
-    return rows
 
 
 def _written(batches: Iterable[Batch], draft: Path) -> int:
@@ -67,8 +62,6 @@ def _written(batches: Iterable[Batch], draft: Path) -> int:
         finally:
             if writer is not None:
                 writer.close()
-        file.flush()
-        os.fsync(file.fileno())
     if not rows:
         raise DataError("there are no rows", expected="at least one")
     return rows

@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.capture.program import InputSpec
+from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.launch.cache import make_room, use
 from trainload.launch.data.columns import Array
 from trainload.launch.data.files import DataFile
@@ -62,17 +63,12 @@ def make_cached(
             found = _find(folder)
             if found is not None:
                 return found
-            draft = cache_dir / f"{key}.tmp"
-            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed: the lock is ours
+            remove_temporaries(folder)
             shutil.rmtree(folder, ignore_errors=True)  # not whole, or changed since
             make_room(cache_dir.parent)
-            try:
+            with new_folder(folder) as temporary:
                 rows, blocks = make()
-                _convert(draft, [spec.name for spec in inputs], rows, blocks)
-                draft.rename(folder)
-            except BaseException:
-                shutil.rmtree(draft, ignore_errors=True)
-                raise
+                _convert(temporary, [spec.name for spec in inputs], rows, blocks)
             made = _find(folder)
             assert made is not None
             return made
@@ -131,12 +127,11 @@ class _Column:
         self._file.close()
 
 
-def _convert(draft: Path, names: Sequence[str], rows: int, blocks: Iterable[Mapping[str, Array]]) -> None:
-    draft.mkdir()
+def _convert(folder: Path, names: Sequence[str], rows: int, blocks: Iterable[Mapping[str, Array]]) -> None:
     columns: dict[str, _Column] = {}
     try:
         for number, name in enumerate(names):
-            columns[name] = _Column(draft / f"{number:04}.npy", rows)
+            columns[name] = _Column(folder / f"{number:04}.npy", rows)
         for block in blocks:
             for name, column in columns.items():
                 column.append(block[name])
@@ -146,7 +141,7 @@ def _convert(draft: Path, names: Sequence[str], rows: int, blocks: Iterable[Mapp
             column.close()
     files = {name: {"file": column.path.name, "size": column.path.stat().st_size} for name, column in columns.items()}
     record = {"fingerprint": sha256_bytes(canonical_json(content)), "rows": rows, "columns": files}
-    (draft / "columns.json").write_bytes(canonical_json(record))
+    (folder / "columns.json").write_bytes(canonical_json(record))
 
 
 def _find(folder: Path) -> CachedColumns | None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainload.capture.errors import SignatureError, StorageError
+from trainload.core.atomic import create_file, sync_folder
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.files import is_full, link_or_copy, sync_folder, write_bytes
+from trainload.packaging.files import is_full
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.read import read_manifest
 from trainload.packaging.signatures.file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature
@@ -83,18 +84,12 @@ def _put(path: Path, signature: SignatureFile) -> None:
         StorageError: it cannot be written.
     """
     target = path / signature.file
-    draft = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(exist_ok=True)
-        draft.unlink(missing_ok=True)  # a killed writer's
-        write_bytes(draft, signature.data)
-        try:
-            link_or_copy(draft, target)
-        finally:
-            draft.unlink(missing_ok=True)
+        created = create_file(target, signature.data)
         sync_folder(target.parent)
-    except FileExistsError as error:
-        raise StorageError("there is a signature of this name", where=str(target), cure="Choose another --name, or remove it.") from error
     except OSError as error:
         reason = "the disk is full" if is_full(error) else error.strerror or str(error)
         raise StorageError(f"the signature cannot be written: {reason}", where=str(target)) from error
+    if not created:
+        raise StorageError("there is a signature of this name", where=str(target), cure="Choose another --name, or remove it.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
 from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
-from trainload.packaging.files import NO_LINKS, is_full, open_inside, sync_folder
+from trainload.core.atomic import NO_LINKS, create_file, replace_file, replacing, sync_folder, temporary_beside, temporary_file
+from trainload.packaging.files import is_full, open_inside
 from trainload.packaging.manifest import FileEntry
 from trainload.packaging.stores.places import BLOCK, OnBytes, StoredFile
 
@@ -31,8 +31,8 @@ class FolderFiles:
     @cached_property
     def exclusive(self) -> bool:
         """Whether the file system has hard links: a link is made whole, and never over a file that is there."""
-        with self._writing("."), self._draft("probe", b"") as draft:
-            other = draft.with_suffix(".link.part")
+        with self._writing("."), temporary_file(self._prepared("probe"), b"") as draft:
+            other = temporary_beside(self._root / "probe")
             try:
                 os.link(draft, other)
             except OSError as error:
@@ -79,21 +79,17 @@ class FolderFiles:
 
     def create(self, path: str, data: bytes) -> bool:
         """As `StoreFiles.create`."""
-        target = self._root / path
-        with self._writing(path), self._draft(path, data) as draft:
-            try:
-                os.link(draft, target)
-            except FileExistsError:
-                # Over a network a link whose answer was lost is made again, and then finds itself.
-                return self.size(path) == len(data) and self.read(path, len(data)) == data
+        with self._writing(path):
+            target = self._prepared(path)
+            created = create_file(target, data)
             sync_folder(target.parent)
-            return True
+            return created
 
     def replace(self, path: str, data: bytes) -> None:
         """As `StoreFiles.replace`."""
-        target = self._root / path
-        with self._writing(path), self._draft(path, data) as draft:
-            draft.replace(target)
+        with self._writing(path):
+            target = self._prepared(path)
+            replace_file(target, data)
             sync_folder(target.parent)
 
     def delete(self, path: str) -> None:
@@ -103,21 +99,18 @@ class FolderFiles:
 
     def send(self, path: str, source: Path, entry: FileEntry, on_bytes: OnBytes) -> None:
         """As `StoreFiles.send`. Read once: what is written is what was checked."""
-        target = self._root / path
         digest, size = hashlib.sha256(), 0
-        with self._writing(path), self._draft(path, b"") as draft, open_inside(source.parent, source.name) as read:
-            with draft.open("r+b") as write:
+        with self._writing(path), replacing(target := self._prepared(path)) as draft, open_inside(source.parent, source.name) as read:
+            with draft.open("xb") as write:
                 while block := read.read(BLOCK):
                     digest.update(block)
                     size += len(block)
                     write.write(block)
                     on_bytes(len(block))
-                write.flush()
-                os.fsync(write.fileno())
             if size != entry.size or digest.hexdigest() != entry.sha256:
                 on_bytes(-size)
                 raise changed_file(source, entry, size, digest.hexdigest())
-            draft.replace(target)
+        with self._writing(path):
             sync_folder(target.parent)
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
@@ -127,20 +120,11 @@ class FolderFiles:
                 size -= len(block)
                 yield block
 
-    @contextmanager
-    def _draft(self, path: str, data: bytes) -> Iterator[Path]:
-        """A hidden file with `data`, on disk, beside the one at `path`. It is removed unless it was renamed."""
+    def _prepared(self, path: str) -> Path:
+        """Return where a file is to be written, with its folder made."""
         target = self._root / path
         self._make_folders(target.parent)
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
-        try:
-            with draft.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield draft
-        finally:
-            draft.unlink(missing_ok=True)
+        return target
 
     def _make_folders(self, folder: Path) -> None:
         if folder.is_dir():

@@ -11,6 +11,7 @@ from typing import TypedDict, Unpack
 
 from trainload.capture.ambient import neutrally
 from trainload.capture.errors import ClusterError, StorageError
+from trainload.core.atomic import replace_file
 from trainload.launch.build import is_compiled
 from trainload.launch.changes import changed
 from trainload.launch.checkpoints.place import place_of
@@ -20,7 +21,6 @@ from trainload.launch.journal import Event, followed, stream_events
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
 from trainload.launch.processes import interrupted_by_signals
-from trainload.launch.replacing import replace_file
 from trainload.launch.result import RunResult, check_output, finish
 from trainload.launch.sinks.sink import SinkName, demand_sink_libraries, demand_sinks, told
 from trainload.launch.spec import (

@@ -169,9 +169,9 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a second writer takes the number of the first",
-        "packaging/stores/folder.py",
-        "                os.link(draft, target)\n            except FileExistsError:",
-        "                draft.replace(target)\n            except FileExistsError:",
+        "src/trainload/core/atomic.py",
+        "            os.link(temporary, path)\n        except FileExistsError:",
+        "            temporary.replace(path)\n        except FileExistsError:",
         "../packaging/test_stores_writers.py::test_processes_that_write_at_once_lose_nothing[folder]",
     ),
     Mutation(

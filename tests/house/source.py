@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("capture", "autograd_trace", "packaging", "sharding", "launch")
-"""From the bottom up: a stage imports itself and those before it."""
+"""From the bottom up: a stage imports itself, those before it, and `core`, which imports none of them."""
+CORE = "core"
 PRIVATE_TORCH = frozenset({"autograd_trace/aot.py", "capture/torch_modes.py", "packaging/graph_json.py"})
 """The modules that may touch torch's private names."""
 
@@ -20,7 +21,7 @@ def stage_files() -> list[Path]:
 
 def face_files() -> list[Path]:
     face = ROOT / "src" / "trainload"
-    return sorted(path for folder in (".", "commands", "report", "retraining") for path in face.glob(f"{folder}/*.py"))
+    return sorted(path for folder in (".", CORE, "commands", "report", "retraining") for path in face.glob(f"{folder}/*.py"))
 
 
 Names = tuple[tuple[int, str], ...]
@@ -70,12 +71,12 @@ def stage_of(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] != "trainload":
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in STAGES else "face"
+    return parts[1] if len(parts) > 1 and parts[1] in (CORE, *STAGES) else "face"
 
 
 def upward_imports(text: str, stage: str) -> list[str]:
     """The imports in `text`, a module of `stage`, that point up: "line: name"."""
-    order = [*STAGES, "face"]
+    order = [CORE, *STAGES, "face"]
     found = ((line, name, stage_of(name)) for line, name in imports(text))
     return [
         f"{line}: {name}"
@@ -85,7 +86,7 @@ def upward_imports(text: str, stage: str) -> list[str]:
 
 
 def _is_stage_parent(name: str) -> bool:
-    return name in {f"trainload.{stage}" for stage in STAGES}
+    return name in {f"trainload.{stage}" for stage in (CORE, *STAGES)}
 
 
 def private_torch_names(text: str) -> list[str]:

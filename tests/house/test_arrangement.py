@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.house.source import PRIVATE_TORCH, ROOT, STAGES, face_files, imports, private_torch_names, stage_files, upward_imports
+from tests.house.source import CORE, PRIVATE_TORCH, ROOT, STAGES, face_files, imports, private_torch_names, stage_files, upward_imports
 
 
 def python_at_root(code: str) -> str:
@@ -72,6 +72,28 @@ def test_no_module_of_a_stage_imports_upward(stage: str) -> None:
         str(path.relative_to(ROOT)): upward for path in (ROOT / stage).rglob("*.py") if (upward := upward_imports(path.read_text(), stage))
     }
     assert found == {}
+
+
+def test_core_imports_no_part_of_trainload_but_itself() -> None:
+    files = (ROOT / "src" / "trainload" / CORE).rglob("*.py")
+    assert {str(path.relative_to(ROOT)): upward for path in files if (upward := upward_imports(path.read_text(), CORE))} == {}
+
+
+TEMPORARY = re.compile(r'with_name\(f?"\.|os\.(?:link|rename|replace)\(|mkdtemp\(|NamedTemporaryFile\(')
+"""How temporary files are named and take a file's place."""
+TEMPORARY_ELSEWHERE = {
+    "capture/hollow.py": "a file that nothing replaces",
+    "launch/build.py": "kernels that two folders share",
+    "launch/probe.py": "whether a folder can be written",
+    "packaging/files.py": "files that two packages share",
+    "packaging/stores/folder.py": "whether the file system has hard links",
+}
+
+
+def test_files_are_written_atomically_in_one_module() -> None:
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*stage_files(), *face_files())}
+    users = {name for name, text in files.items() if TEMPORARY.search(text)}
+    assert users == {"src/trainload/core/atomic.py", *TEMPORARY_ELSEWHERE}
 
 
 def test_an_import_of_a_later_stage_is_seen() -> None:

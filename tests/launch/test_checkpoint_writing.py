@@ -19,9 +19,10 @@ from tests.launch.checkpoint_cases import DATA, make_plan, make_state, save_all,
 from tests.ranks import end, ran, start
 
 from trainload.capture.errors import CheckpointError, StorageError
+from trainload.core.atomic import replace_file
 from trainload.launch.checkpoints import folder as checkpoint_folder
 from trainload.launch.checkpoints import writer as checkpoint_writer
-from trainload.launch.checkpoints.index import published
+from trainload.launch.checkpoints.index import INDEX, published
 from trainload.launch.checkpoints.load import load_sharded
 from trainload.launch.checkpoints.place import Draft, place_of
 from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
@@ -110,10 +111,12 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
 def test_a_follower_learns_that_nothing_was_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = writers(tmp_path, TWO)
 
-    def refuse(path: Path, data: bytes) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+    def refuse(path: Path, data: bytes, *, durable: bool = True) -> None:
+        if path.name == INDEX:
+            raise OSError(errno.EIO, "Input/output error")
+        replace_file(path, data, durable=durable)
 
-    monkeypatch.setattr(checkpoint_folder, "_write_durably", refuse)
+    monkeypatch.setattr(checkpoint_folder, "replace_file", refuse)
     first.save(1, make_state(TWO, 0), DATA, {})
     second.save(1, make_state(TWO, 1), DATA, {})
     with pytest.raises(CheckpointError, match="Input/output error"):

@@ -47,7 +47,7 @@ def tokens(rows: int, start: int = 0) -> np.ndarray:
 
 def made_in(cache: Path) -> list[Path]:
     """Columns in the cache, whole or not. What it remembers of sources' digests is not among them."""
-    return [path for path in cache.rglob("*") if path.suffix in (".npy", ".json", ".tmp")]
+    return [path for path in cache.rglob("*") if path.suffix in (".npy", ".json", ".part")]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def stepped(run_dir: Path, steps: int) -> Callable[[], bool]:
 
 def compiling(cache: Path) -> Callable[[], bool]:
     """Whether a C++ compiler has begun to write kernels."""
-    return lambda: any((cache / "compiled").glob(".draft-*/kernels/*/*"))
+    return lambda: any((cache / "compiled").glob(".*.part/kernels/*/*"))
 
 
 def checkpoint_bytes(run_dir: Path) -> list[bytes]:

@@ -15,7 +15,7 @@ from tests.launch.optimizer_jobs import STEPS, Damped, OwnBackward, eager, facto
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
-from trainload.launch.replacing import replace_file
+from trainload.core.atomic import replace_file
 from trainload.launch.spec import RUN_FILE, read_spec
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package

@@ -15,8 +15,8 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.selection import selected
 
 import trainload
+from trainload.core.atomic import replace_file
 from trainload.launch.journal import read_events
-from trainload.launch.replacing import replace_file
 from trainload.launch.result import RunResult
 from trainload.launch.spec import RUN_FILE, read_spec
 from trainload.packaging.canonical import canonical_json

@@ -34,7 +34,7 @@ from trainload.packaging.verify import verify_package
 from trainload.packaging.write import with_weights, write_package
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "shutil.rmtree"}
-_DRAWN = re.compile(r"[0-9a-f]{32}|\d+|(?<=\.tl\.)\w+(?=\.part)")
+_DRAWN = re.compile(r"[0-9a-f]{12}(?=\.part)|[0-9a-f]{32}|\d+")
 """What differs from one operation to the next of its kind: attempts, steps, the names of drafts."""
 
 

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 
-_DRAWN = re.compile(r"[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16}|(?<=sha256/)[0-9a-f]{2}")
+_DRAWN = re.compile(r"[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{12}(?=\.part)|(?<=sha256/)[0-9a-f]{2}")
 """What differs from one operation to the next of its kind."""
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.link"}
 

@@ -221,10 +221,10 @@ def test_too_many_signatures_are_a_problem(copied: Path) -> None:
 
 
 def test_what_a_killed_writer_left_in_signatures_is_ignored(signed: Path, signers: Signers) -> None:
-    (signed / "signatures/.bob.sig.part").write_text("half")
+    (signed / "signatures/.bob.sig.0123456789ab.part").write_text("half")
     assert verified(signed, signers.alice.public).problems == ()
     sign(signed, signers.bob.key, "bob")
-    assert sorted(path.name for path in (signed / "signatures").iterdir()) == ["alice.sig", "bob.sig"]
+    assert sorted(path.name for path in (signed / "signatures").glob("[!.]*")) == ["alice.sig", "bob.sig"]
 
 
 def test_a_damaged_package_is_not_signed(copied: Path, signers: Signers) -> None:

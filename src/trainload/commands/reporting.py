@@ -108,7 +108,7 @@ def _demand_place(path: Path, mark: str) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    from trainload.launch.replacing import replace_file
+    from trainload.core.atomic import replace_file
 
     try:
         replace_file(path, data, durable=False)

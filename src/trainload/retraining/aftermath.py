@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError, TrainloadError
+from trainload.core.atomic import replace_link, temporary_beside
 from trainload.packaging.read import Package
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.releases import shown
@@ -24,7 +24,7 @@ from trainload.retraining.records import Ended
 
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".pt2", "huggingface": ""}
 _TAIL = 400
-_AWAY = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.[0-9]+")
+_AWAY = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.([0-9a-f]+\.part|[0-9]+)")
 CURRENT = "current"
 
 
@@ -59,9 +59,7 @@ def hand_over(handover: Handover, package: Package, name: str, record: Mapping[s
         place.mkdir(parents=True, exist_ok=True)
         if not target.exists():
             export(package, target, to=handover.form, graph=handover.graph)
-        link = place / f".{CURRENT}.{secrets.token_hex(8)}"
-        link.symlink_to(target.name)
-        link.replace(place / CURRENT)
+        replace_link(place / CURRENT, target.name)
     except OSError as error:
         raise StorageError(f"a release cannot be handed over: {error.strerror or error}", where=str(place)) from error
     if handover.command:
@@ -119,7 +117,7 @@ def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Col
         for name in there[: -config.retention.runs]:
             if name != kept:
                 with suppress(FileNotFoundError):  # another process removes it
-                    (root / name).rename(root / f".{name}.{os.getpid()}")
+                    (root / name).rename(temporary_beside(root / name))
         for away in root.glob(".*") if root.is_dir() else ():
             if _AWAY.fullmatch(away.name):  # also those of a process that was killed before it had removed them
                 with suppress(FileNotFoundError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainload.capture.errors import DataError, RequestError, StorageError
+from trainload.core.atomic import replace_file, sync_file, temporary_beside
 from trainload.launch.data.columns_arrow import record_batches
 from trainload.launch.data.dataset import READERS
 from trainload.launch.data.files import DataFile, find_files
-from trainload.launch.replacing import replace_file
 from trainload.retraining.config import Config
 from trainload.retraining.windows import TABLES
 
@@ -205,6 +204,7 @@ class _Writers:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
         self._open: dict[str, Any] = {}
+        self._temporary: dict[str, Path] = {}
         self._schemas: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
         stack.callback(self._discard)
@@ -221,7 +221,8 @@ class _Writers:
         part = batch.filter(pa.array(rows))
         if name not in self._open:
             self._schemas[name] = pa.schema([pa.field(field.name, field.type) for field in part.schema])
-            self._open[name] = self._stack.enter_context(pa.ipc.new_file(str(self._draft(name)), self._schemas[name]))
+            self._temporary[name] = temporary_beside(self._folder / _file(name))
+            self._open[name] = self._stack.enter_context(pa.ipc.new_file(str(self._temporary[name]), self._schemas[name]))
         self._open[name].write_batch(_as_first(part, self._schemas[name], where))
         self._counts[name] = self._counts.get(name, 0) + part.num_rows
 
@@ -229,19 +230,14 @@ class _Writers:
         """Gives the files their names. Returns: name -> rows."""
         for writer in self._open.values():
             writer.close()
-        for name in self._open:
-            draft = self._draft(name)
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
-            draft.replace(self._folder / _file(name))
+        for name, temporary in self._temporary.items():
+            sync_file(temporary)
+            temporary.replace(self._folder / _file(name))
         return dict(sorted(self._counts.items()))
 
-    def _draft(self, name: str) -> Path:
-        return self._folder / f".{_file(name)}.{os.getpid()}"
-
     def _discard(self) -> None:
-        for name in self._open:
-            self._draft(name).unlink(missing_ok=True)
+        for temporary in self._temporary.values():
+            temporary.unlink(missing_ok=True)
 
 
 def _file(name: str) -> str:

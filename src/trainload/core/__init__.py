@@ -1,0 +1,1 @@
+"""Mechanisms that every part uses. They import no part of trainload."""

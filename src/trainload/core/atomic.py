@@ -1,0 +1,173 @@
+"""Atomic writes: a file, a link or a folder appears at its path whole, or not at all.
+
+    replace_file(path, data)                    # a reader sees the old content or the new
+    with replacing(path) as temporary: ...      # the same, for code that writes to a path
+    if not create_file(path, data): ...         # if several processes do so concurrently, exactly one succeeds
+    with new_folder(path) as temporary: ...
+
+Temporary files and folders are hidden siblings of their path with random names: process ids repeat between containers that
+share a file system.
+
+This module imports the standard library alone: the actor that holds a run's messages imports it at its start.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""Error numbers of file systems without hard links."""
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return the path of a temporary file or folder beside `path`, whose name nothing else has."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+
+
+def remove_temporaries(path: Path) -> None:
+    """Remove the temporary folders of `path` that killed processes left. Call it under a lock that every writer of `path` takes."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def temporary_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> Iterator[Path]:
+    """Yield a temporary file beside `path`. It is removed when the block ends, unless the block renames it.
+
+    Args:
+        path: where the file is to appear.
+        data: its content.
+        durable: whether the content is written through to disk, so that it survives a power failure.
+        mode: its permissions, before the umask.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = temporary_beside(path)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file in place of the one at `path`, if any. Arguments and errors as of `temporary_file`."""
+    with temporary_file(path, data, durable=durable) as temporary:
+        temporary.replace(path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, for the block to write; it takes the place of `path` unless the block raises.
+
+    Raises:
+        OSError: it cannot be brought to disk or renamed.
+    """
+    temporary = temporary_beside(path)
+    try:
+        yield temporary
+        sync_file(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
+    """Write a new file. If several processes do so concurrently, exactly one succeeds.
+
+    On a file system without hard links two processes may both succeed if they do so at the same moment; the file is whole all the same.
+
+    Args:
+        path: where the file is to appear.
+        data: its content.
+        mode: its permissions, before the umask.
+
+    Returns:
+        Whether the file at `path` is now this one. Over a network a link is made again if its reply was lost, and then meets itself: so
+        a file of the same content counts as this one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with temporary_file(path, data, mode=mode) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return _holds(path, data)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if path.exists():
+                return _holds(path, data)
+            temporary.replace(path)
+    return True
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    return path.lstat().st_size == len(data) and path.read_bytes() == data
+
+
+def replace_link(path: Path, target: str) -> None:
+    """Make `path` a symbolic link to `target`, in place of the link that it is. Raises: OSError."""
+    temporary = temporary_beside(path)
+    temporary.symlink_to(target)
+    try:
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`. It is removed when the block ends, unless the block renames it. Raises: OSError."""
+    temporary = temporary_beside(path)
+    temporary.mkdir(0o700)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `path` unless the block raises.
+
+    Its content is not brought to disk: for caches.
+
+    Raises:
+        OSError: it cannot be made or renamed, or `path` is a folder that is not empty.
+    """
+    with temporary_folder(path) as temporary:
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.rename(path)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's content to disk. Raises: OSError."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's entries to disk. Raises: OSError."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
