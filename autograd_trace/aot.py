@@ -84,7 +84,7 @@ def size_conditions(exported: ExportedProgram) -> list[str]:
     return [str(code) for code in exported._guards_code]
 
 
-def demand_sizes(exported: ExportedProgram, conditions: Sequence[str]) -> None:
+def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) -> None:
     """Has torch check conditions of the sizes of a program's inputs before it runs, wherever the program is saved and loaded.
 
     Args:

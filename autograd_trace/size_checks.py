@@ -12,7 +12,7 @@ _WORDS = frozenset({"and", "or", "not", "max", "min"})
 
 
 def size_checks(guard: Guard) -> list[str]:
-    """Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the first input, for `aot.demand_sizes`.
+    """Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the first input, for `aot.add_size_conditions`.
 
     Law: with torch's own checks, of sizes that are fixed and of ranges of those that are one symbol, they hold where the guard's sizes,
     ranges and conditions do; but torch lets 0 and 1 pass where a range begins at 2.

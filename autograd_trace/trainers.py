@@ -92,7 +92,7 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
 
 
 def _check_turn(job: Job, turns: Sequence[TurnRecipe], where: str) -> None:
-    """Demands that what feeds the last turn's graph has run before it, whenever it runs, on the same batch."""
+    """Check that what feeds the last turn's graph runs before it, on the same batch, whenever it runs."""
     turn = turns[-1]
     for entry, source in job.graphs[turn.graph].feeds.items():
         other = source.partition(".")[0]
@@ -198,12 +198,12 @@ def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.
                 expected="a torch.optim.Optimizer, or several",
                 got=type(optimizer).__name__,
             )
-        _demand_own_methods(optimizer, where)
+        _check_own_methods(optimizer, where)
     return optimizers
 
 
-def _demand_own_methods(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Demand that an optimizer does what its class says: an update is captured from a copy of it.
+def _check_own_methods(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Check that an optimizer does what its class says: an update is captured from a copy of it.
 
     Raises:
         JobError: a method was replaced on it, by a learning rate scheduler or otherwise.

@@ -97,7 +97,7 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Refuses kinds of which no graph can be."""
+    """Raise for kinds of optimizers that no graph can express."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(

@@ -73,7 +73,7 @@ def check_update(
 
 
 def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Demands that the update of a parameter depends on no other parameter.
+    """Check that the update of a parameter depends on no other parameter.
 
     Raises:
         CaptureError: it does.
@@ -99,7 +99,7 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
 
 
 def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Demands that an optimizer moves a parameter as it moves any other tensor, whichever parameter it is: by its group, its values, its
+    """Check that an optimizer moves a parameter as it moves any other tensor, whichever parameter it is: by its group, its values, its
     gradient and its state.
 
     Args:

@@ -4,7 +4,7 @@
 
 Half of the processes cannot see whether those of the other half live, as if they were on another machine. Each takes the lease, acts a
 few times, promotes, and gives it back. At random one is paused for longer than its lease lasts, and tries to act and to promote when it
-wakes; or it is killed. An act is a look at the lease (`Held.demand`) and a line in the process's own log, with the time. Two leases overlap
+wakes; or it is killed. An act is a look at the lease (`Held.check`) and a line in the process's own log, with the time. Two leases overlap
 where an act under an earlier one comes after an act under a later one. The store is a folder, or lies in S3: moto's server on this machine.
 """
 
@@ -78,7 +78,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
 
         def act(held: Held, what: str) -> None:
             try:
-                held.demand()
+                held.check()
                 out.write(json.dumps([time.monotonic(), int(held.id), what]) + "\n")
             except ConflictError:
                 out.write(json.dumps([time.monotonic(), int(held.id), "knew that it had lost it"]) + "\n")

@@ -84,7 +84,7 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
         ]
         subprocess.run([*command, "--json"], cwd=folder, env=environment, check=True, capture_output=True)
         name = f"{when:%Y%m%dT%H%M%SZ}"
-        trained = Ticks(Store(folder / "store"), "digits").demand(Trained, name)
+        trained = Ticks(Store(folder / "store"), "digits").read_required(Trained, name)
         found["seconds"].append(first_step(Path(trained.run_dir)) - began)
         found["inside"].append(trained.seconds["first step"])
         found["sent"].append(trained.sent_bytes)

@@ -77,7 +77,7 @@ def neutral() -> Iterator[None]:
     Raises:
         RequestError: a mode of torch, or a transform of torch.func, surrounds the caller.
     """
-    _refuse_modes()
+    _check_no_torch_modes()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -100,7 +100,7 @@ def neutral() -> Iterator[None]:
         yield
 
 
-def _refuse_modes() -> None:
+def _check_no_torch_modes() -> None:
     modes = active_modes()
     if modes:
         raise RequestError(

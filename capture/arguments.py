@@ -55,7 +55,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def demand_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def check_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function so that an argument that does not match its annotation raises `kind`, with the argument's name."""
 
     def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -63,7 +63,7 @@ def demand_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Cal
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            _demand(signature.bind(*args, **kwargs).arguments, _adapters(function), "", kind)
+            _check(signature.bind(*args, **kwargs).arguments, _adapters(function), "", kind)
             return function(*args, **kwargs)
 
         return inside
@@ -71,7 +71,7 @@ def demand_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Cal
     return checked
 
 
-def demand_fields(record: Any, where: str, kind: type[RequestError]) -> None:
+def check_fields(record: Any, where: str, kind: type[RequestError]) -> None:
     """Check the fields of a dataclass against their annotations.
 
     Args:
@@ -82,7 +82,7 @@ def demand_fields(record: Any, where: str, kind: type[RequestError]) -> None:
     Raises:
         RequestError: a field has a wrong type or value; it is an instance of `kind`.
     """
-    _demand({field.name: getattr(record, field.name) for field in fields(record)}, _adapters(type(record)), where, kind)  # type: ignore[arg-type]  # a class is hashable
+    _check({field.name: getattr(record, field.name) for field in fields(record)}, _adapters(type(record)), where, kind)  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint, config=_STRICT)
 
 
-def _demand(values: Mapping[str, Any], adapters: Mapping[str, TypeAdapter[Any]], where: str, kind: type[RequestError]) -> None:
+def _check(values: Mapping[str, Any], adapters: Mapping[str, TypeAdapter[Any]], where: str, kind: type[RequestError]) -> None:
     for name, value in values.items():
         try:
             adapters[name].validate_python(value.item() if isinstance(value, numpy.generic) else value)

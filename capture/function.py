@@ -91,7 +91,7 @@ class StepFunction(Traced):
         # In a tuple, so that a loss that is a module is not registered as one.
         self._loss = (None if loss is None else _traced_as_forward(loss),)
         self._where = where
-        _refuse_state(loss, where)
+        _check_stateless(loss, where)
 
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._loss
@@ -150,7 +150,7 @@ class TensorsFunction(Traced):
         self._function = (_traced_as_forward(function),)
         self._role = role
         self._where = where
-        _refuse_state(function, where)
+        _check_stateless(function, where)
 
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._function
@@ -201,7 +201,7 @@ def _described(value: object) -> str:
     return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _refuse_state(function: object, where: str) -> None:
+def _check_stateless(function: object, where: str) -> None:
     if isinstance(function, nn.Module) and (any(True for _ in function.parameters()) or any(True for _ in function.buffers())):
         raise JobError(
             "has parameters or buffers of its own, which would be lost",

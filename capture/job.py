@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainload.capture.arguments import demand_fields
+from trainload.capture.arguments import check_fields
 from trainload.capture.errors import JobError
 
 Batch = Mapping[Any, Any]
@@ -201,18 +201,18 @@ class Job:
     replays: Sequence[Batch] = ()
 
 
-def demand_job(job: Job) -> None:
+def check_job(job: Job) -> None:
     """Check the attributes of a job, its graphs and its turns against their annotations.
 
     Raises:
         JobError: an attribute has a wrong type; the message names it.
     """
-    demand_fields(job, "Job", JobError)
+    check_fields(job, "Job", JobError)
     for name, graph in job.graphs.items():
-        demand_fields(graph, f"Job.graphs[{name!r}]", JobError)
+        check_fields(graph, f"Job.graphs[{name!r}]", JobError)
     for place, turn in enumerate(job.loop or ()):
         if isinstance(turn, Turn):
-            demand_fields(turn, f"Job.loop[{place}]", JobError)
+            check_fields(turn, f"Job.loop[{place}]", JobError)
     factories = {"Job": job.optimizer, **{f"Job.graphs[{name!r}]": graph.optimizer for name, graph in job.graphs.items()}}
     for where, factory in factories.items():
         if isinstance(factory, type):

@@ -99,8 +99,8 @@ def no_raw_kernels() -> Iterator[None]:
         interface.__getitem__ = before
 
 
-def refuse_wrapped_kernels(module: GraphModule) -> None:
-    """Demands that a graph launches no Triton kernel itself (`wrap_triton` outside of an operator).
+def check_no_wrapped_kernels(module: GraphModule) -> None:
+    """Check that a graph launches no Triton kernel itself (`wrap_triton` outside of an operator).
 
     Raises:
         CaptureError: it does.

@@ -33,8 +33,8 @@ class _First(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def refuse_leaked(outputs: Sequence[Tensor], function: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Demands that eager mode, after a capture, computes values.
+def check_no_leaks(outputs: Sequence[Tensor], function: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Check that eager mode computes values after a capture.
 
     Args:
         outputs: of `function(batch)` in eager mode.

@@ -140,7 +140,7 @@ def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         active.append((memory, name))
 
 
-def refuse_other_memory(exported: ExportedProgram) -> None:
+def check_same_memory(exported: ExportedProgram) -> None:
     """Check that a graph replaces or resizes the storage of no parameter or buffer.
 
     Raises:

@@ -20,7 +20,7 @@ from trainload.capture.errors import CaptureError, JobError, RequestError
 from trainload.capture.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.function import Traced
 from trainload.capture.higher_order import has_branches, has_checkpoints
-from trainload.capture.leaked import refuse_leaked
+from trainload.capture.leaked import check_no_leaks
 from trainload.capture.locate import part_company
 from trainload.capture.memory import check_sharing
 from trainload.capture.operators import is_overload, nodes_in
@@ -112,8 +112,8 @@ def _compare(
         try:
             with outside_dtype():
                 expected = function(batch)
-            _refuse_draws(drawn_from(states))
-            refuse_leaked(expected, function, batch)
+            _check_no_python_draws(drawn_from(states))
+            check_no_leaks(expected, function, batch)
             if has_checkpoints(captured.exported.graph_module):  # eager runs them again in backward, and updates their buffers twice
                 updated = {n: value.detach().clone() for n, value in model.named_buffers(remove_duplicate=False)}
             eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
@@ -121,7 +121,7 @@ def _compare(
             raise
         except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
             raise replay_error(captured, rows, "the model", error) from error
-    _refuse_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
+    _check_no_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
     after = kept_by(function)
     counted = {holder for holder in numbers.changed_in(after) if after.values[holder] != rows}
     if has_checkpoints(captured.exported.graph_module):  # a checkpoint policy may count calls without changing the result
@@ -159,7 +159,7 @@ def _compare(
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured, rows, "the captured graph", error) from error
         drew = not torch.equal(generator, torch.get_rng_state())
-    _refuse_constants({n for n, v in constants.items() if v._version != constant_versions[n]}, captured)
+    _check_constants_unwritten({n for n, v in constants.items() if v._version != constant_versions[n]}, captured)
 
     tolerance = tolerance_of(captured)
 
@@ -234,7 +234,7 @@ def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: made[id(p)] for name, p in parameters.items()}
 
 
-def _refuse_draws(modules: Sequence[str]) -> None:
+def _check_no_python_draws(modules: Sequence[str]) -> None:
     if modules:
         raise CaptureError(
             f"forward draws from {' and '.join(modules)}, and the graph would always use the number that was drawn during capture",
@@ -257,7 +257,7 @@ def _arguments(
     ]
 
 
-def _refuse_writes(captured: GraphCapture, names: set[str], what: str) -> None:
+def _check_no_writes(captured: GraphCapture, names: set[str], what: str) -> None:
     if names:
         raise CaptureError(
             f"the {captured.name} graph writes to {what}",
@@ -268,8 +268,8 @@ def _refuse_writes(captured: GraphCapture, names: set[str], what: str) -> None:
         )
 
 
-def _refuse_constants(names: set[str], captured: GraphCapture) -> None:
-    """Refuse writes to constants, at the lines that use them."""
+def _check_constants_unwritten(names: set[str], captured: GraphCapture) -> None:
+    """Raise if the graph writes to constants, with the lines that use them."""
     if not names:
         return
     graph, targets = captured.exported.graph, {name.removeprefix(f"{captured.name}/") for name in names}

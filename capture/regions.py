@@ -407,7 +407,7 @@ class _Builder:
                 pred, one, other, *numbers = args
                 regions = [self.deferred.pop(number) for number in numbers]
                 for region in regions:
-                    _demand_no_writes(region)
+                    _check_no_writes(region)
                     _forget_idle_copies(region)
                 parts = [(region, (), results) for region, results in zip(regions, (one, other), strict=True)]
                 operands = list(dict.fromkeys(operand for part in parts for operand in _operands(*part)))
@@ -507,8 +507,8 @@ def _forget_idle_copies(region: _Region) -> None:
             item.graph.erase_node(item)
 
 
-def _demand_no_writes(region: _Region) -> None:
-    """Demand that a branch writes only to tensors that it made. Raises: CaptureError, with the line of the write."""
+def _check_no_writes(region: _Region) -> None:
+    """Check that a branch writes only to tensors that it made. Raises: CaptureError, with the line of the write."""
     inside = set(region.nodes())
     for node in region.nodes():
         for target in written_by(node):

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from trainload.capture.errors import JobError
 from trainload.capture.inputs import Placed, leaves_of, with_tensors
-from trainload.capture.job import Batch, Job, demand_job
+from trainload.capture.job import Batch, Job, check_job
 from trainload.capture.shapes import dims_said, is_hint
 
 _USUAL = "batch"
@@ -26,7 +26,7 @@ def arranged(job: Job) -> Job:
     Raises:
         JobError: `Job.shared` or `Job.dynamic` name what the batches lack, contradict one another, or leave no input with rows.
     """
-    demand_job(job)
+    check_job(job)
     tensors = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values(), *job.replays)]
     examples: dict[str, Tensor] = {}
     for leaves in tensors:  # `Job.dynamic` speaks of the dims of the variant that has most

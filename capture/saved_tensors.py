@@ -57,13 +57,13 @@ def _watched(context: Any) -> tuple[Any, Any]:
 
     def unpacked(kept: tuple[Any, Tensor]) -> Tensor:
         result: Tensor = unpack(kept[0])
-        _demand_same(kept[1], result, page)
+        _check_same(kept[1], result, page)
         return result
 
     return packed, unpacked
 
 
-def _demand_same(saved: Tensor, result: Tensor, page: CaptureError) -> None:
+def _check_same(saved: Tensor, result: Tensor, page: CaptureError) -> None:
     if saved.shape != result.shape or saved.dtype != result.dtype:
         page.expected, page.got = f"shape {tuple(saved.shape)}, {saved.dtype}", f"shape {tuple(result.shape)}, {result.dtype}"
         raise page

@@ -28,14 +28,14 @@ def check_model(model: object) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise JobError("not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
-    _refuse_modules(
+    _check_no_modules(
         model,
         (torch.jit.ScriptModule,),
         "a scripted module, which torch.export does not follow",
         expected="a module of Python",
         cure="Give the module that was scripted or traced: torch.jit has no use here.",
     )
-    _refuse_modules(
+    _check_no_modules(
         model,
         _wrappers(),
         "a wrapper that spreads the model over ranks, which is decided by the plan of a launch",
@@ -51,7 +51,7 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
-def _refuse_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, cure: str) -> None:
+def _check_no_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, cure: str) -> None:
     """Raise CaptureError if one of the model's modules is of one of these classes."""
     for path, module in model.named_modules():
         if isinstance(module, kinds):

@@ -26,7 +26,7 @@ from trainload.capture.causes import BREAK, CONSTRAINT, SPECIALISED, VALUES
 from trainload.capture.errors import CaptureError, raised
 from trainload.capture.finding import Place
 from trainload.capture.function import Traced
-from trainload.capture.kernels import refuse_wrapped_kernels
+from trainload.capture.kernels import check_no_wrapped_kernels
 from trainload.capture.operators import calls_in, is_higher_order
 from trainload.capture.place import place_here
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
@@ -65,12 +65,12 @@ def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
         CaptureError: the model does what the strict mode drops or changes, or the graph holds what no package can; it says which.
         Exception: whatever torch raises where it cannot follow the model.
     """
-    _refuse_what_is_dropped(target, batch)
+    _check_nothing_dropped(target, batch)
     with quiet_torch(), warnings.catch_warnings(), torch.set_grad_enabled(target.training):
         ignore_torchs_warnings()
         warnings.filterwarnings("error", message=r"While compiling, we found certain side effects")
         exported = torch.export.export(target.function, (batch,), dynamic_shapes=({name: shapes[name] for name in batch},), strict=True)
-    refuse_wrapped_kernels(exported.graph_module)
+    check_no_wrapped_kernels(exported.graph_module)
     _check_graph(exported, target)
     _check_sizes(exported, batch, shapes)
     return exported
@@ -79,7 +79,7 @@ def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
 # What the strict mode would lose
 
 
-def _refuse_what_is_dropped(target: Target, batch: dict[str, Tensor]) -> None:
+def _check_nothing_dropped(target: Target, batch: dict[str, Tensor]) -> None:
     function, model = target.function, target.function.model
     for name, module in model.named_modules():
         if any(getattr(module, hooks) for hooks in _HOOKS):
@@ -92,13 +92,13 @@ def _refuse_what_is_dropped(target: Target, batch: dict[str, Tensor]) -> None:
     if watched.error is not None:
         raise _lost(f"the model fails in eager mode ({type(watched.error).__name__})", None)
     with state_kept(model), torch.set_grad_enabled(target.training):
-        _refuse_marks(function, batch)
+        _check_no_marks(function, batch)
     for deed in watched.deeds:
         if deed.cause is not VALUES:
             raise _lost(f"{deed.cause.sentence} ({deed.detail})" if deed.detail else deed.cause.sentence, deed.place)
 
 
-def _refuse_marks(function: Traced, batch: dict[str, Tensor]) -> None:
+def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
     """Runs the model under the watch of a trace, whose marks are operators: each stands for something that the strict mode does not see."""
     seen = _Marks()
     copied = {name: value.clone() for name, value in batch.items()}
@@ -191,7 +191,7 @@ def _lost(what: str, place: Place | None) -> CaptureError:
 
 
 def _check_graph(exported: ExportedProgram, target: Target) -> None:
-    """Demands that a strict graph holds nothing that went past the watch, and no state that the model lacks."""
+    """Check that a strict graph contains nothing that the watch did not see, and no state that the model lacks."""
     for node in calls_in(exported.graph_module):
         if is_higher_order(node.target):
             raise _unsound(f"its graph holds the operator {node.target}, whose bodies were not watched")
@@ -207,7 +207,7 @@ def _check_graph(exported: ExportedProgram, target: Target) -> None:
 
 
 def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Shapes) -> None:
-    """Demands that the graph takes all sizes that were declared: strict mode keeps conditions on them that the other one refuses.
+    """Check that the graph accepts all declared sizes: strict mode keeps conditions on them that the other mode rejects.
 
     Conditions on sizes that are left to torch become the graph's guard, as those of the other mode do.
     """

@@ -61,7 +61,7 @@ def class_name(tensor: Tensor) -> str:
 
 
 def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
-    """Demands tensors that a package can hold.
+    """Check that a package can hold some tensors.
 
     Args:
         entries: (what it is: "parameter", "buffer" or "input"; its name; the tensor).
@@ -83,8 +83,8 @@ def fake_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                 yield "constant", f"{path}.{name}" if path else name, value
 
 
-def refuse_arguments(function: Any, arguments: Iterable[Any], model: nn.Module, place: Callable[[], Place | None]) -> None:
-    """Demands, of a function of torch that forward calls, arguments that a trace can follow.
+def check_traceable_arguments(function: Any, arguments: Iterable[Any], model: nn.Module, place: Callable[[], Place | None]) -> None:
+    """Check that a trace can follow the arguments of a torch function that forward calls.
 
     Args:
         function: what is called.

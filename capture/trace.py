@@ -19,8 +19,8 @@ from trainload.capture.errors import CaptureError, JobError, RequestError, raise
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
-from trainload.capture.kernels import refuse_wrapped_kernels
-from trainload.capture.memory import refuse_other_memory
+from trainload.capture.kernels import check_no_wrapped_kernels
+from trainload.capture.memory import check_same_memory
 from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.parity import check_parity
 from trainload.capture.place import place_of_error
@@ -111,7 +111,7 @@ def _reached(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
 
 
 def _check_variants(graphs: Iterable[GraphCapture]) -> None:
-    """Demands that the variants of a graph give the same: a run adds up what they return."""
+    """Check that the variants of a graph return the same outputs, which a run adds up."""
     first: dict[tuple[str, Mode], GraphCapture] = {}
     for captured in graphs:
         other = first.setdefault((captured.graph, captured.mode), captured)
@@ -262,8 +262,8 @@ def _export(
         if caught is not None:
             raise caught
         _drop_failed(exported)
-        refuse_wrapped_kernels(exported.graph_module)
-        refuse_other_memory(exported)
+        check_no_wrapped_kernels(exported.graph_module)
+        check_same_memory(exported)
         make_regions(exported, training)
         return exported
 

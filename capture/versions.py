@@ -12,8 +12,8 @@ BEYOND = (2, 16)
 """The first release that is not supported any more."""
 
 
-def demand_supported_torch() -> None:
-    """Demands a torch that this library was run on, without importing it: another one could fail anywhere.
+def check_supported_torch() -> None:
+    """Check that the version of torch is supported, without importing it: another one could fail anywhere.
 
     Raises:
         VersionError: torch is missing, older than `OLDEST`, or `BEYOND` or newer.

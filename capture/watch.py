@@ -35,7 +35,7 @@ from trainload.capture.place import place_here
 from trainload.capture.saved_tensors import CHECKPOINT_MODULE, is_own
 from trainload.capture.selective import SELECTIVE, Answers
 from trainload.capture.substitutes import SUBSTITUTES, decoder_forward, encoder_forward, module_to
-from trainload.capture.tensor_classes import refuse_arguments
+from trainload.capture.tensor_classes import check_traceable_arguments
 
 
 class Watch:
@@ -266,8 +266,8 @@ class _Functions(TorchFunctionMode):
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        refuse_arguments(func, (*args, *kwargs.values()), self._model, place_here)
-        _refuse_switched_off(func, args, kwargs)
+        check_traceable_arguments(func, (*args, *kwargs.values()), self._model, place_here)
+        _check_gradient_stays_on(func, args, kwargs)
         if name == "_set_grad_enabled" and not self._watch.quiet:
             marks.GRAD_MODE(args[0], self._watch.leaving)
         elif func is Tensor.register_hook:
@@ -290,7 +290,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _refuse_switched_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_gradient_stays_on(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise if forward sets `requires_grad` of a parameter to False: the graph would still compute its gradient."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor

@@ -13,10 +13,10 @@ from trainload.launch.groups import gathered
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.sharding.collectives import Collective, as_json, of_json
 from trainload.sharding.plan import Plan
-from trainload.sharding.simulate import demand_meeting
+from trainload.sharding.simulate import check_meeting
 
 
-def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], plan: Plan, control: dist.ProcessGroup) -> None:
+def check_same_collectives(collectives: Mapping[str, Sequence[Collective]], plan: Plan, control: dist.ProcessGroup) -> None:
     """Compares what this rank's graphs will call with what the others' will. All ranks of `control` call it.
 
     Args:
@@ -31,10 +31,10 @@ def demand_same_collectives(collectives: Mapping[str, Sequence[Collective]], pla
     digests = gathered(sha256_bytes(canonical_json(mine)), control)
     if len(set(digests)) == 1:
         return
-    demand_meeting([of_json(theirs) for theirs in gathered(mine, control)], plan)
+    check_meeting([of_json(theirs) for theirs in gathered(mine, control)], plan)
 
 
-def demand_same_data(fingerprint: str, node: str, data: str, control: dist.ProcessGroup) -> None:
+def check_same_data(fingerprint: str, node: str, data: str, control: dist.ProcessGroup) -> None:
     """Compares the rows that this rank has with the others'. All ranks of `control` call it.
 
     Args:

@@ -56,7 +56,7 @@ def take_back(run_dir: Path, *requests: Request) -> None:
         (run_dir / request.file).unlink(missing_ok=True)
 
 
-def demand_taken_back(run_dir: Path) -> None:
+def clear_requests(run_dir: Path) -> None:
     """Removes the files of all requests, before a run begins. Raises: StorageError: they would be met again."""
     try:
         take_back(run_dir)

@@ -31,7 +31,7 @@ from trainload.packaging.canonical import canonical_json
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph, with_parameters
 from trainload.packaging.manifest import Option, PassEntry
-from trainload.packaging.read import Package, demand_weights, open_package
+from trainload.packaging.read import Package, check_weights, open_package
 from trainload.packaging.source_map import restore_traces
 from trainload.packaging.write import with_program
 from trainload.sharding.step_graphs import DERIVATION, derived_key
@@ -79,7 +79,7 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
         CaptureError: no step graph can be derived from the changed graphs.
         StorageError: the cache cannot be written.
     """
-    demand_weights(package)
+    check_weights(package)
     adapters = None if changes.adapters is None else {**changes.adapters.model_dump(mode="json"), "seed": seed}
     asked = {"package": package.digest, "adapters": adapters, "precision": changes.precision}
     made_by = {"version": [VERSION, DERIVATION], "torch": torch.__version__}
@@ -107,7 +107,7 @@ def _make(package: Package, changes: Changes, seed: int, path: Path) -> Package:
     steps = {name: derive(made.program, name, _CPU) for name, capture in made.program.graphs.items() if capture.training}
     if changes.adapters is not None:
         made.program = replace(made.program, graphs={name: _reaching(made.program, name, steps) for name in made.program.graphs})
-    _demand_gradients(made, steps)
+    _check_gradients(made, steps)
     left = {group.name for group in made.recipe.groups}
     updates = [update for update in package.updates() if update.group in left]
     written = with_program(package, path, made.program, updates, made.recipe, made.passes, made.values)
@@ -144,7 +144,7 @@ def _add_adapters(made: _Made, package: Package, adapters: Adapters, seed: int) 
     kept = adapters.kept(package.manifest)
     made.values = first_values(chosen, package.manifest, seed)
     for each in chosen:
-        _demand_linear(made.program, each)
+        _check_linear(made.program, each)
     made.recipe = adapted_recipe(package, chosen, kept)
     trained = {name for group in made.recipe.groups for name in group.parameters}
     new = [ParameterSpec(name, _spelled(value.dtype), tuple(value.shape), name in trained) for name, value in made.values.items()]
@@ -175,7 +175,7 @@ def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozense
         if own:
             groups.append(group.model_copy(update={"parameters": own}))
         if set(own) - kept:
-            _demand_elementwise(package, group)
+            _check_elementwise(package, group)
     left = {group.name for group in groups}
     graphs = {
         name: graph.model_copy(update={"groups": tuple(group for group in graph.groups if group in left)})
@@ -207,7 +207,7 @@ def _home(package: Package, weights: set[str]) -> str:
     )
 
 
-def _demand_elementwise(package: Package, group: GroupRecipe) -> None:
+def _check_elementwise(package: Package, group: GroupRecipe) -> None:
     update = next((each for each in package.manifest.updates if each.group == group.name), None)
     if update is not None and not update.elementwise:
         raise JobError(
@@ -219,7 +219,7 @@ def _demand_elementwise(package: Package, group: GroupRecipe) -> None:
         )
 
 
-def _demand_linear(program: Program, adapter: LowRank) -> None:
+def _check_linear(program: Program, adapter: LowRank) -> None:
     """Raises: JobError where a graph uses the parameter otherwise than as a linear layer's weight, or none that trains uses it."""
     used = False
     for name, capture in program.graphs.items():
@@ -265,7 +265,7 @@ def _reaching(program: Program, name: str, steps: Mapping[str, StepGraph]) -> Gr
     return replace(capture, reached=None if found == trained else tuple(found))
 
 
-def _demand_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
+def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
     """Raises: JobError where a graph is to train what gets no gradient from it."""
     members = {group.name: group.parameters for group in made.recipe.groups}
     for name, step in steps.items():

@@ -16,8 +16,8 @@ LOCK_FILE = "driver.lock"
 _LOCK_SECONDS = 10.0
 
 
-def demand_no_driver(run_dir: Path) -> RunState | None:
-    """Demands that nobody drives a run. Returns: what its last driver said; None: nothing. Raises: StorageError, which says who does."""
+def check_no_driver(run_dir: Path) -> RunState | None:
+    """Check that no driver owns a run. Return the state that its last driver wrote, if any. Raises: StorageError with the driver's name."""
     state = read_state(run_dir)
     if state is not None and state.of_another:
         raise _going_on(run_dir, f"its driver is process {state.pid} on {state.host}")
@@ -50,7 +50,7 @@ def _claim(run_dir: Path) -> tuple[RunState | None, RunState | None]:
     """Says in a run's state that this process drives it. Returns: what was said there before, and what is now. Raises: as `driving`."""
     try:
         with FileLock(run_dir / LOCK_FILE, timeout=_LOCK_SECONDS):
-            before = demand_no_driver(run_dir)
+            before = check_no_driver(run_dir)
             summary = Summary() if before is None else before.summary
             return before, write_state(run_dir, 0, summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}), {})
     except Timeout:

@@ -65,7 +65,7 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
     folders = {wheel: unpacked(path, wheel, manifest.files[wheel]) for wheel in sorted(set(wheels.values()))}
     with _first_on_path(list(folders.values())):
         for wheel, folder in folders.items():
-            _demand_requirements(folder, wheel)
+            _check_requirements(folder, wheel)
         for namespace, wheel in wheels.items():
             for module in lacking[namespace].modules:
                 _import(namespace, module, wheel, folders[wheel])
@@ -159,8 +159,8 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
     return final
 
 
-def _demand_requirements(folder: Path, wheel: str) -> None:
-    """Demands that what a wheel requires is installed here, or in another wheel that was put on `sys.path`."""
+def _check_requirements(folder: Path, wheel: str) -> None:
+    """Check that what a wheel requires is installed here, or in another wheel that was put on `sys.path`."""
     requires = [text for info in folder.glob("*.dist-info") for text in Distribution.at(info).requires or ()]
     missing = missing_requirements(requires, {name: installed_version(name) for name in required_names(requires, wheel)})
     if missing:

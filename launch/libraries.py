@@ -13,7 +13,7 @@ from trainload.launch.extensions import load_extensions, may_load_extensions
 from trainload.packaging.manifest import EXTENSIONS, MANIFEST, Manifest
 from trainload.packaging.op_libraries import Libraries, differences
 from trainload.packaging.read import Package, open_package, read_manifest
-from trainload.packaging.signatures.policy import Policy, demand_policies, find_policies, which_trusts_extensions
+from trainload.packaging.signatures.policy import Policy, check_policies, find_policies, which_trusts_extensions
 
 
 def open_with(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> Package:
@@ -79,7 +79,7 @@ def open_for_run(
         IntegrityError: it is another package; otherwise as `open_with`.
     """
     held = tuple(dict.fromkeys((*policies, *find_policies())))
-    allowed = demand_policies(path, held) if held else digest
+    allowed = check_policies(path, held) if held else digest
     trusted = trust_extensions or (allowed is not None and which_trusts_extensions(held, allowed) is not None)
     package = open_with(path, libraries, trust_extensions=trusted)
     for expected in (digest, allowed):
@@ -94,14 +94,14 @@ def open_for_run(
     return package
 
 
-def demand_run(package: Package, policies: Sequence[Policy]) -> None:
-    """Demands that an open package may be run.
+def check_runnable(package: Package, policies: Sequence[Policy]) -> None:
+    """Check that an open package may be run.
 
     Raises:
         PolicyError: a policy does not let it be run.
         IntegrityError: it was replaced since it was opened.
     """
-    if policies and (now := demand_policies(package.path, policies)) != package.digest:
+    if policies and (now := check_policies(package.path, policies)) != package.digest:
         raise IntegrityError("the package was replaced since it was opened", where=str(package.path), expected=package.digest, got=now)
 
 

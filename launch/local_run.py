@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainload.capture.errors import ClusterError
 from trainload.capture.redaction import redacted
-from trainload.launch.contact import FileContact, Request, demand_taken_back, take_back
+from trainload.launch.contact import FileContact, Request, clear_requests, take_back
 from trainload.launch.groups import leave_groups
 from trainload.launch.journal import append_log, stream_events, tracebacks_to
 from trainload.launch.processes import in_main_thread, is_nobodys
@@ -25,8 +25,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def demand_one_worker(spec: RunSpec) -> None:
-    """Demands a plan for one worker. Raises: ClusterError if it wants more."""
+def check_one_worker(spec: RunSpec) -> None:
+    """Check that a plan is for one worker. Raises: ClusterError otherwise."""
     if spec.plan.world_size != 1:
         raise ClusterError(
             "the local backend has one worker",
@@ -78,7 +78,7 @@ def _see_one_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = there.split(",")[local_rank] if there else str(local_rank)
 
 
-def demand_torchrun(spec: RunSpec) -> Place:
+def check_torchrun(spec: RunSpec) -> Place:
     """Where torchrun put this process. Raises: ClusterError if it did not, or started another number of workers than the plan has."""
     place = torchrun_place()
     if place.world != spec.plan.world_size:
@@ -117,7 +117,7 @@ def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]
             raise KeyboardInterrupt from None
 
     if leading:
-        demand_taken_back(run_dir)  # of an attempt that was ended before it could stop
+        clear_requests(run_dir)  # of an attempt that was ended before it could stop
     handlers = {number: signal.getsignal(number) for number in _SIGNALS} if in_main_thread() else {}
     before = {number: handler for number, handler in handlers.items() if is_nobodys(handler)}
     for number in before:

@@ -101,7 +101,7 @@ class Overrides(BaseModel):
             seed = package.recipe.seed if self.seed is None else self.seed
             package = derived_package(package, changes, seed, default_cache_dir())
         if self.schedule is not None and steps:
-            _demand_peak(self.schedule, steps)
+            _check_peak(self.schedule, steps)
         recipe, held = self._frozen(package)
         recipe = self._rates(recipe, steps or recipe.steps)
         if self.clip_norm is not None or self.clip_value is not None:
@@ -206,8 +206,8 @@ def _ratio(wanted: float, peak: float) -> float:
     return 1.0 if peak == 0 else wanted / peak
 
 
-def _demand_peak(schedule: str, steps: int) -> None:
-    """Demands a schedule that gets to its greatest rate within a run. Raises: JobError."""
+def _check_peak(schedule: str, steps: int) -> None:
+    """Check that a schedule reaches its greatest rate within a run. Raises: JobError."""
     shape, _, warmup = schedule.partition(":")
     if warmup and int(warmup) >= steps:
         raise JobError(

@@ -13,8 +13,8 @@ def existing_folder(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-def demand_writable_folder(folder: Path, problem: str, cure: str) -> None:
-    """Demands that a folder, which need not exist yet, can be made and written: makes a file where it is or would be, and removes it.
+def check_writable_folder(folder: Path, problem: str, cure: str) -> None:
+    """Check that a folder, which need not exist yet, can be made and written: makes a file where it is or would be, and removes it.
 
     Args:
         folder: that folder.

@@ -18,10 +18,10 @@ from trainload.launch.changes import settings_of
 from trainload.launch.checkpoints.place import Where, place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.journal import Event, stream_events
-from trainload.launch.probe import demand_writable_folder
+from trainload.launch.probe import check_writable_folder
 from trainload.launch.spec import RunSpec
 from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.files import demand_name
+from trainload.packaging.files import check_name
 from trainload.packaging.manifest import MANIFEST, Manifest, TrainingEntry
 from trainload.packaging.read import Package, open_package, read_manifest
 from trainload.packaging.write import with_weights
@@ -98,18 +98,18 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
 
 
 def check_output(spec: RunSpec, *, new: bool) -> None:
-    """Demands a place for the trained package. A run that goes on may have been killed after it wrote it: `finish` compares.
+    """Check that the trained package can be written. A resumed run may have been killed after it wrote it: `finish` compares.
 
     Raises:
         StorageError: something else lies there, or nothing can be written there.
     """
     if spec.output is None:
         return
-    demand_name(Path(spec.output))
+    check_name(Path(spec.output))
     folder = Path(spec.output).parent
     if not folder.is_dir():
         raise StorageError("there is no such folder", where=str(folder), cure="Make it, or choose another --output.")
-    demand_writable_folder(folder, "the trained package cannot be written there", "Choose another --output.")
+    check_writable_folder(folder, "the trained package cannot be written there", "Choose another --output.")
     if not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
         return
     raise StorageError("it exists already", where=spec.output, cure="Choose another --output, or remove it.")

@@ -15,11 +15,11 @@ from trainload.capture.errors import PackageError, StorageError, first_line
 from trainload.core.atomic import create_file
 from trainload.launch.checkpoints.retention import Retention
 from trainload.launch.overrides import Overrides
-from trainload.launch.probe import demand_writable_folder
+from trainload.launch.probe import check_writable_folder
 from trainload.launch.reading import reading
 from trainload.launch.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import demand_name, demand_outside_packages
+from trainload.packaging.files import check_name, check_outside_packages
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 
@@ -132,18 +132,18 @@ def resume_command(run_dir: str | Path) -> str:
 
 
 def check_new_run(run_dir: Path) -> None:
-    """Demands that a run can be made here, before anything starts.
+    """Check that a run can be made here, before anything starts.
 
     Raises:
         StorageError: there is a run already, or the folder could not be read, made or written.
     """
-    demand_name(run_dir)
+    check_name(run_dir)
     with reading("it", run_dir / RUN_FILE, _ELSEWHERE):
         taken = (run_dir / RUN_FILE).exists()
     if taken:
         raise _taken(run_dir)
-    demand_outside_packages(run_dir)
-    demand_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
+    check_outside_packages(run_dir)
+    check_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
 
 
 def _taken(run_dir: Path) -> StorageError:

@@ -22,7 +22,7 @@ from trainload.autograd_trace.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.rounds import draws_before
 from trainload.capture.errors import CheckpointError, CompileError, DataError, DivergedError, RunInterrupted
 from trainload.launch.activity import Activity, Phase
-from trainload.launch.agreement import demand_same_collectives, demand_same_data
+from trainload.launch.agreement import check_same_collectives, check_same_data
 from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build
 from trainload.launch.checkpoints.index import DataPosition
 from trainload.launch.checkpoints.load import load_sharded
@@ -81,7 +81,7 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
     """
     set_threads(len(ranks))
     if spec.checkpoints is not None:
-        place_of(Path(spec.run_dir), spec.checkpoints).demand_writable()
+        place_of(Path(spec.run_dir), spec.checkpoints).check_writable()
     package = trained_package(spec)
     check_plan(spec.plan, package)
     for warning in library_warnings(package, spec.libraries):
@@ -165,11 +165,11 @@ class _Worker:
         if self._control is not None:
             for name, opened in ((spec.data, self._data), (spec.eval_data, self._eval_data)):
                 if opened is not None:
-                    demand_same_data(opened.fingerprint, place.node, str(name), self._control)
+                    check_same_data(opened.fingerprint, place.node, str(name), self._control)
         self._dispatcher = run_dispatcher(self._package)
         built, folder = self._build()
         if self._control is not None:
-            demand_same_collectives(built.collectives, self._plan, self._control)
+            check_same_collectives(built.collectives, self._plan, self._control)
         if place.world > 1:
             self._activity.know(built.collectives, begun_collectives(self._plan.groups()))
         checkpoint = None if path is None else Checkpoint.open(path)
@@ -342,7 +342,7 @@ class _Worker:
         with self._explaining(self._data, self._spec.data, f"step {step + 1}"):
             result = self._engine.step(step, draws)
         clock.leave_out(self._compared())
-        self._demand_finite(step, result, draws)
+        self._check_finite(step, result, draws)
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
             self._report_skipped(step, result)
@@ -394,8 +394,8 @@ class _Worker:
                     step=step,
                 )
 
-    def _demand_finite(self, step: int, result: StepResult, draws: Sequence[Draw]) -> None:
-        """Demands numbers that can be trained on, of every update of a step, before anything of it is saved. They are the same on every
+    def _check_finite(self, step: int, result: StepResult, draws: Sequence[Draw]) -> None:
+        """Check that loss and gradient norm of every update of a step are finite, before it is saved. They are the same on every
         rank, so all of them raise, or none. Raises: DivergedError.
         """
         for graph, found in result.turns:

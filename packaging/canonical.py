@@ -68,7 +68,7 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
     except PackageError as error:  # 1e999 reads as an infinity, "\\ud800" as a lone surrogate
         raise UnsafePackageError(error.problem, where=where) from error
     if again != data:
-        json.loads(text, object_pairs_hook=lambda items: _refuse_twice(items, where))
+        json.loads(text, object_pairs_hook=lambda items: _check_no_duplicates(items, where))
         raise IntegrityError("JSON is not in canonical form", where=where, cure="Fetch the package again.")
     return value
 
@@ -96,7 +96,7 @@ def _not_finite(text: str) -> NoReturn:
     raise _NotFiniteError(text)
 
 
-def _refuse_twice(items: list[tuple[str, Any]], where: str) -> None:
+def _check_no_duplicates(items: list[tuple[str, Any]], where: str) -> None:
     """Duplicate keys are noticed by the comparison of bytes; this finds their name."""
     seen: set[str] = set()
     for name, _ in items:

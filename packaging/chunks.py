@@ -191,7 +191,7 @@ class ChunkedFile:
                 low, high = group.start * chunk, min(group.stop * chunk, self._size)
                 file.fill(low, into[low - start : high - start])
                 for number in group:
-                    self._demand(number, into[number * chunk - start : min((number + 1) * chunk, high) - start])
+                    self._check(number, into[number * chunk - start : min((number + 1) * chunk, high) - start])
 
             each = max(1, CHUNK // chunk)
             groups = [range(at, min(at + each, inner[-1] + 1)) for at in range(inner[0], inner[-1] + 1, each)] if inner else []
@@ -213,10 +213,10 @@ class ChunkedFile:
         if last.file is not self or last.number != number:
             block = bytearray(min(self._chunk, self._size - number * self._chunk))
             file.fill(number * self._chunk, memoryview(block))
-            self._demand(number, memoryview(block))
+            self._check(number, memoryview(block))
             last.file, last.number, last.block = self, number, bytes(block)
         return last.block
 
-    def _demand(self, number: int, block: memoryview) -> None:
+    def _check(self, number: int, block: memoryview) -> None:
         if hashlib.sha256(block).hexdigest() != self._digests[number]:
             raise self._damaged(number)

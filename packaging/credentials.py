@@ -20,8 +20,8 @@ _MOST_BYTES = 65536
 _ANY = re.compile(r"\$\{[^}]*\}?")
 
 
-def demand_no_credentials(url: str, where: str = "") -> None:
-    """Demands that a URL holds no secret, since it is written into files and shown.
+def check_no_credentials(url: str, where: str = "") -> None:
+    """Check that a URL contains no secret, since it is written to files and displayed.
 
     Raises: StorageError, which does not show it.
     """
@@ -44,7 +44,7 @@ def resolve(text: str) -> str:
     Raises:
         StorageError: there is no such variable or file here; `text` holds a secret itself, or a reference of another kind.
     """
-    demand_no_credentials(text)
+    check_no_credentials(text)
     for match in _ANY.finditer(text):
         if not REFERENCE.fullmatch(match[0]):
             raise StorageError("this is no reference to a secret", where=text, expected="${env:NAME} or ${file:/PATH}", got=match[0])

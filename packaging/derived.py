@@ -207,7 +207,7 @@ def _read_step(root: Path, key: str, seal: Seal) -> bytes:
 
 
 def _check_document(document: Any, where: str, namespaces: Set[str]) -> tuple[GraphFacts, tuple[Port, ...], tuple[Port, ...]]:
-    """Demand that a parsed step.json is safe. Returns what its graph calls, its inputs and its outputs."""
+    """Check that a parsed step.json is safe. Return what its graph calls, its inputs and its outputs."""
     if not isinstance(document, dict) or set(document) != {"graph", "inputs", "outputs", "tags"}:
         raise UnsafePackageError("a derived graph has graph, inputs, outputs and tags", where=where)
     facts = validate_graph(document["graph"], where, namespaces)

@@ -41,7 +41,7 @@ _DECIMAL = re.compile(r"-?\d{1,40}(\.\d{0,40})?([eE][+-]?\d{1,3})?")
 
 
 def check_expression(text: str, where: str) -> None:
-    """Refuse `text` unless it is in the grammar above, and cheap to evaluate.
+    """Raise unless `text` is in the grammar above, and cheap to evaluate.
 
     Raises:
         UnsafePackageError: it is not.

@@ -65,11 +65,11 @@ def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:
         raise UnsafePackageError("a file is too large", where=path, expected=f"at most {MAX_BYTES} bytes", got=str(entry.size))
     with open_inside(root, path) as file:
         data = file.read(entry.size + 1)
-    _demand_listed(path, entry, len(data), sha256_bytes(data))
+    _check_listed(path, entry, len(data), sha256_bytes(data))
     return data
 
 
-def _demand_listed(path: str, entry: FileEntry, size: int, digest: str) -> None:
+def _check_listed(path: str, entry: FileEntry, size: int, digest: str) -> None:
     if (size, digest) != (entry.size, entry.sha256):
         raise IntegrityError(
             "a file is not the one that the manifest lists",
@@ -145,7 +145,7 @@ def write_copy(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
-def demand_outside_packages(path: Path) -> None:
+def check_outside_packages(path: Path) -> None:
     """Raise StorageError where something at this path would be a file that a package does not list: nobody could open it any more."""
     whole = path.absolute()
     for parent in whole.parents:
@@ -193,7 +193,7 @@ def new_file(path: Path) -> Iterator[Path]:
         _put(folder / path.name, path)
 
 
-def demand_name(path: Path) -> None:
+def check_name(path: Path) -> None:
     """Check that the last part of a path is a valid file name, also with the suffix of a temporary file.
 
     Raises:
@@ -211,8 +211,8 @@ def demand_name(path: Path) -> None:
 @contextmanager
 def _draft_beside(path: Path) -> Iterator[Path]:
     """A hidden folder beside a path that is free. What is left of it when the block ends is removed."""
-    demand_name(path)
-    demand_outside_packages(path)
+    check_name(path)
+    check_outside_packages(path)
     if os.path.lexists(path):
         raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
     with ExitStack() as stack:
@@ -251,7 +251,7 @@ def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
             write.write(block)
         write.flush()
         os.fsync(write.fileno())
-    _demand_listed(path, entry, size, digest.hexdigest())
+    _check_listed(path, entry, size, digest.hexdigest())
 
 
 def is_full(error: OSError) -> bool:

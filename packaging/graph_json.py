@@ -459,7 +459,7 @@ def _from_json(
         # the same few sizes stand in the shapes of all nodes: each is parsed once
         reader._parse_sym_expr = functools.lru_cache(None, typed=True)(reader._parse_sym_expr)  # type: ignore[method-assign]
         result = reader.deserialize(serialised, {}, {}, None, ranges)
-    _demand_whole(result.graph_module, document["graph_module"]["graph"], where)
+    _check_whole(result.graph_module, document["graph_module"]["graph"], where)
     for node in calls_in(result.graph_module):
         if "val" not in node.meta and node.target is not operator.getitem:
             node.meta["val"] = ()  # a region that only writes to buffers returns nothing; torch's verifier wants a value
@@ -467,15 +467,15 @@ def _from_json(
     return result.graph_module, result.signature, result.module_call_graph, result.names_to_symbols, ranges
 
 
-def _demand_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
-    """Demand that torch has read every argument of every node, each under its name and as it is passed, and every example of a size: its
+def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
+    """Check that torch has read every argument of every node, each under its name and as it is passed, and every example of a size: its
     reader passes over names that an operator has not, and takes a symbol's example from wherever it comes first.
 
     Raises:
         PackageError: it has not.
     """
     for node in module.graph.nodes:
-        _demand_examples(node, told, where)
+        _check_examples(node, told, where)
     calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     if len(calls) != len(told["nodes"]):
         raise PackageError("torch reads another number of nodes", where=where, expected=str(len(told["nodes"])), got=str(len(calls)))
@@ -498,11 +498,11 @@ def _demand_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: 
         bodies = [argument["arg"]["as_graph"] for argument in entry["inputs"] if "as_graph" in argument["arg"]]
         held = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node) and value.op == "get_attr"]
         for value, body in zip(held, bodies, strict=True):
-            _demand_whole(getattr(module, str(value.target)), body["graph"], where)
+            _check_whole(getattr(module, str(value.target)), body["graph"], where)
 
 
-def _demand_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) -> None:
-    """Demand that a node's sizes have the examples that the file says.
+def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) -> None:
+    """Check that a node's sizes have the examples that the file states.
 
     Raises:
         PackageError: they have not.

@@ -64,7 +64,7 @@ def guard_of(entry: GuardEntry, inputs: Sequence[tuple[str, str]]) -> Guard:
 
 
 def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | str]]], where: str) -> None:
-    """Demand that a graph's guard is of its inputs, in the grammar of guards, and that sizes determine its symbols.
+    """Check that a graph's guard is of its inputs, in the grammar of guards, and that sizes determine its symbols.
 
     Args:
         guard: what the manifest says.

@@ -38,7 +38,7 @@ _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]{1,64})")
 
 
 def check_operator(target: str, where: str, namespaces: Set[str] = frozenset()) -> str | None:
-    """Refuse an operator that no graph may call.
+    """Raise for an operator that no graph may call.
 
     Args:
         target: as graphs spell it: "torch.ops.aten.add.Tensor".

@@ -63,7 +63,7 @@ class Package:
             IntegrityError: the index or the list of chunks is damaged.
             PackageError: the package is abstract.
         """
-        demand_weights(self)
+        check_weights(self)
         return WeightReader(self.path, self.manifest)
 
     def program(self) -> Program:
@@ -249,7 +249,7 @@ class Package:
         return state
 
     def check_contents(self) -> None:
-        """Demand that all graphs are safe and the manifest's, and that files of tensors hold what it says. Nothing is given to torch.
+        """Check that all graphs are safe and in the manifest, and that files of tensors hold what it says. Nothing is passed to torch.
 
         Nothing that a graph file or a header says is believed before it was checked in this way; so this is for knowing at once what
         would be refused later, by a worker or at a tensor's first use. The bytes of tensors are not read.
@@ -270,8 +270,8 @@ class Package:
         return read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS]), CONSTANTS, specs
 
 
-def demand_weights(package: Package) -> None:
-    """Demands a package that can be trained.
+def check_weights(package: Package) -> None:
+    """Check that a package can be trained.
 
     Raises:
         PackageError: it is abstract.
@@ -341,7 +341,7 @@ def read_graph(path: Path, manifest: Manifest, file: str) -> Any:
 
 
 def check_tree(path: Path, manifest: Manifest) -> None:
-    """Demand that the folder holds the manifest's files and no others.
+    """Check that the folder holds the manifest's files and no others.
 
     Raises:
         IntegrityError: a file is missing, of another size, or not listed.
@@ -367,7 +367,7 @@ def check_tree(path: Path, manifest: Manifest) -> None:
 
 
 def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
-    """Demand that operators of other libraries are trusted, and that the running torch has every operator as it was.
+    """Check that operators of other libraries are trusted, and that the running torch has every operator unchanged.
 
     Raises:
         UnsafePackageError: a namespace that `namespaces` lacks.
@@ -414,7 +414,7 @@ def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
 
 
 def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[str]) -> None:
-    """Demand that a parsed graph file is safe, and is the graph that the manifest describes.
+    """Check that a parsed graph file is safe, and is the graph that the manifest describes.
 
     Raises:
         UnsafePackageError: it is not safe, or calls operators that the manifest does not list.

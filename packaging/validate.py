@@ -79,7 +79,7 @@ def validate_graph(document: object, where: str, namespaces: Set[str] = frozense
     """
     validator = _Validator(where, namespaces)
     validator.document(document)
-    validator.demand_known_symbols(document)
+    validator.check_known_symbols(document)
     return GraphFacts(frozenset(validator.operators), frozenset(validator.higher_order), frozenset(validator.used_namespaces))
 
 
@@ -386,7 +386,7 @@ class _Validator:
         for child in children:
             self.tree(child)
 
-    def demand_known_symbols(self, document: Any) -> None:
+    def check_known_symbols(self, document: Any) -> None:
         """Limits are of symbols that a size has."""
         known = {symbol for expression in self.hints for symbol in _QUOTED.findall(expression)}
         for symbol in document["range_constraints"]:

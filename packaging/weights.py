@@ -234,7 +234,7 @@ class WeightReader:
         return tensor
 
     def check_headers(self) -> None:
-        """Demand that every file of weights holds the tensors that the manifest says, by what its header says. No tensor is made.
+        """Check, by the headers, that every file of weights holds the tensors of the manifest. No tensor is made.
 
         Raises:
             IntegrityError: one does not, or its header is damaged.

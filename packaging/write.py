@@ -128,7 +128,7 @@ class _Graphs:
             write_bytes(root / f"graphs/{name}.json", data)
 
     def check(self, root: Path) -> None:
-        """Demand that the graphs are those of the manifest that was written."""
+        """Check that the graphs are those of the manifest that was written."""
         check_graphs(Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST), self._documents)
 
     def debug(self, known: Mapping[str, str | None]) -> dict[str, object]:

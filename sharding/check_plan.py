@@ -19,7 +19,7 @@ def rows_of_update(package: Package, global_batch: int | None) -> int:
 
 
 def check_plan(plan: Plan, package: Package) -> None:
-    """Demands that a plan is for this package.
+    """Check that a plan is for this package.
 
     Raises:
         PlanError: it was made for another package, or was edited so that it no longer fits.
@@ -116,7 +116,7 @@ def groups_of(package: Package) -> dict[str, tuple[str, ...]]:
 
 
 def check_batch(package: Package, rows: int, world: int, accumulate: int) -> None:
-    """Demands that so many rows make `accumulate` calls on each of `world` ranks that have rows of their own. Raises: PlanError."""
+    """Check that so many rows make `accumulate` calls on each of `world` ranks that have rows of their own. Raises: PlanError."""
     calls = world * accumulate
     if rows % calls:
         raise PlanError(

@@ -126,8 +126,8 @@ def _lines(module: GraphModule) -> Iterator[str]:
             yield from _lines(body)
 
 
-def demand_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where: str) -> None:
-    """Demands that every rank's collectives meet those of its peers: in each group the same ones, and in one order among groups.
+def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where: str) -> None:
+    """Check that every rank's collectives match those of its peers: in each group the same ones, and in one order among groups.
 
     Args:
         ranks: what each rank calls, by rank. Equal sequences may be one object; comparing then costs next to nothing.

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainload.capture.ambient import neutrally
-from trainload.capture.arguments import demand_arguments
+from trainload.capture.arguments import check_arguments
 from trainload.capture.errors import PlanError
 from trainload.capture.program import ParameterSpec
 from trainload.packaging.read import Package
@@ -30,7 +30,7 @@ REPLICATED_BYTES = 2**30
 
 
 @neutrally
-@demand_arguments(PlanError)
+@check_arguments(PlanError)
 def make_plan(
     package: Package | Source,
     cluster: Cluster,

@@ -418,15 +418,15 @@ class _Rewriter:
         if self._plan.data_ranks == 1:
             return node
         if not node.meta["val"].is_floating_point():
-            self._refuse_difference(port)
+            self._check_same_on_ranks(port)
             return node
         if self._plan.batch_norm == "broadcast":
             return self._wait(self._call(torch.ops._c10d_functional.broadcast.default, node, 0, DATA))
         total = self._wait(self._all_reduce(node, DATA))
         return self._call(aten.div.Scalar, total, self._plan.data_ranks)
 
-    def _refuse_difference(self, port: Port) -> None:
-        """Refuses a buffer of whole numbers whose new value is another one on every rank."""
+    def _check_same_on_ranks(self, port: Port) -> None:
+        """Raise if the new value of an integer buffer differs between ranks."""
         local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, *BETWEEN)}
         result = self._results[self._step.outputs.index(port)]
         if local & computed_from([result], values=True, owner=self._step.module):

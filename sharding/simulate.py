@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trainload.capture.ambient import neutrally
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
-from trainload.sharding.collectives import Collective, demand_agreement
+from trainload.sharding.collectives import Collective, check_agreement
 from trainload.sharding.local_step import Local
 from trainload.sharding.plan import Plan
 from trainload.sharding.rank_graphs import RankGraphs, cuts_of, rank_graphs
@@ -67,12 +67,12 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
     cuts = cuts_of(plan, local)
     ranks = tuple(rank_graphs(*given, index, cuts) for index in range(plan.pipeline_ranks))
     calls = tuple(graphs.collectives(plan) for graphs in ranks)
-    demand_meeting([calls[plan.pipeline_index(rank)] for rank in range(plan.world_size)], plan)
+    check_meeting([calls[plan.pipeline_index(rank)] for rank in range(plan.world_size)], plan)
     return Simulation(plan, ranks, calls)
 
 
-def demand_meeting(everyones: Sequence[Calls], plan: Plan) -> None:
-    """Demands that all ranks of a plan meet in every graph: nobody waits for what nobody sends, or takes one value for another.
+def check_meeting(everyones: Sequence[Calls], plan: Plan) -> None:
+    """Check that the collectives of all ranks of a plan match in every graph: no rank waits for ever, or receives another value.
 
     Args:
         everyones: what each rank calls, by rank, as `RankGraphs.collectives` tells it.
@@ -83,4 +83,4 @@ def demand_meeting(everyones: Sequence[Calls], plan: Plan) -> None:
     """
     groups = plan.groups()
     for name in dict.fromkeys(name for calls in {id(calls): calls for calls in everyones}.values() for name in calls):
-        demand_agreement([calls.get(name, ()) for calls in everyones], groups, name)
+        check_agreement([calls.get(name, ()) for calls in everyones], groups, name)

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from trainload.capture.errors import StorageError
 from trainload.core.atomic import replace_file, sync_folder
 from trainload.launch.checkpoints.index import DRAFT, INDEX, CheckpointIndex, checkpoints_in, decode_index, encode_index, folder_name
-from trainload.launch.probe import demand_writable_folder, existing_folder
+from trainload.launch.probe import check_writable_folder, existing_folder
 from trainload.packaging.chunks import Ranges, ranges_of
 
 _CURE = "Make it a folder that you may write to, or choose another place."
@@ -61,7 +61,7 @@ class FolderPlace:
     def free_bytes(self) -> int | None:
         return shutil.disk_usage(existing_folder(self._folder)).free
 
-    def demand_new(self) -> None:
+    def check_new(self) -> None:
         there = self.published()
         if there:
             raise StorageError(
@@ -70,10 +70,10 @@ class FolderPlace:
                 got=f"step {', '.join(map(str, there))}",
                 cure="Continue their run, or choose another place for those of a new one.",
             )
-        self.demand_writable()
+        self.check_writable()
 
-    def demand_writable(self) -> None:
-        demand_writable_folder(self._folder, "the folder of the checkpoints cannot be written", _CURE)
+    def check_writable(self) -> None:
+        check_writable_folder(self._folder, "the folder of the checkpoints cannot be written", _CURE)
 
 
 class FolderDraft:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from trainload.launch.checkpoints.index import CHECKPOINTS, CheckpointIndex
 from trainload.packaging.chunks import Ranges
-from trainload.packaging.credentials import demand_no_credentials
+from trainload.packaging.credentials import check_no_credentials
 from trainload.packaging.stores.places import Sink
 
 Where: TypeAlias = Path | str
@@ -115,10 +115,10 @@ class CheckpointPlace(Protocol):
     def free_bytes(self) -> int | None:
         """How much it takes; None where that cannot be known."""
 
-    def demand_new(self) -> None:
-        """Demands that a run may begin here. Raises: StorageError: checkpoints are there, or none can be written."""
+    def check_new(self) -> None:
+        """Check that a new run may write here. Raises: StorageError: checkpoints exist, or none can be written."""
 
-    def demand_writable(self) -> None:
+    def check_writable(self) -> None:
         """Writes something and removes it again. Raises: StorageError, with what was tried and why it failed."""
 
 
@@ -149,7 +149,7 @@ def is_url(where: Where) -> bool:
 
 def whole_place(where: Where) -> str:
     """A place as a run keeps it: a URL, or an absolute path. Raises: StorageError, where it holds credentials."""
-    demand_no_credentials(str(where))
+    check_no_credentials(str(where))
     if is_url(where):
         return str(where).rstrip("/")
     return str(Path(str(where).partition("://")[2] if "://" in str(where) else where).absolute())

@@ -74,7 +74,7 @@ class Checkpoint:
         """Of a parameter's entry, as a shard has it that holds its element `start`. Raises: as `fill_interval`."""
         bucket, slot = self.bucket_of(parameter)
         at = slot.offset + (0 if bucket.divided else start)
-        self._demand(bucket.name, entry, at, at)
+        self._check(bucket.name, entry, at, at)
         number, _, _ = self._home(bucket.name, at, 0)
         return self._shard(number).dtype(flat_key(bucket.name, entry))
 
@@ -93,7 +93,7 @@ class Checkpoint:
         Raises: CheckpointError where there is no such interval, or a shard that holds part of it has changed.
         """
         stop = start + len(into)
-        self._demand(bucket, entry, start, stop)
+        self._check(bucket, entry, start, stop)
         at = start
         while at < stop:
             number, first, last = self._home(bucket, at, tensor_index)
@@ -101,7 +101,7 @@ class Checkpoint:
             self._shard(number).fill(flat_key(bucket, entry), at - first, into[at - start : end - start])
             at = end
 
-    def _demand(self, bucket: str, entry: str, start: int, stop: int) -> None:
+    def _check(self, bucket: str, entry: str, start: int, stop: int) -> None:
         length = self._buckets[bucket].length if bucket in self._buckets else -1
         if not 0 <= start <= stop <= length or entry not in self.index.entries.get(bucket, ()):
             raise CheckpointError(
@@ -114,7 +114,7 @@ class Checkpoint:
     def fill_parameter(self, parameter: str, entry: str, start: int, into: torch.Tensor) -> None:
         """Reads elements of a parameter's entry ("param", "exp_avg", ...). Arguments and errors: as of `fill_interval`."""
         bucket, slot = self.bucket_of(parameter)
-        self._demand_elements(parameter, start, start + len(into))
+        self._check_elements(parameter, start, start + len(into))
         if not bucket.divided:
             self.fill_interval(bucket.name, entry, slot.offset + start, into)
             return
@@ -138,12 +138,12 @@ class Checkpoint:
 
     def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter's entry: (stop - start,), on CPU. Raises: as `fill_interval`."""
-        self._demand_elements(parameter, start, stop)
+        self._check_elements(parameter, start, stop)
         found = to_fill((stop - start,), self.dtype_of(parameter, entry, start))
         self.fill_parameter(parameter, entry, start, found)
         return found
 
-    def _demand_elements(self, parameter: str, start: int, stop: int) -> None:
+    def _check_elements(self, parameter: str, start: int, stop: int) -> None:
         length = math.prod(self.shape(parameter))
         if not 0 <= start <= stop <= length:
             raise CheckpointError(
@@ -213,7 +213,7 @@ def usable_checkpoint(place: CheckpointPlace, *, patience: float = 0.0, control:
     listed: Callable[[], list[Where]] = partial(_newest_first, place, until) if rank == 0 else list
     for path in _agreed(listed, control)[0]:
         try:
-            _agreed(partial(_patiently, partial(_demand_whole, path, rank, world), until), control)
+            _agreed(partial(_patiently, partial(_check_whole, path, rank, world), until), control)
         except CheckpointError as error:
             rejected.append(str(error))
         else:
@@ -225,7 +225,7 @@ def _newest_first(place: CheckpointPlace, until: float) -> list[Where]:
     return list(_patiently(place.published, until).values())[::-1]
 
 
-def _demand_whole(path: Where, rank: int, world: int) -> None:
+def _check_whole(path: Where, rank: int, world: int) -> None:
     Checkpoint.open(path).verify(rank, world)
 
 

@@ -157,7 +157,7 @@ class UrlPlace:
     def free_bytes(self) -> int | None:
         return None
 
-    def demand_new(self) -> None:
+    def check_new(self) -> None:
         with self._tried("to list what is there"):
             there = [name for name in self._place.names("") if step_of(name) is not None]
         if there:
@@ -167,9 +167,9 @@ class UrlPlace:
                 got=", ".join(there[:5]),
                 cure="Continue their run, or choose another place for those of a new one.",
             )
-        self.demand_writable()
+        self.check_writable()
 
-    def demand_writable(self) -> None:
+    def check_writable(self) -> None:
         probe = f"probe-{secrets.token_hex(8)}"
         with self._tried(f"to write {probe}"):
             self._place.put(probe, b"\0")

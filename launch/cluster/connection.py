@@ -40,7 +40,7 @@ def connect(address: str | None) -> bool:
     began = time.monotonic()
     try:
         if address is not None:
-            demand_listener(address)
+            check_listener(address)
             if asks_for_token(address):
                 show_token()
         with warnings.catch_warnings():
@@ -101,8 +101,8 @@ def asks_for_token(address: str) -> bool:
     return False
 
 
-def demand_listener(address: str) -> None:
-    """Demands that somebody listens at host:port, since Ray would try for minutes. Raises: OSError, ValueError."""
+def check_listener(address: str) -> None:
+    """Check that a server listens at host:port, since Ray would try for minutes. Raises: OSError, ValueError."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
         socket.create_connection((host.strip("[]"), int(port)), _LISTEN_SECONDS).close()
@@ -111,7 +111,7 @@ def demand_listener(address: str) -> None:
 def answers(address: str) -> bool:
     """Whether somebody listens at an address."""
     try:
-        demand_listener(address)
+        check_listener(address)
     except (OSError, ValueError):
         return False
     return True

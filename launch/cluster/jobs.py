@@ -12,7 +12,7 @@ from typing import Any
 from ray.exceptions import AuthenticationError
 
 from trainload.capture.errors import ClusterError, LostClusterError, TrainingError, first_line
-from trainload.launch.cluster.connection import demand_listener, show_token, turned_away
+from trainload.launch.cluster.connection import check_listener, show_token, turned_away
 from trainload.launch.state import read_state
 
 _BEGIN_SECONDS = 120.0
@@ -93,7 +93,7 @@ def _client(address: str) -> Any:
     began = time.monotonic()
     try:
         show_token()
-        demand_listener(address.partition("://")[2] or address)
+        check_listener(address.partition("://")[2] or address)
         return JobSubmissionClient(address)
     except AuthenticationError as error:
         raise turned_away(address, error) from error

@@ -95,7 +95,7 @@ def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, i
 
     Args:
         plan: whose rank.
-        least: the plan of the run that needs the fewest ranks; the cluster can hold it (`demand_seats`).
+        least: the plan of the run that needs the fewest ranks; the cluster can hold it (`check_seats`).
         nodes: what there is.
 
     Raises: ClusterError naming what is free, where the devices are taken.
@@ -159,8 +159,8 @@ def room_asked_for(plan: Plan | None) -> Iterator[None]:
     request_resources()
 
 
-def demand_seats(plan: Plan, nodes: Sequence[Node]) -> None:
-    """Demands that the cluster could hold a plan, if nobody else used it.
+def check_seats(plan: Plan, nodes: Sequence[Node]) -> None:
+    """Check that the cluster is large enough for a plan, if nothing else uses it.
 
     Raises: ClusterError naming what there is and what is asked for.
     """

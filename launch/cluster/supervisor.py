@@ -33,7 +33,7 @@ from trainload.launch.cluster.book import Book
 from trainload.launch.cluster.mailbox import Beat, Mailbox
 from trainload.launch.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
 from trainload.launch.cluster.tasks import Questions, end_workers, last_line, on_node
-from trainload.launch.contact import Request, asked_by_file, asked_since_lost, demand_taken_back, take_back
+from trainload.launch.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
 from trainload.launch.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launch.monitor import Hang, Monitor, in_words
 from trainload.launch.spec import RunSpec, least_plan, resume_command
@@ -106,7 +106,7 @@ class Supervisor:
         """
         asked = asked_since_lost(self._run_dir)
         try:
-            demand_taken_back(self._run_dir)  # of an attempt that was ended before it could stop
+            clear_requests(self._run_dir)  # of an attempt that was ended before it could stop
             self._run(asked)
         except BaseException as error:
             self._book.say(last_word(error))

@@ -35,7 +35,7 @@ def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
         if None in kind.dims:
             column, dims = _decoded(batch.column(name).slice(0, 1)), list[int]()
             while _is_list(column.type):
-                _refuse_nulls(column, f"{where}, column {name!r}", 0, 1)
+                _check_no_nulls(column, f"{where}, column {name!r}", 0, 1)
                 dims.append(len(column[0]) if len(column) else 0)
                 column = _decoded(column.flatten())
             found[name] = ColumnType(kind.dtype, tuple(dims))
@@ -54,7 +54,7 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
     shape = [len(column)]
     while _is_list(column.type):
         lists_per_row = prod(shape[1:])
-        _refuse_nulls(column, place, start, lists_per_row)
+        _check_no_nulls(column, place, start, lists_per_row)
         if pa.types.is_fixed_size_list(column.type):
             length = int(column.type.list_size)
             sizes.expect(name, len(shape), length, place)
@@ -140,7 +140,7 @@ def _tensor_shape(field: Any) -> tuple[int, ...] | None:
 
 def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) -> Array:
     storage = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
-    _refuse_nulls(storage, place, start, 1)
+    _check_no_nulls(storage, place, start, 1)
     flat = storage.flatten()
     wanted = prod(shape)
     lengths = np.full(1, storage.type.list_size) if pa.types.is_fixed_size_list(storage.type) else np.diff(storage.offsets.to_numpy())
@@ -157,7 +157,7 @@ def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) 
 
 
 def _values(column: Any, shape: list[int], place: str, start: int) -> Array:
-    _refuse_nulls(column, place, start, prod(shape[1:]))
+    _check_no_nulls(column, place, start, prod(shape[1:]))
     values: Array = column.to_numpy(zero_copy_only=False)
     return values.reshape(shape)
 
@@ -174,7 +174,7 @@ def _common_length(column: Any, name: str, dim: int, place: str, start: int, lis
     return wanted
 
 
-def _refuse_nulls(column: Any, place: str, start: int, entries_per_row: int) -> None:
+def _check_no_nulls(column: Any, place: str, start: int, entries_per_row: int) -> None:
     if column.null_count:
         first = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise DataError(

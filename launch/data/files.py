@@ -169,7 +169,7 @@ def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
     files = list_files(source, endings)
     for file in files:
         if isinstance(file, LocalFile):
-            _demand_there(file.path)
+            _check_exists(file.path)
     return files
 
 
@@ -225,7 +225,7 @@ def _file_or_files(path: Path, endings: Collection[str]) -> list[LocalFile]:
     return _files_in(path, endings) if path.is_dir() else [LocalFile(path)]
 
 
-def _demand_there(path: Path) -> None:
+def _check_exists(path: Path) -> None:
     with reading("the data", path):
         if path.exists():
             return

@@ -92,8 +92,8 @@ class _Feed(threading.Thread):
             self._failing = False
 
 
-def demand_sinks(sinks: Sequence[SinkName], backend: str) -> None:
-    """Demands sinks that go with a run's backend. Raises: ClusterError where one goes with Ray alone."""
+def check_sinks(sinks: Sequence[SinkName], backend: str) -> None:
+    """Check that a run's backend supports its sinks. Raises: ClusterError if one needs Ray."""
     if "prometheus" in sinks and backend != "ray":
         raise ClusterError(
             "prometheus goes with Ray, whose endpoints have the numbers",
@@ -104,13 +104,13 @@ def demand_sinks(sinks: Sequence[SinkName], backend: str) -> None:
         )
 
 
-def demand_sink_libraries(sinks: Sequence[SinkName]) -> None:
-    """Demands the libraries of sinks, before anything is written, in a process like the one that will drive the run: no other needs them.
+def check_sink_libraries(sinks: Sequence[SinkName]) -> None:
+    """Check that the libraries of sinks are installed, in a process like the one that will drive the run: no other needs them.
 
     Raises: StorageError where one is not installed.
     """
     for name in sinks:
-        with _demanded(name):
+        with _naming_the_extra(name):
             _kind(name)
 
 
@@ -148,7 +148,7 @@ def _extra(name: SinkName) -> str:
 
 
 @contextmanager
-def _demanded(name: SinkName) -> Iterator[None]:
+def _naming_the_extra(name: SinkName) -> Iterator[None]:
     """Within it a library that a sink needs and is not there has a cure. Raises: StorageError."""
     try:
         yield
@@ -174,5 +174,5 @@ def _kind(name: SinkName) -> Callable[[Path], Sink]:
 
 
 def _opened(name: SinkName, run_dir: Path) -> Sink:
-    with _demanded(name):
+    with _naming_the_extra(name):
         return _kind(name)(run_dir)

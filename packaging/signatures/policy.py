@@ -127,8 +127,8 @@ def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
     return tuple({policy.source: policy for policy in (*found, *(read_policy(path.absolute()) for path in files))}.values())
 
 
-def demand_policies(path: Path, policies: Sequence[Policy]) -> str:
-    """Demand that a package may be run.
+def check_policies(path: Path, policies: Sequence[Policy]) -> str:
+    """Check that a package may be run.
 
     The answer is about the manifest's bytes as they were read here; whoever opens the package afterwards compares its digest with the one
     that this returns, and every file is compared with the manifest when it is read.
@@ -151,7 +151,7 @@ def demand_policies(path: Path, policies: Sequence[Policy]) -> str:
     digest = sha256_bytes(data)
     manifest = Manifest.from_bytes(data, MANIFEST)
     for policy in policies:
-        _demand(path, manifest, digest, policy)
+        _check(path, manifest, digest, policy)
     return digest
 
 
@@ -159,13 +159,13 @@ def which_trusts_extensions(policies: Sequence[Policy], digest: str) -> Policy |
     """The policy that lets a package load the operator libraries that it brings, without its user's word; None: none does.
 
     Args:
-        policies: those that `demand_policies` has held the package to.
+        policies: those that `check_policies` has held the package to.
         digest: the package's, as that returned it. One that a policy always allows was not asked for signatures by it.
     """
     return next((policy for policy in policies if policy.extensions == "signed" and digest not in policy.allow), None)
 
 
-def _demand(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
+def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
     def refuse(problem: str, got: str, expected: str = "", cure: str = "") -> PolicyError:
         return PolicyError(
             f"the policy {policy.source} does not let it be run: {problem}", where=str(path), expected=expected, got=got, cure=cure

@@ -78,7 +78,7 @@ def vouched_for(
 
 
 def check_signed_by(signature: SignatureFile, path: Path, manifest: Manifest, digest: str, identity: Identity) -> str:
-    """Demand that a signature is this identity's, and of this package. Returns: the sha256 of its key, as PEM.
+    """Check that a signature is by this identity and of this package. Return the sha256 of its key, as PEM.
 
     Raises:
         SignatureError: it is another's, of other bytes, or not what its key gives.

@@ -69,13 +69,13 @@ class Lease:
         if time.time() - self._renewed < _RENEW:
             return
         if self._renewed:
-            self.demand()
+            self.check()
         record = PushLease(nonce=self._nonce, blobs=self._blobs, renewed=int(time.time()))
         self._store.files.replace(self.path, record.to_bytes())
         self._renewed = time.time()
 
-    def demand(self) -> None:
-        """Demand that nobody took this push for dead.
+    def check(self) -> None:
+        """Check that no gc took this push for dead.
 
         Raises:
             StorageError: gc did.

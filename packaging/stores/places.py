@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from trainload.capture.errors import StorageError
-from trainload.packaging.credentials import demand_no_credentials, resolve
+from trainload.packaging.credentials import check_no_credentials, resolve
 from trainload.packaging.manifest import FileEntry
 
 BLOCK = 8 * 2**20
@@ -94,7 +94,7 @@ def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> Stor
             not here.
     """
     text = str(url)
-    demand_no_credentials(text)
+    check_no_credentials(text)
     if text.startswith("oci://"):
         raise StorageError(
             "a registry holds packages under tags: it has no lines and releases",

@@ -150,7 +150,7 @@ def write_pulled(
         done += count
         on_progress(done, total)
 
-    _demand_room(path, sum(entry.size for entry in files.values() if entry.sha256 not in here))
+    _check_room(path, sum(entry.size for entry in files.values() if entry.sha256 not in here))
     fetched = [MANIFEST]
     with new_folder(path) as root:
         write_bytes(root / MANIFEST, manifest_bytes)
@@ -255,7 +255,7 @@ def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> d
     return found
 
 
-def _demand_room(path: Path, count: int) -> None:
+def _check_room(path: Path, count: int) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
         raise StorageError("there is no such folder", where=str(parent), cure="Make it first.")

@@ -87,7 +87,7 @@ def local_package(path: Path, *, debug: bool = True) -> LocalPackage:
             files[file] = FileEntry(media_type=media_type_of(file), sha256=sha256_file(path / file), size=status.st_size)
     check_files(files, str(path))
     for file in files:
-        _demand_safe(file, path)
+        _check_safe(file, path)
     return LocalPackage(path, digest, manifest, dict(sorted(files.items())))
 
 
@@ -136,12 +136,12 @@ def push(
     blobs = {entry.sha256: entry.size for entry in local.files.values()}
     with leased(target, blobs, on_wait) as lease:
         sent = _send(target, local, lease, on_progress)
-        lease.demand()
+        lease.check()
         verdict: Verdict = "candidate" if rejected is None else "rejected"
         release, new = target.publish(
             name, local.manifest, local.digest, local.files, verdict=verdict, reason=rejected or "", message=message, facts=facts
         )
-        _demand_whole(target, release, lease)
+        _check_whole(target, release, lease)
     if promote:
         _promote(target, release, only_if, message)
     pointer = target.current(name)
@@ -169,10 +169,10 @@ def _promote(store: Store, release: Release, only_if: str | int | None, reason: 
         store.promote(release.line, release.name, only_if=only_if, reason=reason)
 
 
-def _demand_whole(store: Store, release: Release, lease: Lease) -> None:
-    """Demand that gc did not take this push for dead just before its release appeared; withdraw the release if it did."""
+def _check_whole(store: Store, release: Release, lease: Lease) -> None:
+    """Check that gc did not take this push for dead just before its release appeared; withdraw the release if it did."""
     try:
-        lease.demand()
+        lease.check()
     except StorageError:
         store.mark(release.line, release.name, "removed", "gc took its push for dead")
         raise
@@ -205,7 +205,7 @@ def _send(store: Store, local: LocalPackage, lease: Lease, on_progress: OnProgre
     return sent
 
 
-def _demand_safe(file: str, package: Path) -> None:
+def _check_safe(file: str, package: Path) -> None:
     from pydantic import TypeAdapter, ValidationError
 
     try:

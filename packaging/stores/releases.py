@@ -208,7 +208,7 @@ def now() -> str:
 
 
 def check_files(files: dict[str, FileEntry], where: str) -> None:
-    """Demand that a release's files are a package's and what may travel with one.
+    """Check that a release's files are those of a package, or may accompany one.
 
     Raises:
         UnsafePackageError: a manifest is missing, a path may not travel, or two paths differ in case only.

@@ -265,7 +265,7 @@ class Store:
         found = self.release(line, release)
         if rejected and _verdict(found, self.mark_of(line, found.id))[0] == "rejected":
             self.mark(line, found.id, "candidate", reason or "promoted although it was rejected")
-        self._demand_usable(found)
+        self._check_usable(found)
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
         if (only_if, after) != (None, None) and not self.files.exclusive:
             raise StorageError("this store cannot write under a condition", where=self.url, cure="Leave only_if out: the last writer wins.")
@@ -334,7 +334,7 @@ class Store:
             self.promote(line, before[-1].release, reason=f"the files of release {release.name} were removed")
         raise StorageError("the release's files were removed", where=f"{self.url}, line {line}, release {release.name}", got=mark.reason)
 
-    def _demand_usable(self, release: Release) -> None:
+    def _check_usable(self, release: Release) -> None:
         verdict, reason = _verdict(release, self.mark_of(release.line, release.id))
         where = f"{self.url}, line {release.line}, release {release.name}"
         if verdict == "removed":

@@ -66,7 +66,7 @@ def divide(
     shards = _shards(steps, ranks, whole, rules, what)
     made = (partitioned or functools.partial(partition, steps[0], ranks))(shards, positions=what != "tensor")
     if what in ("sequence", "context"):
-        _demand_positions(made.positions, ranks, LEAST if what == "context" else 0.0)
+        _check_positions(made.positions, ranks, LEAST if what == "context" else 0.0)
     return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)
 
 
@@ -101,7 +101,7 @@ def _shards(
     return found
 
 
-def _demand_positions(found: Positions | None, ranks: int, least: float) -> None:
+def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
     if found is None:
         raise PlanError(
             "the graph has no positions that so many ranks could share",

@@ -39,7 +39,7 @@ from trainload.capture.errors import (
     VersionError,
     WorkError,
 )
-from trainload.capture.versions import demand_supported_torch as _demand_supported_torch
+from trainload.capture.versions import check_supported_torch as _demand_supported_torch
 
 if TYPE_CHECKING:
     from trainload.api import dry_run as dry_run

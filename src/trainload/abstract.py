@@ -78,7 +78,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
 
 
 def _check_updates(recipe: Recipe, updates: tuple[UpdateGraph, ...], small: Recipe, small_updates: tuple[UpdateGraph, ...]) -> None:
-    """Demands that both jobs have the same optimizer with updates of the same operators."""
+    """Check that both jobs have the same optimizer with updates of the same operators."""
     if (recipe.optimizer, _operators(updates)) != (small.optimizer, _operators(small_updates)):
         raise CaptureError(
             "the abstract job has another optimizer than the reduced one, so nothing is proven of it",

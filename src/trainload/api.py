@@ -12,10 +12,10 @@ from typing import Literal
 from trainload.abstract import freeze_abstract
 from trainload.bundling import Bundler, given_wheel
 from trainload.capture.ambient import neutrally, one_at_a_time, warned_of_autocast
-from trainload.capture.arguments import demand_arguments
+from trainload.capture.arguments import check_arguments
 from trainload.capture.errors import JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
-from trainload.capture.job import Job, demand_job
+from trainload.capture.job import Job, check_job
 from trainload.capture.program import Program
 from trainload.capture.replays import Check
 from trainload.capture.rows import arranged
@@ -25,7 +25,7 @@ from trainload.capture.shapes import declared_shapes, spelled
 from trainload.launch.fetching import here
 from trainload.launch.libraries import import_libraries, library_warnings, open_with
 from trainload.packaging.assets import asset_sources
-from trainload.packaging.files import demand_name
+from trainload.packaging.files import check_name
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
@@ -39,7 +39,7 @@ __all__ = ["DryRunReport", "dry_run", "explain_shapes", "freeze", "launch", "ope
 @warned_of_autocast
 @one_at_a_time
 @neutrally
-@demand_arguments(JobError)
+@check_arguments(JobError)
 def freeze(
     job: Job,
     path: str | Path,
@@ -82,12 +82,12 @@ def freeze(
         StorageError: the path is taken, or cannot be written; there is no such wheel; an asset is missing.
     """
     path, check = Path(path), Check(check)
-    demand_name(path)
+    check_name(path)
     if path.exists():
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
-    demand_job(job)
+    check_job(job)
     asset_sources(job.assets)  # what is wrong with them is said before the work begins
     if abstract and strict:
         raise JobError("the strict mode needs a model that can be run, to see what it would lose", where="freeze", cure="Leave strict out.")
@@ -137,7 +137,7 @@ def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
     }
 
 
-@demand_arguments(StorageError)
+@check_arguments(StorageError)
 def open(path: str | Path, *, libraries: Libraries = MappingProxyType({}), trust_extensions: bool = False) -> Package:
     """Opens a package; see `trainload.packaging.read.open_package`. Warns where operator libraries are others than it was made with.
 

@@ -136,7 +136,7 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
 
 
 def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], folder: Path) -> None:
-    """Demands that wheels for this kind of machine register their operators in a process that has nothing else of the user's."""
+    """Check that wheels for this kind of machine register their operators in a process that has nothing else of the user's."""
     with tempfile.TemporaryDirectory() as place:
         folders, modules, operators = [], list[str](), list[str]()
         for namespace, entry in libraries.items():

@@ -24,7 +24,7 @@ import trainload
 from trainload import view
 from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
 from trainload.capture.redaction import redacted
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.commands import (
     compare,
     exports,
@@ -114,7 +114,7 @@ def freeze(
     small_spec = _at_its_place(reduced)
     own_wheels = tuple(str(Path.cwd() / wheel) for wheel in wheels)
     added = _asset_options(assets)
-    demand_supported_torch()
+    check_supported_torch()
     began = time.perf_counter()
     from trainload.spec import load_job
 

@@ -17,7 +17,7 @@ from trainload.launch.overrides import Overrides
 from trainload.made_data import Data
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package
-from trainload.run_request import Backend, RunOptions, checked, demand_options
+from trainload.run_request import Backend, RunOptions, check_options, checked
 from trainload.running import run_spec
 from trainload.sharding.plan import Plan
 
@@ -82,7 +82,7 @@ def evaluate(
         TrainloadError: as `launch`.
     """
     began = time.perf_counter()
-    demand_options(options, EvaluationOptions)
+    check_options(options, EvaluationOptions)
     backend, address = options.get("backend", "ray"), options.get("address")
     with _folder(options.pop("run_dir", None), address) as run_dir:
         request = cast(RunOptions, {**options, "run_dir": run_dir, "eval_data": data, "steps": 0})

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 import trainload
-from trainload.autograd_trace.aot import compile_ahead, demand_sizes, has_cpp_compiler, load_ahead
+from trainload.autograd_trace.aot import add_size_conditions, compile_ahead, has_cpp_compiler, load_ahead
 from trainload.autograd_trace.plain import custom_libraries, other_devices, own_operators, plain_graph
 from trainload.autograd_trace.size_checks import size_checks
 from trainload.autograd_trace.step_module import draws
@@ -29,7 +29,7 @@ from trainload.capture.synthesise import synthesise
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.files import new_file, new_folder, walk
 from trainload.packaging.graph_json import serialisable_values, with_graph
-from trainload.packaging.read import Package, demand_weights
+from trainload.packaging.read import Package, check_weights
 from trainload.transformation import check_path
 from trainload.weights_folder import check_folder, contents_of, transformers_part, write_folder
 
@@ -110,7 +110,7 @@ def export(
         StorageError: the path is taken or cannot be written.
     """
     path = Path(path)
-    demand_weights(package)
+    check_weights(package)
     if to not in get_args(Kind):
         raise PackageError("there is no such way out", where="to", expected=", ".join(get_args(Kind)), got=repr(to))
     if to == "huggingface":
@@ -184,7 +184,7 @@ def _export_graph(
         whole, program = _plain(package, capture, device)
         if batches:
             program.example_inputs = (({key: value.to(device) for key, value in batches[0].items()},), {})
-        demand_sizes(program, [] if capture.guard is None else size_checks(capture.guard))
+        add_size_conditions(program, [] if capture.guard is None else size_checks(capture.guard))
         inputs = {spec.name: f"{spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in capture.inputs}
         outputs = tuple(spec.name for spec in capture.outputs)
         note = _origin(package) | {

@@ -83,15 +83,15 @@ class Pods:
     ray: str = ""
 
     def __post_init__(self) -> None:
-        demand_label(self.claim, "--claim", dots=True)
+        check_label(self.claim, "--claim", dots=True)
         if self.namespace is not None:
-            demand_label(self.namespace, "--namespace")
+            check_label(self.namespace, "--namespace")
         if self.service_account is not None:
-            demand_label(self.service_account, "--service-account", dots=True)
+            check_label(self.service_account, "--service-account", dots=True)
         for name in self.secrets:
-            demand_label(name, "--secret", dots=True)
+            check_label(name, "--secret", dots=True)
         for name, value in self.env.items():
-            demand_plain(name, value)
+            check_variable(name, value)
         if not _QUANTITY.fullmatch(self.memory):
             raise RequestError("this is no quantity of memory", where="--memory", expected="such as 64Gi", got=self.memory)
         if not re.fullmatch(r"\S+", self.image):
@@ -111,8 +111,8 @@ class Pods:
         return self.nodes[0] < self.nodes[1]
 
 
-def demand_label(name: str, where: str, *, most: int = 63, dots: bool = False, letter: bool = False) -> None:
-    """Demands a name that Kubernetes takes: a label of RFC 1123, or labels with dots between.
+def check_label(name: str, where: str, *, most: int = 63, dots: bool = False, letter: bool = False) -> None:
+    """Check a name against the rules of Kubernetes: a label of RFC 1123, or labels with dots between.
 
     Args:
         name: the name.
@@ -136,8 +136,8 @@ def demand_label(name: str, where: str, *, most: int = 63, dots: bool = False, l
     )
 
 
-def demand_plain(name: str, value: str) -> None:
-    """Demands an environment variable that may be read in a manifest. Raises: RequestError, which does not show its value."""
+def check_variable(name: str, value: str) -> None:
+    """Check that an environment variable may be readable in a manifest. Raises: RequestError, without its value."""
     if not _VARIABLE.fullmatch(name):
         raise RequestError("this is no name of an environment variable", where="--env", got=repr(name))
     if is_secret_name(name) or HIDDEN in redacted(value):
@@ -180,7 +180,7 @@ def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
         command: what the job runs (`entrypoint`).
         retries: how many further clusters are tried when the job has failed.
     """
-    demand_label(pods.name, "--name", most=LONGEST_NAME["RayJob"], letter=True)
+    check_label(pods.name, "--name", most=LONGEST_NAME["RayJob"], letter=True)
     spec = ray_job_spec(pods, command, ["python", "-m", "trainload", "manifest", "evict", run_dir], retries)
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata_of(pods), "spec": spec}
 
@@ -199,7 +199,7 @@ def ray_job_spec(pods: Pods, command: str, before_head_ends: list[str] | None, r
 
 def ray_cluster(pods: Pods) -> Json:
     """A RayCluster, which is there until it is deleted."""
-    demand_label(pods.name, "--name", most=LONGEST_NAME["RayCluster"], letter=True)
+    check_label(pods.name, "--name", most=LONGEST_NAME["RayCluster"], letter=True)
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata_of(pods), "spec": _cluster(pods, None)}
 
 

@@ -19,10 +19,10 @@ from trainload.launch.checkpoints.place import place_of, whole_place
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launch.data.files import is_url, local_path
 from trainload.launch.data.run_data import check_run_data
-from trainload.launch.libraries import absolute, demand_run
+from trainload.launch.libraries import absolute, check_runnable
 from trainload.launch.overrides import Overrides
 from trainload.launch.result import check_output
-from trainload.launch.sinks.sink import SinkName, demand_sink_libraries, demand_sinks
+from trainload.launch.sinks.sink import SinkName, check_sink_libraries, check_sinks
 from trainload.launch.spec import (
     RUN_FILE,
     RunSpec,
@@ -31,9 +31,9 @@ from trainload.launch.spec import (
     read_spec,
 )
 from trainload.made_data import Data, InFiles, in_files, written
-from trainload.packaging.credentials import demand_no_credentials
+from trainload.packaging.credentials import check_no_credentials
 from trainload.packaging.op_libraries import Libraries
-from trainload.packaging.read import Package, demand_weights
+from trainload.packaging.read import Package, check_weights
 from trainload.packaging.signatures.policy import find_policies
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.check_plan import check_plan
@@ -115,7 +115,7 @@ _PATHS = ("run_dir", "output", "checkpoints", "optimizer_from", "policy")
 """Options that are paths."""
 
 
-def demand_options(options: Mapping[str, Any], kind: type) -> None:
+def check_options(options: Mapping[str, Any], kind: type) -> None:
     """Check the names of options against a TypedDict, and the types of those that are paths. Raises: RequestError: one is wrong."""
     known = kind.__annotations__
     for name in options:
@@ -140,7 +140,7 @@ def spec_of(package: Package, plan: Plan, data: InFiles, options: RunOptions) ->
 
     def whole(path: str | Path | None) -> str | None:
         if path is not None:
-            demand_no_credentials(str(path))
+            check_no_credentials(str(path))
         return None if path is None else str(path) if str(path).startswith("${") or is_url(path) else str(local_path(path).absolute())
 
     given |= {
@@ -218,20 +218,20 @@ def checked(
 
     Within it the run is made, or the files of its data go that were made for it.
     """
-    demand_options(options, RunOptions)
+    check_options(options, RunOptions)
     if not options.get("run_dir"):
         raise RequestError("is missing", where="run_dir", expected="a folder for the run", cure="Give it: run_dir='runs/first'.")
     eval_data, backend = options.get("eval_data"), options.get("backend", "ray")
-    demand_backend(backend, options.get("address"))
+    check_backend(backend, options.get("address"))
     run_dir = Path(options["run_dir"]).absolute()
-    demand_sinks(options.get("sinks", ()), backend)
+    check_sinks(options.get("sinks", ()), backend)
     if leads(backend) and not (options.get("address") or "").startswith(("http://", "https://")):  # the sinks of a job are its cluster's
-        demand_sink_libraries(options.get("sinks", ()))
+        check_sink_libraries(options.get("sinks", ()))
     given = in_files(data, eval_data, run_dir, alone=backend != "torchrun")
     spec = spec_of(package, plan, given, options)
     if spec.steps < least_steps:
         raise RequestError("a run has one step at least", where="steps", expected="1 or more", got=f"{spec.steps}", cure="Use evaluate.")
-    demand_run(package, spec.policies)
+    check_runnable(package, spec.policies)
     check_package(package, spec)
     if leads(backend):  # torchrun's other ranks may find it made already
         check_place(package, spec)
@@ -269,7 +269,7 @@ def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strate
 
 def check_package(package: Package, spec: RunSpec) -> None:
     """Everything that can be known of package and plans before anything starts."""
-    demand_weights(package)
+    check_weights(package)
     package.check_contents()
     frozen, package = package, spec.overrides.apply(package, spec.steps)
     for each in spec.plans or (spec.plan,):
@@ -295,7 +295,7 @@ def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     return rows, eval_rows
 
 
-def demand_backend(backend: Backend, address: str | None) -> None:
+def check_backend(backend: Backend, address: str | None) -> None:
     """Raises: ClusterError: there is none of this name; RequestError: it has no cluster that could have this address."""
     if backend not in get_args(Backend):
         raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
@@ -313,12 +313,12 @@ def leads(backend: Backend) -> bool:
 
 
 def check_place(package: Package, spec: RunSpec) -> None:
-    """Demands a place for a new run, with room for the checkpoints that it keeps and for the one that is written beside them. What must be
+    """Check that a new run can be made, with room for its checkpoints and for the one that is written beside them. What must be
     written later is tried now.
     """
     check_new_run(Path(spec.run_dir))
     place = place_of(Path(spec.run_dir), spec.checkpoints)
-    place.demand_new()
+    place.check_new()
     check_output(spec, new=True)
     package = spec.overrides.apply(package, spec.steps)
     states, mean = state_counts(package), package.recipe.keeps_mean

@@ -16,13 +16,13 @@ from trainload.launch.build import is_compiled
 from trainload.launch.changes import changed
 from trainload.launch.checkpoints.place import place_of
 from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launch.driver import demand_no_driver, driving
+from trainload.launch.driver import check_no_driver, driving
 from trainload.launch.journal import Event, followed, stream_events
 from trainload.launch.opening import frozen_package
 from trainload.launch.overrides import Overrides
 from trainload.launch.processes import interrupted_by_signals
 from trainload.launch.result import RunResult, check_output, finish
-from trainload.launch.sinks.sink import SinkName, demand_sink_libraries, demand_sinks, told
+from trainload.launch.sinks.sink import SinkName, check_sink_libraries, check_sinks, told
 from trainload.launch.spec import (
     RUN_FILE,
     RunSpec,
@@ -37,7 +37,7 @@ from trainload.made_data import Data
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.packaging.signatures.policy import find_policies
-from trainload.run_request import Backend, RunOptions, another_plan, check_package, check_rows, checked, demand_backend, leads
+from trainload.run_request import Backend, RunOptions, another_plan, check_backend, check_package, check_rows, checked, leads
 from trainload.sharding.plan import Cluster, Plan
 from trainload.sharding.replan import replan
 from trainload.sharding.simulate import simulate
@@ -141,11 +141,11 @@ def resume(
     """
     folder = Path(run_dir).absolute()
     backend = backend or "ray"
-    demand_backend(backend, address)
+    check_backend(backend, address)
     leading = leads(backend)
     spec = change(folder, **changes) if changes and leading else _changed(read_spec(folder), changes)
     if leading:  # torchrun's rank 0 may drive it by now
-        demand_no_driver(folder)
+        check_no_driver(folder)
     policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
     spec = spec.model_copy(update={"policies": policies})
     package = frozen_package(spec)
@@ -156,9 +156,9 @@ def resume(
         spec = spec.model_copy(
             update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, strategy), "plans": ()}
         )
-    demand_sinks(spec.sinks, backend)
+    check_sinks(spec.sinks, backend)
     if leading:
-        demand_sink_libraries(spec.sinks)
+        check_sink_libraries(spec.sinks)
     check_package(package, spec)
     check_rows(package, spec)
     check_output(spec, new=False)
@@ -169,9 +169,9 @@ def resume(
 def change(run_dir: Path, **changes: Unpack[RunChanges]) -> RunSpec:
     """Changes a run that nobody drives, for whoever resumes it. Arguments and errors are those of `resume`. Returns: the run."""
     before = read_spec(run_dir)
-    demand_no_driver(run_dir)
+    check_no_driver(run_dir)
     spec = _changed(before, changes)
-    demand_sink_libraries(spec.sinks)
+    check_sink_libraries(spec.sinks)
     package = frozen_package(spec)
     check_package(package, spec)
     check_rows(package, spec)
@@ -264,13 +264,13 @@ def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | 
     import ray
 
     from trainload.launch.cluster.connection import connect
-    from trainload.launch.cluster.nodes import demand_seats, nodes_of, place_to_try
+    from trainload.launch.cluster.nodes import check_seats, nodes_of, place_to_try
     from trainload.launch.cluster.tasks import tried_out
 
     started = connect(address)
     try:
         nodes = nodes_of(spec.plan.cluster.device)
-        demand_seats(least_plan(spec), nodes)
+        check_seats(least_plan(spec), nodes)
         return tried_out(spec, *place_to_try(spec.plan, least_plan(spec), nodes)) if alone else None
     finally:
         if started:
@@ -302,18 +302,18 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
     if backend == "ray":
         _run_on_ray(spec, address, on_event, new=new)
     elif backend == "torchrun":
-        from trainload.launch.local_run import demand_torchrun, run_under_torchrun
+        from trainload.launch.local_run import check_torchrun, run_under_torchrun
 
-        place = demand_torchrun(spec)
+        place = check_torchrun(spec)
         if place.rank == 0:
             with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
                 run_under_torchrun(spec, place)
         else:
             run_under_torchrun(spec, place)
     else:
-        from trainload.launch.local_run import demand_one_worker, run_in_process
+        from trainload.launch.local_run import check_one_worker, run_in_process
 
-        demand_one_worker(spec)
+        check_one_worker(spec)
         with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
             run_in_process(spec)
 
@@ -327,14 +327,14 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
     import ray
 
     from trainload.launch.cluster.connection import connect
-    from trainload.launch.cluster.nodes import demand_seats, nodes_of, room_asked_for
+    from trainload.launch.cluster.nodes import check_seats, nodes_of, room_asked_for
     from trainload.launch.cluster.supervisor import Supervisor
 
     with interrupted_by_signals() as again:
         started = connect(address)
         try:
             again()  # Ray would end this process, and its workers without a checkpoint
-            demand_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
+            check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
             with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as tell:
                 Supervisor(spec, tell).run()
         finally:

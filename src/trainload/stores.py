@@ -8,7 +8,7 @@ from typing import Any
 
 from trainload.capture.errors import StorageError
 from trainload.launch.fetching import is_reference, parts_of
-from trainload.packaging.files import demand_outside_packages
+from trainload.packaging.files import check_outside_packages
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.oci import OciPushReport, is_oci, pull_oci, push_oci
 from trainload.packaging.stores.places import NO_OPTIONS
@@ -64,7 +64,7 @@ def push(
         return push_oci(Path(package), str(store), message=message, debug=debug, options=options, on_progress=on_progress)
     store, line = _line_named(store, line)
     if "://" not in str(store):
-        demand_outside_packages(Path(store))
+        check_outside_packages(Path(store))
     return push_to_store(
         package,
         store,

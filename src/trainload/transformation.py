@@ -34,7 +34,7 @@ from trainload.packaging.canonical import sha256_file
 from trainload.packaging.graph_json import with_graph
 from trainload.packaging.manifest import PassEntry
 from trainload.packaging.providers import distributions_with
-from trainload.packaging.read import Package, demand_weights
+from trainload.packaging.read import Package, check_weights
 from trainload.packaging.source_map import restore_traces
 from trainload.packaging.write import with_graphs
 from trainload.passes import GRAPH, Pass
@@ -87,7 +87,7 @@ class Transformation:
     """
 
     def __init__(self, package: Package, data: str | Path | None = None) -> None:
-        demand_weights(package)
+        check_weights(package)
         self.package = package
         self.program = package.program()
         for name, capture in self.program.graphs.items():
@@ -212,7 +212,7 @@ def transform(
 
 
 def check_path(path: Path) -> None:
-    """Demands that a package can be written there, before any work is done."""
+    """Check that a package can be written there, before any work is done."""
     if path.exists():
         raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
@@ -232,7 +232,7 @@ def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tens
 
 
 def _check_sizes(capture: GraphCapture, where: str) -> None:
-    """Demands that what was dynamic still is: torch fixes a symbol to the example's size wherever Python asks whether they are equal."""
+    """Check that what was dynamic still is: torch fixes a symbol to the example's size wherever Python asks whether they are equal."""
     placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
     for spec, node in zip(capture.inputs, placeholders[len(placeholders) - len(capture.inputs) :], strict=True):
         for declared, size in zip(spec.shape, node.meta["val"].shape, strict=True):

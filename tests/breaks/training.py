@@ -67,7 +67,7 @@ TRAINING: tuple[Mutation, ...] = (
         2,
         "hooks on saved tensors may change them",
         "capture/saved_tensors.py",
-        "        _demand_same(kept[1], result, page)\n",
+        "        _check_same(kept[1], result, page)\n",
         "",
         "../capture/test_gradient_forms.py::test_what_has_no_sound_form_is_refused[rounded-give backward other values than forward saved]",
     ),

@@ -18,7 +18,7 @@ from torch import nn
 
 import trainload
 from trainload import Cluster, Graph, Job, JobError, PlanError, RequestError, StorageError, Turn
-from trainload.capture.job import demand_job
+from trainload.capture.job import check_job
 from trainload.capture.trace import capture
 from trainload.packaging.read import Package
 from trainload.sharding.make_plan import make_plan
@@ -40,21 +40,21 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.mark.parametrize("name", [field.name for field in fields(Job)])
 def test_an_attribute_of_a_job_of_the_wrong_type_is_named(name: str) -> None:
     with pytest.raises(JobError, match=rf"Job\.{name}: is of the wrong type"):
-        demand_job(job(**{name: Nothing()}))
+        check_job(job(**{name: Nothing()}))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Graph)])
 def test_an_attribute_of_a_graph_of_the_wrong_type_is_named(name: str) -> None:
     graph = Graph(**{name: Nothing()})  # type: ignore[arg-type]  # that is what is tested
     with pytest.raises(JobError, match=rf"Job\.graphs\['a'\]\.{name}: is of the wrong type"):
-        demand_job(job(graphs={"a": graph}))
+        check_job(job(graphs={"a": graph}))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Turn)])
 def test_an_attribute_of_a_turn_of_the_wrong_type_is_named(name: str) -> None:
     turn = Turn(**{"graph": "a", name: Nothing()})  # type: ignore[arg-type]  # that is what is tested
     with pytest.raises(JobError, match=rf"Job\.loop\[0\]\.{name}: is of the wrong type"):
-        demand_job(job(loop=[turn]))
+        check_job(job(loop=[turn]))
 
 
 @pytest.mark.parametrize("verb", [trainload.freeze, trainload.open, make_plan])
@@ -68,11 +68,11 @@ def test_an_argument_of_the_wrong_type_is_named(verb: Callable[..., object], pac
 
 def test_a_wrong_value_within_a_container_is_named() -> None:
     with pytest.raises(JobError, match=r"Job\.loop\.1: is of the wrong type \(expected an instance of Turn or a valid string, got 3\)"):
-        demand_job(job(loop=["a", 3]))
+        check_job(job(loop=["a", 3]))
 
 
 def test_a_number_of_numpys_is_a_number() -> None:
-    demand_job(job(steps=np.int64(3), clip_norm=np.float32(1)))
+    check_job(job(steps=np.int64(3), clip_norm=np.float32(1)))
 
 
 @pytest.mark.parametrize("number", ["steps", "global_batch"])
@@ -94,7 +94,7 @@ def test_a_cluster_without_nodes_is_refused() -> None:
 
 def test_a_class_in_place_of_a_factory_is_told_what_a_factory_is() -> None:
     with pytest.raises(JobError, match=r"Job\.optimizer: a class .*expected lambda model: SGD\(model\.parameters\(\), lr=0\.1\)"):
-        demand_job(job(optimizer=torch.optim.SGD))
+        check_job(job(optimizer=torch.optim.SGD))
 
 
 def test_what_an_optimizer_factory_raises_is_told_with_its_line(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
 
 def assert_taken(model: nn.Module, loss: Loss) -> None:
-    """Demand that the graph of a model has eager's loss on other rows."""
+    """Check that the graph of a model has eager's loss on other rows."""
     program = capture(job(model, loss=loss, batch={"x": torch.randn(4, 5, 8)}))
     x = torch.randn(7, 5, 8)
     captured, *_ = program.graphs["train"].exported.module(check_guards=False)({"x": x})

@@ -79,6 +79,19 @@ def test_core_imports_no_part_of_trainload_but_itself() -> None:
     assert {str(path.relative_to(ROOT)): upward for path in files if (upward := upward_imports(path.read_text(), CORE))} == {}
 
 
+def test_a_function_that_raises_where_something_is_wrong_is_named_check() -> None:
+    other = re.compile(r"def (_?(?:demand|refuse|ensure)_\w+)")
+    found = {str(path.relative_to(ROOT)): names for path in (*stage_files(), *face_files()) if (names := other.findall(path.read_text()))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("prefix", ["is", "has"])
+def test_a_function_named_as_a_question_returns_a_bool(prefix: str) -> None:
+    named = re.compile(rf"def (_?{prefix}_\w+)\([^)]*\) -> (?!bool\b|TypeGuard\[|TypeIs\[)(\S+):")
+    found = {str(path.relative_to(ROOT)): other for path in (*stage_files(), *face_files()) if (other := named.findall(path.read_text()))}
+    assert found == {}
+
+
 TEMPORARY = re.compile(r'with_name\(f?"\.|os\.(?:link|rename|replace)\(|mkdtemp\(|NamedTemporaryFile\(')
 """How temporary files are named and take a file's place."""
 TEMPORARY_ELSEWHERE = {

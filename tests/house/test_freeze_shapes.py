@@ -85,7 +85,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def assert_recorded(folder: Path) -> None:
-    """Demand that the package says what it was frozen with."""
+    """Check that the package says what it was frozen with."""
     record = parse_canonical((folder / "out.tl/debug/batch.json").read_bytes(), "debug/batch.json")
     assert record["dynamic"] == {"x": {"0": "Dim('batch', min=1)", "1": "Dim('seq', max=16)"}}
     (fix,) = record["fixes"]

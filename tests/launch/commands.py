@@ -29,7 +29,7 @@ def contents(folder: Path) -> list[str]:
 
 
 def refused(arguments: list[str | Path], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Demands that a command ends with status 2, says one line, and leaves `folder` as it is. Returns the line."""
+    """Check that a command ends with status 2, says one line, and leaves `folder` as it is. Returns the line."""
     before = contents(folder)
     assert cli.run([str(part) for part in arguments]) == 2
     printed = capsys.readouterr()

@@ -57,6 +57,6 @@ def counts(trained: str | Path) -> np.ndarray:
 
 
 def demand_exact(found: np.ndarray, steps: int) -> None:
-    """Demands that so many steps had every row once in each whole epoch, and some of them once more in the last one."""
+    """Check that so many steps had every row once in each whole epoch, and some of them once more in the last one."""
     whole, rest = divmod(steps * BATCH, len(found))
     assert sorted(found) == [whole] * (len(found) - rest) + [whole + 1] * rest

@@ -192,7 +192,7 @@ def json_said(*words: str | Path, cwd: Path, first: Callable[[], object] | None 
 
 
 def refused_apart(words: Sequence[str | Path], folder: Path, first: Callable[[], object] | None = None, **variables: str) -> str:
-    """Demand that a command ends with status 2, says one line, and leaves `folder` as it is. Returns: the line."""
+    """Check that a command ends with status 2, says one line, and leaves `folder` as it is. Returns: the line."""
     before = contents(folder)
     status, out, err = done(*words, cwd=folder, first=first, **variables)
     assert status == 2, err

@@ -10,7 +10,7 @@ from tests.ranks import on_ranks
 from tests.sharding.cases import make_plan
 
 from trainload.capture.errors import DataError, PlanError
-from trainload.launch.agreement import demand_same_collectives, demand_same_data
+from trainload.launch.agreement import check_same_collectives, check_same_data
 from trainload.sharding.collectives import Collective
 from trainload.sharding.plan import DATA
 
@@ -23,10 +23,10 @@ OTHER = {"train.only": (FIRST, SECOND), "eval": (SECOND,)}
 def compare(rank: int, world: int, folder: Path) -> None:
     plan = make_plan("zero0", world)
     assert dist.group.WORLD is not None
-    demand_same_collectives(ALIKE, plan, dist.group.WORLD)
+    check_same_collectives(ALIKE, plan, dist.group.WORLD)
     told = ""
     try:
-        demand_same_collectives(OTHER if rank else ALIKE, plan, dist.group.WORLD)
+        check_same_collectives(OTHER if rank else ALIKE, plan, dist.group.WORLD)
     except PlanError as error:
         told = str(error)
     (folder / f"{rank}.txt").write_text(told)
@@ -34,9 +34,9 @@ def compare(rank: int, world: int, folder: Path) -> None:
 
 def compare_data(rank: int, world: int, folder: Path) -> None:
     assert dist.group.WORLD is not None
-    demand_same_data("same", f"node-{rank}", "rows.npz", dist.group.WORLD)
+    check_same_data("same", f"node-{rank}", "rows.npz", dist.group.WORLD)
     try:
-        demand_same_data(f"rows-of-{rank}", f"node-{rank}", "rows.npz", dist.group.WORLD)
+        check_same_data(f"rows-of-{rank}", f"node-{rank}", "rows.npz", dist.group.WORLD)
     except DataError as error:
         (folder / f"{rank}.txt").write_text(str(error))
 

@@ -359,23 +359,23 @@ def test_a_place_is_told_what_was_tried_of_it(s3: str, tmp_path: Path) -> None:
     with pytest.raises(
         StorageError, match=rf"s3://no-such-{BUCKET}/run: checkpoints cannot be kept here \(expected to write probe-.*got .*bucket"
     ):
-        place_of(tmp_path, f"s3://no-such-{BUCKET}/run").demand_new()
+        place_of(tmp_path, f"s3://no-such-{BUCKET}/run").check_new()
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"file/kept: the folder of the checkpoints cannot be written.*got a file"):
-        place_of(tmp_path, str(tmp_path / "file" / "kept")).demand_new()
+        place_of(tmp_path, str(tmp_path / "file" / "kept")).check_new()
     with pytest.raises(StorageError, match="nosuch://"):
-        place_of(tmp_path, "nosuch://x/y").demand_new()
+        place_of(tmp_path, "nosuch://x/y").check_new()
 
 
 def test_a_place_that_may_be_written_is_left_as_it_was(kept: Kept) -> None:
-    kept.place.demand_new()
+    kept.place.check_new()
     assert not kept.is_folder or not Path(kept.url.removeprefix("file://")).exists()
     save_in(kept.place, ONE, 3)
     before = kept.files()
-    kept.place.demand_writable()
+    kept.place.check_writable()
     assert kept.files() == before
     with pytest.raises(StorageError, match="there are checkpoints here already"):
-        kept.place.demand_new()
+        kept.place.check_new()
 
 
 @pytest.mark.matrix("folder")

@@ -140,14 +140,14 @@ def test_a_job_that_ends_before_it_has_begun_leaves_no_folder(
 
 
 def test_a_cluster_that_asks_for_a_token_takes_no_job_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "demand_listener", lambda address: None)
+    monkeypatch.setattr(jobs, "check_listener", lambda address: None)
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: raising(AuthenticationError("no token was found"))())
     with pytest.raises(ClusterError, match=r"no token was found.*RAY_AUTH_TOKEN"):
         jobs.submit(ADDRESS, Path("run"), [])
 
 
 def test_a_cluster_that_asks_for_a_token_is_not_joined_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "demand_listener", lambda address: None)
+    monkeypatch.setattr(connection, "check_listener", lambda address: None)
     monkeypatch.setattr(connection, "asks_for_token", lambda address: False)
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr("ray.is_initialized", lambda: False)

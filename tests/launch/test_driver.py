@@ -14,7 +14,7 @@ from tests.launch.test_state import ended_process, state_of
 
 from trainload.capture.errors import StorageError
 from trainload.launch import driver
-from trainload.launch.driver import LOCK_FILE, demand_no_driver, driving
+from trainload.launch.driver import LOCK_FILE, check_no_driver, driving
 from trainload.launch.state import STATE_FILE, Summary, read_state, write_state
 
 
@@ -30,15 +30,15 @@ def drive(run_dir: Path) -> None:
 
 
 def test_a_run_that_somebody_drives_is_not_resumed(tmp_path: Path) -> None:
-    demand_no_driver(tmp_path)
+    check_no_driver(tmp_path)
     (tmp_path / STATE_FILE).write_text(state_of().model_dump_json())
     with pytest.raises(StorageError, match=r"the run is going on.*process 77 on another-host"):
-        demand_no_driver(tmp_path)
+        check_no_driver(tmp_path)
 
 
 def test_a_run_whose_driver_was_killed_is_resumed_at_once(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text(state_of(ended_process()).model_dump_json())
-    demand_no_driver(tmp_path)
+    check_no_driver(tmp_path)
 
 
 def test_of_several_that_begin_at_once_one_drives(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainload.capture.errors import StorageError
-from trainload.launch.contact import FileContact, Request, asked_by_file, demand_taken_back
+from trainload.launch.contact import FileContact, Request, asked_by_file, clear_requests
 from trainload.launch.data.files import find_files
 from trainload.launch.data.mixture import parts_of
 from trainload.launch.journal import JOURNAL, followed, read_events, stream_events
@@ -60,7 +60,7 @@ def test_it_asks_for_nothing(fail: Fail, tmp_path: Path) -> None:
 def test_a_request_of_before_that_cannot_be_removed_is_told_of(fail: Fail, tmp_path: Path) -> None:
     fail(tmp_path)
     with pytest.raises(StorageError, match=r"cannot be removed.*Remove them, and resume"):
-        demand_taken_back(tmp_path)
+        clear_requests(tmp_path)
 
 
 def test_a_new_run_is_refused_in_words(fail: Fail, tmp_path: Path) -> None:

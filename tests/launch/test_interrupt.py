@@ -127,7 +127,7 @@ def test_a_run_that_torchrun_s_interpreters_do_can_be_interrupted(tiny: Package,
 
 
 def demand_continued(ended: Interrupted, run_dir: Path) -> None:
-    """Demand that a run was interrupted with a checkpoint, and says how it goes on."""
+    """Check that a run was interrupted with a checkpoint, and says how it goes on."""
     assert ended.status != 0
     assert f"Continue with: trainload resume {run_dir}" in ended.err
     assert ended.left == []

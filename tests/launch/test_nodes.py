@@ -8,7 +8,7 @@ import pytest
 
 import trainload
 from trainload.capture.errors import ClusterError
-from trainload.launch.cluster.nodes import Node, demand_seats, place_to_try, seats, unit_of
+from trainload.launch.cluster.nodes import Node, check_seats, place_to_try, seats, unit_of
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 
@@ -56,16 +56,16 @@ def test_nodes_of_two_kinds_are_not_mixed(tiny: Package) -> None:
 
 def test_too_few_devices_are_told_with_what_there_is(tiny: Package) -> None:
     with pytest.raises(ClusterError, match=r"2 nodes with CPUs: .*expected 4 CPUs for 4 workers, got 3 CPUs.*Plan for at most 3 workers"):
-        demand_seats(plan(tiny, 4, strategy="zero3"), [node("a", 2), node("b", 1)])
+        check_seats(plan(tiny, 4, strategy="zero3"), [node("a", 2), node("b", 1)])
 
 
 def test_nodes_that_do_not_fit_are_told_one_by_one(tiny: Package) -> None:
     with pytest.raises(ClusterError, match=r"expected 4 CPUs of one kind, got 2 H100, 2 A100"):
-        demand_seats(plan(tiny, 4, strategy="zero3"), [node("a", 2, kind="H100"), node("b", 2, kind="A100")])
+        check_seats(plan(tiny, 4, strategy="zero3"), [node("a", 2, kind="H100"), node("b", 2, kind="A100")])
 
 
 def test_a_cluster_whose_devices_are_taken_could_hold_the_plan(tiny: Package) -> None:
-    demand_seats(plan(tiny, 2, strategy="zero3"), [node("a", 2, free=0)])
+    check_seats(plan(tiny, 2, strategy="zero3"), [node("a", 2, free=0)])
 
 
 def test_a_step_is_tried_out_where_a_run_would_begin(tiny: Package) -> None:

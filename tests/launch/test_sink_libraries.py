@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from trainload.capture.errors import StorageError
-from trainload.launch.sinks.sink import SinkName, demand_sink_libraries
+from trainload.launch.sinks.sink import SinkName, check_sink_libraries
 
 LIBRARIES: dict[SinkName, tuple[str, str]] = {
     "tensorboard": ("tensorboardX", "tensorboard"),
@@ -19,7 +19,7 @@ LIBRARIES: dict[SinkName, tuple[str, str]] = {
 
 
 def test_sinks_whose_libraries_are_there_are_taken() -> None:
-    demand_sink_libraries(get_args(SinkName))
+    check_sink_libraries(get_args(SinkName))
 
 
 def test_every_sink_has_a_library_that_may_be_missing() -> None:
@@ -32,4 +32,4 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(name: SinkName, mon
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"trainload.launch.sinks.{name}", raising=False)
     with pytest.raises(StorageError, match=rf"sinks: {name} is not installed.*pip install 'trainload\[{extra}\]'"):
-        demand_sink_libraries([*LIBRARIES])
+        check_sink_libraries([*LIBRARIES])

@@ -128,7 +128,7 @@ def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[P
 
 
 def demand_flips_found(package: Path) -> None:
-    """Demand that a changed bit in any file of a package is found before it is used."""
+    """Check that a changed bit in any file of a package is found before it is used."""
     assert verify_package(package).ok
     for file in files_of(package):
         before = (package / file).read_bytes()

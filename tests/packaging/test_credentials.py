@@ -14,7 +14,7 @@ import pytest
 from trainload import cli
 from trainload.capture import redaction
 from trainload.capture.errors import IntegrityError, StorageError, TrainingError
-from trainload.packaging.credentials import demand_no_credentials, no_secrets_raised, resolve, resolve_options
+from trainload.packaging.credentials import check_no_credentials, no_secrets_raised, resolve, resolve_options
 from trainload.packaging.stores.places import open_files
 
 SECRET = "hunter2000"
@@ -66,7 +66,7 @@ def test_a_value_that_was_resolved_is_shown_no_more() -> None:
 
 
 def test_references_in_a_url_are_no_credentials() -> None:
-    demand_no_credentials("https://${env:NAME}:${env:STORE_PASSWORD}@host/a?sig=${env:SIG}")
+    check_no_credentials("https://${env:NAME}:${env:STORE_PASSWORD}@host/a?sig=${env:SIG}")
 
 
 def test_an_error_of_somebody_elses_loses_secrets_and_its_cause() -> None:

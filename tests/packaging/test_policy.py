@@ -18,7 +18,7 @@ from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.read import open_package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.keys import read_private_key
-from trainload.packaging.signatures.policy import POLICY, Policy, demand_policies, find_policies, read_policy, which_trusts_extensions
+from trainload.packaging.signatures.policy import POLICY, Policy, check_policies, find_policies, read_policy, which_trusts_extensions
 from trainload.packaging.signatures.signing import sign_package
 
 Write = Callable[..., Path]
@@ -55,13 +55,13 @@ def sign(package: Path, key: Path, name: str) -> None:
 
 def refusal(package: Path, path: Path) -> str:
     with pytest.raises(PolicyError) as caught:
-        demand_policies(package, [read_policy(path)])
+        check_policies(package, [read_policy(path)])
     return str(caught.value)
 
 
 def test_a_package_that_is_signed_as_demanded_may_be_run(copied: Path, signers: Signers, write: Write) -> None:
     sign(copied, signers.bob.key, "bob")
-    assert demand_policies(copied, [read_policy(write(*signed_by(signers)))]) == open_package(copied).digest
+    assert check_policies(copied, [read_policy(write(*signed_by(signers)))]) == open_package(copied).digest
 
 
 def test_an_unsigned_package_is_refused_by_a_line_that_names_policy_and_keys(copied: Path, signers: Signers, write: Write) -> None:
@@ -90,7 +90,7 @@ def test_as_many_identities_as_are_demanded_must_have_signed(copied: Path, signe
     sign(copied, signers.alice.key, "alice-again")
     assert "got 1;" in refusal(copied, path)
     sign(copied, signers.bob.key, "bob")
-    demand_policies(copied, [read_policy(path)])
+    check_policies(copied, [read_policy(path)])
 
 
 def test_one_certificate_that_two_identities_would_do_for_is_one_signature(copied: Path, signers: Signers, write: Write) -> None:
@@ -104,7 +104,7 @@ def test_one_certificate_that_two_identities_would_do_for_is_one_signature(copie
 def test_an_identity_may_stand_in_the_policy_itself(copied: Path, signers: Signers, write: Write) -> None:
     sign(copied, signers.alice.key, "alice")
     path = write("require_signature = true", f"identities = ['''{signers.alice.public.read_text()}''']")
-    demand_policies(copied, [read_policy(path)])
+    check_policies(copied, [read_policy(path)])
 
 
 def test_a_path_in_a_policy_is_relative_to_its_folder(
@@ -115,13 +115,13 @@ def test_a_path_in_a_policy_is_relative_to_its_folder(
     path = write("require_signature = true", 'identities = ["keys/alice.pub"]')
     monkeypatch.chdir("/")
     sign(copied, signers.alice.key, "alice")
-    demand_policies(copied, [read_policy(path)])
+    check_policies(copied, [read_policy(path)])
 
 
 def test_a_policy_that_was_sent_elsewhere_has_its_keys_with_it(copied: Path, signers: Signers, write: Write) -> None:
     sign(copied, signers.alice.key, "alice")
     sent = Policy.model_validate_json(read_policy(write(*signed_by(signers))).model_dump_json())
-    demand_policies(copied, [sent])
+    check_policies(copied, [sent])
 
 
 def test_a_denied_digest_is_refused(copied: Path, write: Write) -> None:
@@ -131,20 +131,20 @@ def test_a_denied_digest_is_refused(copied: Path, write: Write) -> None:
 
 def test_an_allowed_digest_needs_no_signature(copied: Path, signers: Signers, write: Write) -> None:
     digest = open_package(copied).digest
-    demand_policies(copied, [read_policy(write(*signed_by(signers), f'allow = ["{digest}"]'))])
+    check_policies(copied, [read_policy(write(*signed_by(signers), f'allow = ["{digest}"]'))])
 
 
 def test_an_allowance_is_of_its_own_policy_alone(copied: Path, signers: Signers, write: Write) -> None:
     allowing = read_policy(write(f'allow = ["{open_package(copied).digest}"]'))
     demanding = read_policy(write(*signed_by(signers), name="other.toml"))
     with pytest.raises(PolicyError, match=r"other\.toml"):
-        demand_policies(copied, [allowing, demanding])
+        check_policies(copied, [allowing, demanding])
 
 
 def test_operators_of_other_namespaces_than_the_policy_s_are_refused(copied: Path, write: Write) -> None:
     edit_manifest(copied, lambda manifest: manifest.update(op_libraries=dict.fromkeys(("fast", "other"), UNKNOWN_LIBRARY)))
     assert "of other libraries than it may (expected of fast, got other)" in refusal(copied, write('namespaces = ["fast"]'))
-    demand_policies(copied, [read_policy(write('namespaces = ["fast", "other"]'))])
+    check_policies(copied, [read_policy(write('namespaces = ["fast", "other"]'))])
 
 
 def with_extension(package: Path) -> None:
@@ -167,7 +167,7 @@ def with_extension(package: Path) -> None:
 
 def test_a_package_with_operator_libraries_in_it_is_refused_where_they_are_never_run(copied: Path, write: Write) -> None:
     path = write('extensions = "never"')
-    demand_policies(copied, [read_policy(path)])
+    check_policies(copied, [read_policy(path)])
     with_extension(copied)
     assert "it holds operator libraries" in refusal(copied, path)
 
@@ -176,11 +176,11 @@ def test_a_package_with_operator_libraries_in_it_must_be_signed_where_only_signe
     copied: Path, signers: Signers, write: Write
 ) -> None:
     path = write('extensions = "signed"', f'identities = ["{signers.alice.public}"]')
-    demand_policies(copied, [read_policy(path)])
+    check_policies(copied, [read_policy(path)])
     with_extension(copied)
     assert "it is not signed as it must be" in refusal(copied, path)
     sign(copied, signers.alice.key, "alice")
-    demand_policies(copied, [read_policy(path)])
+    check_policies(copied, [read_policy(path)])
 
 
 def test_a_policy_that_wants_operator_libraries_signed_says_that_signed_ones_may_be_loaded(signers: Signers, write: Write) -> None:
@@ -244,7 +244,7 @@ def test_all_policies_that_are_found_hold(system: Path, copied: Path, write: Wri
         system.write_bytes(machine.read_bytes())
         monkeypatch.setenv(POLICY, str(environment))
         with pytest.raises(PolicyError, match="denied"):
-            demand_policies(copied, find_policies(named))
+            check_policies(copied, find_policies(named))
 
 
 def test_verify_says_whether_the_policies_let_a_package_be_run(

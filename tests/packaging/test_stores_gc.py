@@ -138,14 +138,14 @@ def test_a_promotion_that_gc_overtakes_is_taken_back(packaged: Package, second: 
     put(second, folder)
     store = folder.store()
     store.mark("main", 1, "candidate", "")
-    demand = type(store)._demand_usable
+    demand = type(store)._check_usable
 
     def overtaken(self: Any, release: Any) -> None:
         demand(self, release)
         self.mark("main", 1, "removed", "gc was quicker")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store), "_demand_usable", overtaken)
+        patch.setattr(type(store), "_check_usable", overtaken)
         with pytest.raises(StorageError, match="gc was quicker"):
             store.promote("main", 1)
     assert store.release("main").package == second.digest

@@ -22,7 +22,7 @@ def say(value: object) -> None:
 def obey(store: Store, line: str, held: Held, words: list[str]) -> object:
     match words:
         case ["demand"]:
-            held.demand()
+            held.check()
         case ["promote", release]:
             return store.promote(line, release, after=held.after).id
         case ["asked"]:

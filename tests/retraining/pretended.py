@@ -73,7 +73,7 @@ class Pretended:
         if store.current(config.line) is None:
             push(self.package.path, config.store, line=config.line, message="the first")
 
-    def demand_fitting(self, config: Config, release: str) -> None:
+    def check_fitting(self, config: Config, release: str) -> None:
         pass
 
     def snapshot(self, trail: Trail) -> Snapshot:

@@ -13,7 +13,7 @@ import yaml
 
 from trainload import cli
 from trainload.capture.errors import RequestError
-from trainload.retraining.checks import demand_right
+from trainload.retraining.checks import check_config
 from trainload.retraining.config import Config, checked, read_config
 from trainload.retraining.template import TEMPLATE
 
@@ -101,7 +101,7 @@ def test_settings_are_those_of_a_launch() -> None:
 def test_what_only_other_parts_can_judge_is_judged_before_anything_runs(changes: dict[str, Any], words: list[str]) -> None:
     config = checked({**LEAST, **changes}, "")
     with pytest.raises(RequestError) as caught:
-        demand_right(config)
+        check_config(config)
     assert [each for each in words if each not in str(caught.value)] == [], str(caught.value)
 
 
@@ -161,7 +161,7 @@ def test_there_must_be_a_file(tmp_path: Path) -> None:
 
 
 def test_the_file_that_init_writes_is_right(tmp_path: Path) -> None:
-    demand_right(read_config(written(tmp_path, "a.yaml", TEMPLATE)))
+    check_config(read_config(written(tmp_path, "a.yaml", TEMPLATE)))
 
 
 def every_key(kind: Any, place: str = "") -> set[str]:

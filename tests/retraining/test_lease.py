@@ -115,7 +115,7 @@ def test_an_owner_renews_its_lease(store: Store, monkeypatch: pytest.MonkeyPatch
         if (beat := leases._heartbeat(first.id)) != beats[-1]:
             beats.append(beat)
     assert [beat.until for beat in beats if beat] == sorted({beat.until for beat in beats if beat})
-    first.demand()
+    first.check()
     first.close()
 
 
@@ -208,7 +208,7 @@ def test_an_owner_whose_store_fails_loses_its_lease(store: Store, monkeypatch: p
     seconds = lease._seconds
     monkeypatch.setattr(lease, "_seconds", lambda: seconds() + SHORT)
     with pytest.raises(LeaseLostError, match=f"nothing could be written for {SHORT:g} s"):
-        first.demand()
+        first.check()
     first.close()
 
 

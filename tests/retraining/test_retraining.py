@@ -64,14 +64,14 @@ def test_ticks_end_as_their_data_is(ticks: Ticks) -> None:
 
 
 def test_the_challenger_starts_from_the_champion(ticks: Ticks) -> None:
-    first, last = ticks.demand(Evaluated, name(0)), ticks.demand(Evaluated, name(2))
+    first, last = ticks.read_required(Evaluated, name(0)), ticks.read_required(Evaluated, name(2))
     assert first.challenger.loss is not None
     assert last.champion.loss is not None
     assert last.champion.loss < 0.8 * (first.champion.loss or 0.0)
 
 
 def test_champion_and_challenger_are_evaluated_on_the_same_rows_as_by_themselves(lived: Path, ticks: Ticks) -> None:
-    evaluated, trained = ticks.demand(Evaluated, name(2)), ticks.demand(Trained, name(2))
+    evaluated, trained = ticks.read_required(Evaluated, name(2)), ticks.read_required(Trained, name(2))
     (held,) = (lived / "runs" / LINE / name(2)).glob("data-*/held-out.arrow")
     for release, scores in ((2, evaluated.champion), (int(trained.release), evaluated.challenger)):
         package = trainload.open(f"{lived / 'store'}#{LINE}/{release}")
@@ -81,8 +81,8 @@ def test_champion_and_challenger_are_evaluated_on_the_same_rows_as_by_themselves
 
 
 def test_drift_is_told_against_the_champions_data(ticks: Ticks) -> None:
-    assert ticks.demand(Decided, name(0)).drift == {}
-    decided = ticks.demand(Decided, name(2))
+    assert ticks.read_required(Decided, name(0)).drift == {}
+    decided = ticks.read_required(Decided, name(2))
     assert decided.drift["x"] > 0.2
     assert decided.warnings == (f"column x has drifted: {decided.drift['x']:.3g}, from 0.2 on that is much",)
 
@@ -90,7 +90,7 @@ def test_drift_is_told_against_the_champions_data(ticks: Ticks) -> None:
 def test_only_weights_and_records_are_sent_again(lived: Path, ticks: Ticks) -> None:
     weights = sum(path.stat().st_size for path in (lived / "runs" / LINE / name(2) / "run-1.tl" / "weights").iterdir())
     manifest = (lived / "runs" / LINE / name(2) / "run-1.tl" / "manifest.json").stat().st_size
-    assert ticks.demand(Trained, name(2)).sent_bytes <= weights + manifest
+    assert ticks.read_required(Trained, name(2)).sent_bytes <= weights + manifest
 
 
 def test_a_lineage_goes_back_to_the_first_freeze(lived: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_champion_is_scored_in_the_precision_of_the_challenger(small: Package,
     tick(config, 0)
     run = folder / "runs" / LINE / name(0) / "run-1"
     of_the_run = {event.data["step"]: event.data["loss"] for event in read_events(run) if event.kind == "eval"}
-    scored = Ticks(Store(folder / "store"), LINE).demand(Evaluated, name(0))
+    scored = Ticks(Store(folder / "store"), LINE).read_required(Evaluated, name(0))
     assert (scored.champion.loss, scored.challenger.loss) == (of_the_run[0], of_the_run[2])
 
 
@@ -255,7 +255,7 @@ def test_slices_have_bars_of_their_own(sliced: tuple[Path, list[Ended]]) -> None
 
 
 def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(sliced: tuple[Path, list[Ended]]) -> None:
-    checks = Ticks(Store(sliced[0]), LINE).demand(Decided, name(1)).checks
+    checks = Ticks(Store(sliced[0]), LINE).read_required(Decided, name(1)).checks
     assert [(each.slice, each.judged, each.text) for each in checks if each.slice] == [
         ("land=0", True, checks[-2].text),
         ("land=7", False, "not judged: 0 rows, fewer than 1"),
@@ -550,7 +550,7 @@ def test_a_process_that_lost_its_lease_asks_no_run_to_stop(small: Package, folde
 
     def heard(event: Event) -> None:
         if event.kind == "step" and event.data["step"] == 3:
-            monkeypatch.setattr(Held, "demand", lost)
+            monkeypatch.setattr(Held, "check", lost)
             monkeypatch.setattr(Held, "asked_to_stop", "somebody")
             for _ in range(2):  # by the second time all is done that follows the first
                 assert refused.acquire(timeout=60)

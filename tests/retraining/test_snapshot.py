@@ -19,7 +19,7 @@ from trainload.launch.data.files import LocalFile
 from trainload.launch.data.run_data import open_run_data
 from trainload.packaging.read import Package
 from trainload.retraining.config import Config, checked
-from trainload.retraining.snapshot import Snapshot, demand_unchanged, evaluation_source, newest, take, train_source
+from trainload.retraining.snapshot import Snapshot, check_unchanged, evaluation_source, newest, take, train_source
 
 WHEN = datetime(2026, 3, 10, tzinfo=UTC)
 
@@ -259,10 +259,10 @@ def test_bad_held_out_data_is_refused_in_any_case(small: Package, tmp_path: Path
 def test_a_file_that_changed_since_is_noticed(small: Package, tmp_path: Path) -> None:
     path = write_day(tmp_path / "data" / "1.arrow")
     snapshot = taken(config_of(tmp_path), small, tmp_path)
-    demand_unchanged(snapshot)
+    check_unchanged(snapshot)
     write_day(path, seed=4)
     with pytest.raises(DataError, match="has changed since it was looked at"):
-        demand_unchanged(snapshot)
+        check_unchanged(snapshot)
 
 
 def test_a_file_that_is_gone_is_noticed(small: Package, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_file_that_is_gone_is_noticed(small: Package, tmp_path: Path) -> None:
     snapshot = taken(config_of(tmp_path), small, tmp_path)
     path.unlink()
     with pytest.raises(DataError, match="a file of the tick's data is gone"):
-        demand_unchanged(snapshot)
+        check_unchanged(snapshot)
 
 
 def test_rows_are_chosen_of_tables_alone(small: Package, tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_a_tick_that_is_asked_to_stop_gives_way(packaged: Package, tmp_path: Pat
     (tmp_path / "other").mkdir()
     assert scheduler(config, Pretended(packaged, tmp_path / "other"), owner="second").tick(at(1)).outcome == "promoted"
     thread.join()
-    ended = Ticks(store_of(tmp_path), LINE).demand(Ended, name(0))
+    ended = Ticks(store_of(tmp_path), LINE).read_required(Ended, name(0))
     assert (ended.outcome, ended.reason) == ("replaced", "second asked it to stop")
 
 
@@ -395,4 +395,4 @@ def test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not(
         assert found == wanted, f"killed at write {die_at} of {count}"
         assert Ticks(Store(config.store), LINE).count(Begun, name(1)) <= 2
         if kind == "promoted":
-            assert Ticks(Store(config.store), LINE).demand(Decided, name(1)).promote
+            assert Ticks(Store(config.store), LINE).read_required(Decided, name(1)).promote

@@ -14,11 +14,11 @@ from tests.sharding.cases import captured, make_plan
 from torch.fx import GraphModule, Node
 
 from trainload.capture.errors import PlanError
-from trainload.sharding.collectives import Collective, collectives_of, demand_agreement
+from trainload.sharding.collectives import Collective, check_agreement, collectives_of
 from trainload.sharding.plan import REPLICATE, SHARD, Plan
 from trainload.sharding.rank_graphs import calls_of
 from trainload.sharding.rewrite import Phase, rewrite
-from trainload.sharding.simulate import demand_meeting
+from trainload.sharding.simulate import check_meeting
 from trainload.sharding.strategies import Strategy
 from trainload.sharding.update import UpdateStep
 
@@ -104,7 +104,7 @@ def reduce_otherwise(graph: GraphModule, rng: random.Random) -> None:
 def demand_sound(graphs: Sequence[GraphModule], plan: Plan) -> None:
     """What workers do before they begin."""
     found = {graph: calls_of({"train": graph}, plan) for graph in graphs}
-    demand_meeting([found[graph] for graph in graphs], plan)
+    check_meeting([found[graph] for graph in graphs], plan)
 
 
 def exchange(graph: GraphModule, rng: random.Random) -> None:
@@ -136,7 +136,7 @@ def test_every_rank_agrees_where_all_have_the_same_graph(strategy: Strategy, pha
     plan = make_plan(strategy, WORLD)
     found = collectives_of(rewrite(captured()[1], plan, phase).module, plan.groups(), "train")
     assert found
-    demand_agreement([found] * WORLD, plan.groups(), "train")
+    check_agreement([found] * WORLD, plan.groups(), "train")
 
 
 def test_the_collectives_of_an_update_are_read_too() -> None:
@@ -165,7 +165,7 @@ def test_ranks_that_differ_are_named_with_what_each_calls() -> None:
     at = next(i for i, (one, following) in enumerate(itertools.pairwise(right)) if one != following)
     wrong = (*right[:at], *right[at + 1 :])
     with pytest.raises(PlanError, match="ranks 4 and 5 share") as caught:
-        demand_agreement([wrong if r == 5 else right for r in range(WORLD)], plan.groups(), "train")
+        check_agreement([wrong if r == 5 else right for r in range(WORLD)], plan.groups(), "train")
     assert f"rank 4: {right[at]}" in str(caught.value)
     assert f"rank 5: {right[at + 1]}" in str(caught.value)
 
@@ -191,14 +191,14 @@ def test_a_group_of_another_size_is_refused() -> None:
 def test_ranks_that_share_no_group_may_differ() -> None:
     groups = {"a": [[0, 1], [2, 3]]}
     first, second = (Collective("all_reduce", "a", "float32", 4, "sum"),), ()
-    demand_agreement([first, first, second, second], groups, "train")
+    check_agreement([first, first, second, second], groups, "train")
 
 
 def test_one_order_among_two_groups_is_demanded_of_those_who_share_both() -> None:
     groups = {"a": [[0, 1]], "b": [[0, 1]]}
     in_a, in_b = (Collective("all_reduce", name, "float32", 4, "sum") for name in "ab")
     with pytest.raises(PlanError, match="wait for one another"):
-        demand_agreement([(in_a, in_b), (in_b, in_a)], groups, "train")
+        check_agreement([(in_a, in_b), (in_b, in_a)], groups, "train")
 
 
 def test_sixteen_thousand_ranks_are_compared_at_once() -> None:
@@ -206,7 +206,7 @@ def test_sixteen_thousand_ranks_are_compared_at_once() -> None:
     found = collectives_of(sound, plan.groups(), "train")
     large = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"nodes": 2048})})
     ranks = [found] * large.world_size
-    demand_agreement(ranks, large.groups(), "train")
+    check_agreement(ranks, large.groups(), "train")
     ranks[9999] = found[1:]
     with pytest.raises(PlanError, match="ranks 0 and 9999 share"):
-        demand_agreement(ranks, large.groups(), "train")
+        check_agreement(ranks, large.groups(), "train")

@@ -18,7 +18,7 @@ from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.collectives import Collective
 from trainload.sharding.plan import PIPELINE, TENSOR, Plan
-from trainload.sharding.simulate import Calls, Simulation, demand_meeting, simulate
+from trainload.sharding.simulate import Calls, Simulation, check_meeting, simulate
 from trainload.sharding.source import Source
 
 Messages = tuple[Collective, ...]
@@ -96,7 +96,7 @@ def test_other_messages_on_one_rank_are_found(piped: Simulation, fault: Callable
         return {**own, "train.messages": fault(tuple(own["train.messages"]), rng)} if rank == broken else own
 
     with pytest.raises(PlanError, match=f"rank.* {broken}"):
-        demand_meeting([calls(rank) for rank in range(plan.world_size)], plan)
+        check_meeting([calls(rank) for rank in range(plan.world_size)], plan)
 
 
 def test_messages_go_by_the_pipelines_group(piped: Simulation) -> None:
@@ -108,7 +108,7 @@ def test_a_rank_with_the_graphs_of_another_stage_is_found(piped: Simulation) -> 
     everyones = [piped.calls[plan.pipeline_index(rank)] for rank in range(plan.world_size)]
     everyones[1] = piped.calls[1]
     with pytest.raises(PlanError, match="ranks 0 and 1 share"):
-        demand_meeting(everyones, plan)
+        check_meeting(everyones, plan)
 
 
 # Orders of a pipeline, as somebody's edit could leave them

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from trainload import view
 from trainload.capture.errors import PackageError
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands.shared import FAILED, json_option, out, print_json
 
@@ -45,7 +45,7 @@ def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exi
     for path in (before, after):
         if not path.exists():
             raise PackageError("there is no such package", where=str(path))
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import trust
 
     found = trust.diff(before, after, weights=not no_weights)

@@ -33,7 +33,7 @@ def drive(run_dir: Path, launched: tuple[str, ...]) -> int:
     from trainload.launch.spec import RUN_FILE
     from trainload.launch.state import read_state
 
-    _demand_converging(read_state(run_dir), run_dir)
+    _check_converging(read_state(run_dir), run_dir)
     evicted, began = run_dir / _EVICTED, time.time()
     evicted.unlink(missing_ok=True)  # of a head that ended before its driver did
     status = cli.run(["resume", str(run_dir), "--address", "auto"] if (run_dir / RUN_FILE).exists() else launched)
@@ -64,8 +64,8 @@ def _was_stopped(state: RunState) -> bool:
     return state.over and state.summary.error == RunInterrupted.__name__
 
 
-def _demand_converging(state: RunState | None, run_dir: Path) -> None:
-    """Demands a run that did not diverge when it was last driven: from its last checkpoint on it would do the same again."""
+def _check_converging(state: RunState | None, run_dir: Path) -> None:
+    """Check that a run did not diverge last time: from its last checkpoint it would do so again."""
     if state is not None and state.over and state.summary.error == DivergedError.__name__:
         raise DivergedError(
             "the run has diverged, and would again",

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trainload import view
 from trainload.capture.errors import PackageError
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands import shared
 from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
@@ -132,7 +132,7 @@ def _compare(path: Path, as_json: bool) -> None:
     """Print what became of the package's operators in the torch that runs."""
     if not path.exists():
         raise PackageError("there is no such package", where=str(path))
-    demand_supported_torch()
+    check_supported_torch()
     import torch
 
     from trainload.launch.libraries import import_for

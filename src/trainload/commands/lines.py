@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from trainload import view
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands import shared
 from trainload.commands.shared import json_option, out, print_json
@@ -30,7 +30,7 @@ _SHORT = 12
 @json_option
 def rollback(store: str, line: str | None, to: str | None, reason: str, as_json: bool) -> None:
     """Make the release current that was so before. The one that is left is marked as rejected."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.packaging.stores.releases import shown
     from trainload.packaging.stores.store import Store
     from trainload.retraining.lineage import rollback as go_back
@@ -50,7 +50,7 @@ def rollback(store: str, line: str | None, to: str | None, reason: str, as_json:
 @json_option
 def history(store: str, line: str | None, as_json: bool) -> None:
     """Show what was current and what ticks came to, in the order of time."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.packaging.stores.store import Store
     from trainload.retraining.lineage import read_line
 
@@ -96,7 +96,7 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
 @json_option
 def lineage(release: str, as_json: bool) -> None:
     """Show where a release comes from, back to the first freeze: parents, data, plan, metrics, decisions."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.launch.fetching import parts_of
     from trainload.packaging.stores.store import Store
     from trainload.retraining.lineage import ancestry
@@ -180,7 +180,7 @@ def migrate(
         raise click.UsageError("--store and --line go together.")
     if output is None and store is None:
         raise click.UsageError("Give --output, or --store and --line.")
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.retraining.migrate import migrate as carry_over
     from trainload.retraining.migrate import written_to
 

@@ -153,10 +153,10 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 def _placing(mount: str) -> Callable[[str], str]:
     """What a path is for the pods. URLs and references stay as they are."""
-    from trainload.packaging.credentials import demand_no_credentials
+    from trainload.packaging.credentials import check_no_credentials
 
     def place(path: str) -> str:
-        demand_no_credentials(path)
+        check_no_credentials(path)
         return path if "://" in path or path.startswith(("${", "python:")) else str(PurePosixPath(mount, path))
 
     return place

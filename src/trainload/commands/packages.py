@@ -13,7 +13,7 @@ import click
 
 from trainload import view
 from trainload.capture.errors import PackageError, PolicyError
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.shared import FAILED, any_package_argument, err, json_option, located, out, package_argument, print_json
 
@@ -103,16 +103,16 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     """
     if not package.exists():
         raise PackageError("there is no such package", where=str(package))
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import trust
     from trainload.packaging.verify import Problem
 
     report = trust.verify(package, identities)
     if not report.problems and (named := shared.policy()) is not None:
-        from trainload.packaging.signatures.policy import demand_policies, find_policies
+        from trainload.packaging.signatures.policy import check_policies, find_policies
 
         try:
-            demand_policies(package, find_policies(named))
+            check_policies(package, find_policies(named))
         except PolicyError as error:
             report = replace(report, problems=(Problem("", str(error)),))
     if as_json:

@@ -38,7 +38,7 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     from trainload.report.reading import read_run
 
     path = output or run_dir / _FILE
-    _demand_place(path, mark)
+    _check_place(path, mark)
     record = read_run(run_dir)
     text: bytes = page_of(record).encode()
     _write(path, text)
@@ -71,7 +71,7 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
 
     store = Store(url)
     path = output or Path(_FILE)
-    _demand_place(path, mark)
+    _check_place(path, mark)
     page, lines = store_page(store, [store.known_line(line)] if line else store.lines())
     text = page.encode()
     _write(path, text)
@@ -94,8 +94,8 @@ def _page() -> Any:
     return page_of, MARK
 
 
-def _demand_place(path: Path, mark: str) -> None:
-    """Demands that nothing but a report is replaced."""
+def _check_place(path: Path, mark: str) -> None:
+    """Check that nothing but a report is replaced."""
     if not path.exists():
         return
     try:

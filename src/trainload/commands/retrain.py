@@ -14,7 +14,7 @@ import click
 
 from trainload import view
 from trainload.capture.errors import RequestError, StorageError
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.manifest import pod_options, pods_of
 from trainload.commands.shared import DONE, FAILED, err, json_option, out, positive, print_json, write_text
@@ -70,7 +70,7 @@ def schema(as_json: bool) -> None:
 @json_option
 def check(file: Path, as_json: bool) -> None:
     """Say whether FILE is right: keys, values, expressions, and what its package and store say."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.retraining.checks import check as checked
     from trainload.retraining.config import read_config
 
@@ -93,7 +93,7 @@ def tick(file: Path, at: str, as_json: bool) -> int:
     Repeated, or run again after it was killed, it goes on where it stopped, and ends as it would have ended. Where there is no new data
     it says so. Exit status 1: the tick failed.
     """
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.retraining.config import read_config
 
     config = read_config(file)
@@ -113,7 +113,7 @@ def tick(file: Path, at: str, as_json: bool) -> int:
 @json_option
 def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks: int | None, as_json: bool) -> None:
     """Run ticks as they are due, until SIGTERM or Ctrl-C: the tick under way is ended first."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.retraining.config import checked, read_config
     from trainload.retraining.service import serve
 
@@ -228,7 +228,7 @@ def handover(file: Path, as_json: bool) -> None:
 
     A promotion does so by itself, and the next tick after a rollback.
     """
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.packaging.stores.releases import shown
     from trainload.packaging.stores.store import Store
     from trainload.retraining.config import read_config
@@ -275,10 +275,10 @@ def _time(config: Config, at: str) -> datetime:
 
 
 def _scheduler(config: Config, as_json: bool) -> Scheduler:
-    from trainload.retraining.checks import demand_right
+    from trainload.retraining.checks import check_config
     from trainload.retraining.tick import Scheduler
 
-    demand_right(config)
+    check_config(config)
     return Scheduler(config, _stages(as_json=as_json), _say)
 
 

@@ -17,7 +17,7 @@ import click
 
 from trainload import run_view, view
 from trainload.capture.errors import ClusterError, LostClusterError, RunInterrupted, StorageError, TrainingError
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
@@ -87,11 +87,11 @@ def launch(
     """Train a package, or a release STORE#LINE/N, on Ray unless told otherwise."""
     if nodes is not None and nodes[1] > 1 and backend != "ray":
         raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
-    _demand_ray(backend, address, detach=detach)
+    _check_ray(backend, address, detach=detach)
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
     chosen = Settings(given)
-    _demand_one_plan(plan_file, workers, strategy, chosen, nodes if nodes is None or nodes[0] == nodes[1] else None)
+    _check_one_plan(plan_file, workers, strategy, chosen, nodes if nodes is None or nodes[0] == nodes[1] else None)
     from trainload.launch.fetching import run_name
 
     opened = shared.open_to_run(package)
@@ -174,12 +174,12 @@ def evaluate(
     as_json: bool,
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
-    _demand_ray(backend, address)
+    _check_ray(backend, address)
     chosen = Settings(given)
     settings = _of_an_evaluation(chosen)
     if eval_batches is not None and settings.setdefault("eval_batches", eval_batches) != eval_batches:
         raise click.UsageError("--batches and --set eval_batches say different things: give one of them.")
-    _demand_one_plan(plan_file, workers, strategy, chosen, nodes)
+    _check_one_plan(plan_file, workers, strategy, chosen, nodes)
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
     changed = chosen.changes.apply(opened)
@@ -225,8 +225,8 @@ def _largest(package: Package, least: int, most: int, per_node: int, chosen: Set
     return largest_size(package, range(least, most + 1), per_node, **chosen.batch)
 
 
-def _demand_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
-    """Demands that nothing is asked of a cluster where no cluster runs it."""
+def _check_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
+    """Check that no option of a cluster is given to a backend without one."""
     if backend != "ray" and (address is not None or detach):
         raise click.UsageError(f"{'--detach' if detach else '--address'} goes with Ray: leave it out, or --backend {backend}.")
     if detach != (address or "").startswith(("http://", "https://")):
@@ -235,14 +235,14 @@ def _demand_ray(backend: Backend, address: str | None, *, detach: bool = False) 
         )
 
 
-def _demand_one_plan(
+def _check_one_plan(
     plan_file: Path | None,
     workers: tuple[int, str] | None,
     strategy: Strategy | None,
     chosen: Settings,
     nodes: int | tuple[int, int] | None,
 ) -> None:
-    """Demands that nothing is asked for that a plan says. `nodes`: a number of them, not a span."""
+    """Check that no option is given that the plan decides. `nodes`: a number of them, not a range."""
     if plan_file is not None and (workers is not None or strategy is not None):
         raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
     if plan_file is not None and nodes is not None:
@@ -341,15 +341,15 @@ def resume(
     """Continue a run from its last checkpoint, on as many workers as there are now."""
     if not run_dir.is_dir():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
-    _demand_ray(backend, address, detach=detach)
-    demand_supported_torch()
+    _check_ray(backend, address, detach=detach)
+    check_supported_torch()
     changes = _changes(given)
     if is_kept():
         obey_keeper()
     elif backend == "ray" and address is not None:
-        from trainload.launch.driver import demand_no_driver
+        from trainload.launch.driver import check_no_driver
 
-        demand_no_driver(run_dir)
+        check_no_driver(run_dir)
         if changes:
             from trainload.running import change
 

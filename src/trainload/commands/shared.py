@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from trainload import view
 from trainload.capture.errors import PackageError, StorageError
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.packaging.read import Package
@@ -126,7 +126,7 @@ def open_package(path: Path) -> Package:
     """Open the package that a command was given."""
     if not path.exists():
         raise PackageError("there is no such package", where=str(path))
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.launch.libraries import open_with
 
     return _warned(open_with(path, libraries(), trust_extensions=trusts_extensions()))
@@ -148,7 +148,7 @@ def trusts_extensions() -> bool:
 
 def located(name: str) -> tuple[str | None, Path]:
     """A package's name in a store or registry, None for a folder; and its folder, fetched into this machine's cache if need be."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload.launch.fetching import here
 
     with Transfer("fetch") as shown:
@@ -194,9 +194,9 @@ def program_options() -> list[str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that a command was asked for."""
-    from trainload.packaging.files import demand_outside_packages
+    from trainload.packaging.files import check_outside_packages
 
-    demand_outside_packages(path)
+    check_outside_packages(path)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload import view
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands.shared import Transfer, json_option, out, positive, print_json
 
@@ -52,7 +52,7 @@ def push(
         raise click.UsageError("--reject goes without --promote and --only-if.")
     if promote is False and only_if is not None:
         raise click.UsageError("--only-if says when to promote, and --no-promote not to.")
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import stores
     from trainload.packaging.stores.push import PushReport
 
@@ -104,7 +104,7 @@ def pull(
 
     What packages in the folder of PKG have already is linked, not fetched.
     """
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import stores
 
     with Transfer("pull") as shown:
@@ -128,7 +128,7 @@ def pull(
 @json_option
 def releases(store: str, line: str | None, as_json: bool) -> None:
     """List a store's releases: number, status, package, parent, what was said."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import stores
 
     found = stores.releases(store, line=line)
@@ -154,7 +154,7 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
 @json_option
 def promote(store: str, release: str, line: str | None, only_if: str | None, reason: str, rejected: bool, as_json: bool) -> None:
     """Make release N its line's current one: a candidate, or an older one again."""
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import stores
 
     pointer = stores.promote(store, release, line=line, only_if=only_if, reason=reason, rejected=rejected)
@@ -179,7 +179,7 @@ def gc(store: str, keep: int | None, lines: tuple[str, ...], grace: float, dry_r
 
     A current release keeps its files. Records stay, so the history can be read.
     """
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import stores
 
     if lines and keep is None:

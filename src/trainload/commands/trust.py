@@ -10,7 +10,7 @@ import click
 
 from trainload import view
 from trainload.capture.errors import PackageError
-from trainload.capture.versions import demand_supported_torch
+from trainload.capture.versions import check_supported_torch
 from trainload.commands.shared import json_option, out, package_argument, print_json
 
 _pem = click.Path(path_type=Path)
@@ -33,7 +33,7 @@ def sign(package: Path, key: Path, name: str | None, certificate: Path | None, c
         raise click.UsageError("--chain goes with --certificate.")
     if not package.exists():
         raise PackageError("there is no such package", where=str(package))
-    demand_supported_torch()
+    check_supported_torch()
     from trainload import trust
 
     made = trust.sign(package, key, name=name, password=_password(key), certificate=certificate, chain=chain)

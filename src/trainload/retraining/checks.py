@@ -19,8 +19,8 @@ _FILES = 10
 _ALWAYS = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
 
 
-def demand_right(config: Config) -> None:
-    """Demands that a file's expressions, schedule, window and settings are right.
+def check_config(config: Config) -> None:
+    """Check a file's expressions, schedule, window and settings.
 
     Raises:
         RequestError: one is not: names the key, the value and what is allowed.
@@ -59,8 +59,8 @@ def _metrics(package: Package) -> list[str]:
     return found
 
 
-def demand_known(config: Config, package: Package) -> None:
-    """Demands that a file's expressions name what a package gives. Raises: RequestError."""
+def check_known_names(config: Config, package: Package) -> None:
+    """Check that a file's expressions name values that a package has. Raises: RequestError."""
     for key, expression in expressions(config).items():
         expression.check(known_names(package, sliced=key != "gate.require"))
 
@@ -75,7 +75,7 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
     from trainload.packaging.stores.store import Store
     from trainload.retraining.training import training_plan
 
-    demand_right(config)
+    check_config(config)
     try:
         store: Store | None = Store(config.store)
     except RequestError:
@@ -84,7 +84,7 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
     if current is None and config.package is None:
         raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", cure="Give the key package.")
     package = stages.open(f"{config.store}#{config.line}" if current is not None else str(config.package))
-    demand_known(config, package)
+    check_known_names(config, package)
     plan = training_plan(config, package)
     return {
         "package": package.digest,

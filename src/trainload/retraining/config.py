@@ -41,13 +41,13 @@ def seconds_of(text: object) -> object:
     return timedelta(seconds=seconds) if 0 < seconds <= _LONGEST.total_seconds() else text
 
 
-def _is_span(value: object) -> object:
+def _check_span(value: object) -> object:
     if not isinstance(value, timedelta) or not timedelta(0) < value <= _LONGEST:
         raise ValueError("give a number of seconds, minutes, hours, days or weeks, such as 90s, 30m, 6h, 7d or 2w; at most 36500d")
     return value
 
 
-def _is_folder(path: str) -> str:
+def _check_folder(path: str) -> str:
     if "://" in path:
         raise ValueError("give a folder, on storage that all machines share: this is a URL")
     return path
@@ -63,7 +63,7 @@ def _as_span(span: timedelta) -> str:
 
 Span = Annotated[
     timedelta,
-    BeforeValidator(_is_span),
+    BeforeValidator(_check_span),
     BeforeValidator(seconds_of),
     PlainSerializer(_as_span, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": f"^{_SPAN.pattern}$"}),
@@ -77,7 +77,7 @@ Names = Annotated[
 """One text or a list of them."""
 Some = Annotated[Names, Field(min_length=1)]
 """The same, and not none."""
-Folder = Annotated[str, AfterValidator(_is_folder)]
+Folder = Annotated[str, AfterValidator(_check_folder)]
 """A path of this machine."""
 Positive = Annotated[int, Field(ge=1, strict=True)]
 MOST_ATTEMPTS = 20

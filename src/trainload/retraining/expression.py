@@ -82,7 +82,7 @@ class Expression:
         self._tree = tree
 
     def check(self, known: Collection[str]) -> None:
-        """Demands that all names are known. Raises: RequestError, with the nearest one."""
+        """Check that all names are known. Raises: RequestError, with the nearest one."""
         for name in sorted(self.names - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
             cure = f"Did you mean {close[0]}?" if close else ""

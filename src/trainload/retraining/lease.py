@@ -118,8 +118,8 @@ class Held:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
-    def demand(self) -> None:
-        """Demands that this process still has the lease.
+    def check(self) -> None:
+        """Check that this process still has the lease.
 
         Raises:
             LeaseLostError: it does not, or cannot be sure of it.
@@ -154,7 +154,7 @@ class Held:
     def _keep(self) -> None:
         while not self._over.wait(self._seconds / _BEATS):
             if _seconds() > self._sure_until:
-                return  # demand() says so
+                return  # check() reports it
             try:
                 last = self._leases.last()
                 if last is not None and last != self.id:

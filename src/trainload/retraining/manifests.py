@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from trainload.capture.errors import RequestError
-from trainload.kuberay import HEAD_CPUS, Json, Pods, container_of, demand_label, metadata_of, pod_of, ray_job_spec
+from trainload.kuberay import HEAD_CPUS, Json, Pods, check_label, container_of, metadata_of, pod_of, ray_job_spec
 from trainload.retraining.config import Timing
 
 MOST_NAME = 35
@@ -57,7 +57,7 @@ def cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
         timing: when.
         tick: words that run a tick, as the pod sees their files.
     """
-    demand_label(pods.name, "--name", most=52)
+    check_label(pods.name, "--name", most=52)
     crontab, zone = crontab_of(timing)
     container = container_of(pods, "tick", HEAD_CPUS if pods.devices < HEAD_CPUS else pods.devices, {"memory": pods.memory})
     container["command"] = list(tick)
@@ -82,7 +82,7 @@ def ray_cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
         timing: when.
         tick: words that run a tick, as the pods see their files; its `cluster.address` is auto.
     """
-    demand_label(pods.name, "--name", most=MOST_NAME, letter=True)
+    check_label(pods.name, "--name", most=MOST_NAME, letter=True)
     crontab, zone = crontab_of(timing)
     command = shlex.join(["exec", *tick])
     spec = {"schedule": crontab, "timeZone": zone, "jobTemplate": ray_job_spec(pods, command, None, 1)}

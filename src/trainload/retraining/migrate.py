@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainload.capture.errors import ConflictError, PackageError, RequestError
-from trainload.packaging.read import Package, demand_weights
+from trainload.packaging.read import Package, check_weights
 from trainload.packaging.write import with_weights
 from trainload.retraining.lineage import LINE, RELEASE, STORE
 
@@ -78,8 +78,8 @@ def migrate(
         RequestError: a name of `rename` is not in the old program, or two tensors would have one name.
         StorageError: `output` is taken or cannot be written.
     """
-    demand_weights(new)
-    demand_weights(old)
+    check_weights(new)
+    check_weights(old)
     names = _renamed(old, rename or {})
     plan = [_fate(new, old, name, names.get(name)) for name in new.weights.names()]
     taken = {source for fate, source, _ in plan if fate != "missing"}

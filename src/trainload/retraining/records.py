@@ -226,7 +226,7 @@ class Ticks:
             raise IntegrityError("a record of the store is of something else", where=f"{self._files.url}/{path}")
         return found
 
-    def demand(self, kind: type[R], tick: str) -> R:
+    def read_required(self, kind: type[R], tick: str) -> R:
         """A record that must be there. Raises: IntegrityError where it is not."""
         found = self.read(kind, tick)
         if found is None:

@@ -68,8 +68,8 @@ def judged_slices(config: Config, found: Collection[str]) -> list[str]:
     return sorted({_slice(slices.column, value, None) for value in slices.values})
 
 
-def demand_tables(config: Config, files: Sequence[DataFile]) -> None:
-    """Demands that rows can be chosen of files, where they are to be. Raises: RequestError."""
+def check_tables(config: Config, files: Sequence[DataFile]) -> None:
+    """Check that rows can be selected from files, if the configuration selects rows. Raises: RequestError."""
     other = next((file for file in files if file.suffix not in TABLES), None)
     if other is not None and chosen_rows(config):
         raise RequestError(
@@ -151,7 +151,7 @@ class RowFiles:
     def _divide(self, told: FileOf, writers: _Writers, *, held: bool) -> None:
         """Writes the rows of one file where they belong."""
         (file,) = find_files(told.name, READERS)
-        demand_tables(self._config, (file,))
+        check_tables(self._config, (file,))
         start = 0
         for batch in _read(file):
             numbers = np.arange(start, start + batch.num_rows, dtype=np.uint64)

@@ -25,7 +25,7 @@ from trainload.packaging.entries import data_specs
 from trainload.packaging.guards import Record
 from trainload.retraining.config import Config
 from trainload.retraining.drift import ColumnStatistics, Sampled
-from trainload.retraining.rows import HELD, TRAIN, RowFiles, TimeWindow, chosen_rows, demand_tables, extra_columns
+from trainload.retraining.rows import HELD, TRAIN, RowFiles, TimeWindow, check_tables, chosen_rows, extra_columns
 from trainload.retraining.windows import TABLES, files_of, one_format
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def newest(config: Config, scheduled: datetime, package: Package, most: int) -> 
     specs = data_specs(package.manifest, "")
     if config.evaluation.files is not None and (problem := _held_out(config, specs)[1]):
         raise DataError(problem, where="evaluation.files")
-    demand_tables(config, files)
+    check_tables(config, files)
     last = files[-most:]
     look = _look(config, specs, len(last), _window(config, scheduled))
     return len(files), tuple(look.at(file, "") for file in last)
@@ -166,24 +166,24 @@ def evaluation_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
     return _source(config, snapshot, folder, HELD)
 
 
-def demand_evaluable(config: Config, snapshot: Snapshot, folder: Path) -> None:
-    """Demands that the held-out rows are those that there were when the tick looked. Raises: as `demand_unchanged`."""
+def check_evaluable(config: Config, snapshot: Snapshot, folder: Path) -> None:
+    """Check that the held-out rows are those that the tick read. Raises: as `check_unchanged`."""
     if not snapshot.made:
-        _demand_same(snapshot.held_out)
+        _check_same(snapshot.held_out)
     elif not RowFiles(config, snapshot, _place(snapshot, folder)).there():  # they are written anew
-        demand_unchanged(snapshot)
+        check_unchanged(snapshot)
 
 
-def demand_unchanged(snapshot: Snapshot) -> None:
-    """Demands that the files are those that were looked at.
+def check_unchanged(snapshot: Snapshot) -> None:
+    """Check that the files are those that the tick read.
 
     Raises:
         DataError: one has changed, or is gone.
     """
-    _demand_same((*snapshot.good, *snapshot.held_out))
+    _check_same((*snapshot.good, *snapshot.held_out))
 
 
-def _demand_same(files: Sequence[FileOf]) -> None:
+def _check_same(files: Sequence[FileOf]) -> None:
     for wanted in files:
         (file,) = _found(wanted)
         identity = _identity(file)
@@ -259,7 +259,7 @@ class _Look:
             if schema is None:
                 raise DataError("no reader knows a file of this name", where=file.name, expected=", ".join(READERS))
             rows = schema.rows
-            self._demand(schema, sizes)
+            self._check(schema, sizes)
             problem = self._values(file, sizes, samples) if rows else ""
         except DataError as error:
             problem = _words(" ".join(str(error).split()))
@@ -270,7 +270,7 @@ class _Look:
             self._sizes, self._samples = sizes, samples
         return FileOf(name=file.name, identity=identity, size=size, rows=rows, problem=problem)
 
-    def _demand(self, schema: FileSchema, sizes: Sizes) -> None:
+    def _check(self, schema: FileSchema, sizes: Sizes) -> None:
         lacking = sorted(set(self._extra) - set(schema.columns))
         if lacking and schema.columns:
             raise DataError(f"the data has no column {lacking[0]!r}", where=schema.name, got=", ".join(sorted(schema.columns)))

@@ -15,14 +15,14 @@ from trainload.capture.errors import ConflictError, RequestError, StorageError, 
 from trainload.packaging.stores.releases import Release, shown
 from trainload.packaging.stores.store import NOBODY, Store
 from trainload.retraining import aftermath
-from trainload.retraining.checks import demand_known
+from trainload.retraining.checks import check_known_names
 from trainload.retraining.config import Config
 from trainload.retraining.drift import drift_of
 from trainload.retraining.gate import Verdict, decide
 from trainload.retraining.lineage import TICK
 from trainload.retraining.records import Ended, Evaluated, Scores, Taken, Ticks, Trained
 from trainload.retraining.rows import judged_slices
-from trainload.retraining.snapshot import Snapshot, demand_evaluable, demand_unchanged, evaluation_source, take
+from trainload.retraining.snapshot import Snapshot, check_evaluable, check_unchanged, evaluation_source, take
 from trainload.retraining.tick import Say, Trail
 from trainload.retraining.training import TickRun, folder_of, plan_of, settings_of, training_plan
 
@@ -74,10 +74,10 @@ class Stages:
         with suppress(ConflictError):  # another process was first
             push(path, config.store, line=config.line, only_if=NOBODY, message="the first of the line")
 
-    def demand_fitting(self, config: Config, release: str) -> None:
-        """As `Work.demand_fitting`. Raises: as of `checks.demand_known` and `training.training_plan`."""
+    def check_fitting(self, config: Config, release: str) -> None:
+        """As `Work.check_fitting`. Raises: as of `checks.check_known_names` and `training.training_plan`."""
         package = self._release(config, release)
-        demand_known(config, package)
+        check_known_names(config, package)
         self._plan(config, package)
 
     def snapshot(self, trail: Trail) -> Snapshot:
@@ -91,7 +91,7 @@ class Stages:
         """As `Work.train`."""
         from trainload.packaging.stores.push import push
 
-        demand_unchanged(snapshot)
+        check_unchanged(snapshot)
         config, seconds = trail.config, {}
         release = trail.pinned.parent if config.train.start == "current" else self._first_release(trail)
         package = self._release(config, release)
@@ -290,7 +290,7 @@ class Stages:
         cluster, settings = trail.config.cluster, settings_of(trail.config)
         # Champion and challenger are scored alike: in the precision in which a run of this retraining evaluates what it trains.
         overrides = Overrides(precision=settings.changes.precision)
-        demand_evaluable(trail.config, snapshot, folder_of(trail))
+        check_evaluable(trail.config, snapshot, folder_of(trail))
         source = evaluation_source(trail.config, snapshot, folder_of(trail))
         self._say(f"tick {trail.name}: evaluating release {shown(release)}")
         found = evaluate(

@@ -78,8 +78,8 @@ class Work(Protocol):
     def first(self, config: Config, store: Store) -> None:
         """Sees to it that the line has a current release."""
 
-    def demand_fitting(self, config: Config, release: str) -> None:
-        """Demands that a retraining fits the release that it would begin with."""
+    def check_fitting(self, config: Config, release: str) -> None:
+        """Check that a retraining fits the release that it would begin with."""
 
     def snapshot(self, trail: Trail) -> Snapshot:
         """Looks at the data."""
@@ -192,7 +192,7 @@ class Scheduler:
     # Stages
 
     def _run(self, name: str, held: Held) -> Ended:
-        held.demand()
+        held.check()
         pinned = self._ticks.read(Pinned, name) or self._pin(name)
         done = self._ticks.read(Ended, name)  # by whoever had the lease before
         if done is not None:
@@ -235,7 +235,7 @@ class Scheduler:
         current = self._store.current(self._config.line)
         if current is None:
             raise PackageError("no release is current", where=self._leases.where, cure="`trainload promote` one.")
-        self._work.demand_fitting(self._config, current.release)  # a tick keeps what it is begun with
+        self._work.check_fitting(self._config, current.release)  # a tick keeps what it is begun with
         return self._ticks.write(
             Pinned,
             name,
@@ -269,7 +269,7 @@ class Scheduler:
                 except DivergedError as error:
                     decided = self._write(held, Decided, trail.name, promote=False, reason=str(error), warnings=(), checks=(), drift={})
                 except RunInterrupted:
-                    held.demand()
+                    held.check()
                     if held.asked_to_stop is None:
                         raise
                     return self._end(trail, "replaced", f"{held.asked_to_stop} asked it to stop")
@@ -301,7 +301,7 @@ class Scheduler:
         if trained is None:
             return self._end(trail, "rejected", decided.reason, warnings=decided.warnings)
         if not decided.promote:
-            trail.held.demand()
+            trail.held.check()
             mark = self._store.mark_of(trail.line, trained.release)
             if mark is None:
                 self._store.mark(trail.line, shown(trained.release), "rejected", decided.reason)
@@ -340,7 +340,7 @@ class Scheduler:
                 expected="a candidate",
                 got=mark.reason,
             )
-        trail.held.demand()
+        trail.held.check()
         pointer = self._store.promote(
             trail.line, shown(trained.release), after=trail.held.after, reason=f"tick {trail.name}: {decided.reason}"[:8192]
         )
@@ -357,7 +357,7 @@ class Scheduler:
         *,
         warnings: tuple[str, ...] = (),
     ) -> Ended:
-        trail.held.demand()
+        trail.held.check()
         fields: dict[str, Any] = {"outcome": outcome, "reason": reason[:8192], "release": release, "pointer": pointer}
         draft = self._ticks.draft(Ended, trail.name, **fields, warnings=warnings)
         wrong = self._work.after(trail, draft)
@@ -368,7 +368,7 @@ class Scheduler:
         return ended
 
     def _write(self, held: Held, kind: type[R], tick: str, **fields: Any) -> R:
-        held.demand()
+        held.check()
         return self._ticks.write(kind, tick, **fields)
 
     def _obey(self, held: Held) -> None:

@@ -124,7 +124,7 @@ class TickRun:
 
     def _heard(self, event: Event) -> None:
         if self._trail.config.cluster.backend == "ray":  # there the driver itself asks; a run in this process ends as it would have
-            self._trail.held.demand()  # else somebody else may have gone on with this very run, and writes into its folder
+            self._trail.held.check()  # else somebody else may have gone on with this very run, and writes into its folder
         if event.kind == "step" and self.first_step is None:
             self.first_step = time.monotonic()
         self._on_event(event)
@@ -195,7 +195,7 @@ def _stopped_for(trail: Trail, run_dir: Path) -> Iterator[None]:
             if trail.held.asked_to_stop is None or not run_dir.is_dir():
                 continue
             with suppress(LeaseLostError, OSError):  # a run of somebody else's by now is not asked
-                trail.held.demand()
+                trail.held.check()
                 (run_dir / Request.STOP.file).touch()
 
     thread = threading.Thread(target=watch, name="retraining", daemon=True)

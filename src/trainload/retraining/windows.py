@@ -27,7 +27,7 @@ TABLES = (".parquet", ".arrow", ".feather")
 
 
 def check_window(config: Config) -> None:
-    """Demands that a window goes with the files that it is of.
+    """Check that a window fits the files that it selects from.
 
     Raises:
         RequestError: it does not: names the key and what is allowed.
@@ -74,7 +74,7 @@ def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
 
 
 def one_format(files: Sequence[DataFile]) -> None:
-    """Demands that files are all of one format. Raises: DataError."""
+    """Check that all files are of one format. Raises: DataError."""
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise DataError(
