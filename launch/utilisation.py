@@ -20,22 +20,11 @@ from trainload.launch.measure import products
 from trainload.packaging.canonical import canonical_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.planner.costs import sizes_of
+from trainload.sharding.planner.device import profile_of_product
 from trainload.sharding.work import flops
 
 Work = Mapping[str, Mapping[str, tuple[float, float]]]
 """Captured graph -> dtype -> operations of matrix products in a call: those that there always are, and those of each row."""
-
-_PROMISED: Mapping[str, Mapping[str, float]] = {
-    "B200": {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12},
-    "H200": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-    "H100 PCIe": {"bfloat16": 756e12, "float16": 756e12, "float32": 51e12},
-    "H100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-    "A100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
-    "L40S": {"bfloat16": 362e12, "float16": 362e12, "float32": 91.6e12},
-    "L4": {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12},
-    "V100": {"float16": 125e12, "float32": 15.7e12},
-}
-"""What NVIDIA's data sheets promise of dense products, by a part of the device's name; the first that fits counts; float32 without TF32."""
 
 
 def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tuple[float, float]]]:
@@ -105,18 +94,20 @@ def rate(peaks: Mapping[str, float], dtype: str) -> float:
 
 
 def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> dict[str, float]:
-    """Operations a second that a device can do, by dtype: what its data sheet promises, where it is known; else what its largest products
-    reach, which is measured once and kept in the node's cache.
+    """Return the peak operations a second of a device by dtype.
+
+    They are those of its data sheet (sharding/planner/devices); of a device without one, the rate of its largest matrix products, which
+    is measured once and stored in the node's cache.
 
     Args:
-        device: of this process, with its number of threads.
-        dtypes: that are wanted; float32 is there in any case.
-        cache_dir: the node's.
+        device: the device of this process. A CPU has the process's number of threads.
+        dtypes: dtypes of the run's products. The result contains float32 in any case.
+        cache_dir: the node's cache.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.get_num_threads()}"
-    for part, promised in _PROMISED.items():
-        if device.type == "cuda" and part in name:
-            return dict(promised)
+    profile = profile_of_product(name) if device.type == "cuda" else None
+    if profile is not None and profile.peak_flops:
+        return dict(profile.peak_flops)
     folder = private_folder(cache_dir / "peaks")
     path = folder / f"{socket.gethostname()}-{name.replace(os.sep, '-')}-torch{torch.__version__}.json"
     kept: dict[str, float] = json.loads(path.read_bytes()) if path.exists() else {}

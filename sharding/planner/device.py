@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,10 @@ class DeviceProfile(_Record):
     memory_bytes: int = Field(gt=0)
     reserved_bytes: int = Field(default=0, ge=0)
     """What a process takes before it holds a tensor, and what its allocator cannot use: libraries, their buffers, fragments."""
+    product_names: tuple[str, ...] = ()
+    """Words of the product's name as the driver reports it ("H100" of "NVIDIA H100 80GB HBM3")."""
+    peak_flops: dict[str, float] = Field(default_factory=dict)
+    """dtype -> operations a second of dense products by the data sheet, without sparsity or TF32: 100 % of model FLOPs utilisation."""
     flops: dict[str, float] = Field(min_length=1)
     """dtype -> operations a second of large matrix products. What is missing is taken for float32."""
     attention: float = Field(default=1.0, gt=0)
@@ -98,6 +104,18 @@ def read(name: str) -> DeviceProfile:
             got=str(error).replace("\n", "; "),
             cure="Write one with: trainload profile.",
         ) from error
+
+
+@functools.cache
+def profile_of_product(product: str) -> DeviceProfile | None:
+    """Return the profile of a device by its product name, or None if no profile comes with trainload.
+
+    Args:
+        product: as `torch.cuda.get_device_name` gives it, say "NVIDIA H100 80GB HBM3".
+    """
+    profiles = [(word, profile) for profile in map(read, names()) for word in profile.product_names]
+    matching = [(word, profile) for word, profile in profiles if re.search(rf"\b{re.escape(word)}\b", product)]
+    return max(matching, key=lambda match: len(match[0]))[1] if matching else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from trainload.launch.build import uncompiled_build
 from trainload.launch.journal import read_events
 from trainload.launch.utilisation import Utilisation, peaks_of, rate, used_bytes, work_of
 from trainload.packaging.read import Package
+from trainload.sharding.planner.device import profile_of_product
 from trainload.sharding.step_graphs import step_graphs
 
 ROWS, FEATURES, HIDDEN, CLASSES = 4, 6, 10, 3
@@ -90,6 +91,31 @@ def test_work_does_not_depend_on_how_it_is_divided(package: Package) -> None:
     plans = (trainload.plan(package, trainload.Cluster(devices_per_node=ranks), "single" if ranks == 1 else "zero3") for ranks in (1, 2))
     found = [Utilisation(uncompiled_build(package, plan, CPU).work, package.recipe, plan, {"float32": 1e6}) for plan in plans]
     assert found[0].of(0, [""], 1.0) == pytest.approx(2 * found[1].of(0, [""], 1.0))
+
+
+@pytest.mark.parametrize(
+    ("product", "bfloat16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GB200", 2250e12),
+        ("AMD Instinct MI300X", 1307.4e12),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(
+    product: str, bfloat16: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: product)
+    assert peaks_of(torch.device("cuda"), ["bfloat16"], tmp_path)["bfloat16"] == bfloat16
+
+
+@pytest.mark.parametrize("product", ["NVIDIA A10G", "NVIDIA GeForce RTX 4090", "NVIDIA H1000"])
+def test_a_device_without_a_data_sheet_is_not_taken_for_another_one(product: str) -> None:
+    assert profile_of_product(product) is None
 
 
 def test_a_dtype_that_is_not_known_counts_as_float32() -> None:

@@ -99,4 +99,4 @@ def test_what_does_not_fit_says_by_how_much_and_where_it_would(
 
 
 def test_an_unknown_device_is_refused_by_those_that_there_are(small_package: Package, capsys: Capture) -> None:
-    assert "one of a100, b200" in said(capsys, "plan", small_package.path, "--device", "tpu", *FEW, status=2)
+    assert "one of a10, a100, b200" in said(capsys, "plan", small_package.path, "--device", "tpu", *FEW, status=2)

@@ -52,10 +52,18 @@ def cluster(devices: int, nodes: int = 1) -> Cluster:
 # Devices
 
 
-@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "l4", "cpu-2-cores"])
+@pytest.mark.parametrize("name", names())
 def test_figures_of_known_devices_come_along(name: str) -> None:
-    assert name in names()
-    assert read(name).rate("bfloat16") > read(name).rate("float32")
+    profile = read(name)
+    assert profile.name == name
+    assert max(profile.flops.values()) > profile.rate("float32")
+
+
+@pytest.mark.parametrize("name", [name for name in names() if read(name).kind == "cuda"])
+def test_a_gpu_reaches_a_part_of_what_its_data_sheet_says(name: str) -> None:
+    profile = read(name)
+    assert profile.product_names
+    assert all(0.4 < rate / profile.peak_flops[dtype] < 0.9 for dtype, rate in profile.flops.items())
 
 
 def test_an_unknown_device_is_refused_with_those_that_there_are() -> None:
