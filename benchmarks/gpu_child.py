@@ -70,11 +70,11 @@ def _wait(device: torch.device) -> None:
 
 def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: float) -> dict[str, Any]:
     """Train the package with trainload's engine, without Ray."""
-    from trainload.launch.build import compile_build, load_build
-    from trainload.launch.calls import Microbatch
-    from trainload.launch.determinism import deterministic
-    from trainload.launch.engine import Draw, Engine
-    from trainload.launch.verifying import Comparison, Verifier
+    from trainload.launching.build import compile_build, load_build
+    from trainload.launching.calls import Microbatch
+    from trainload.launching.determinism import deterministic
+    from trainload.launching.engine import Draw, Engine
+    from trainload.launching.verifying import Comparison, Verifier
     from trainload.packaging.read import open_package
     from trainload.sharding.plan import Plan
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trainload.launch.checkpoints.index import CHECKPOINTS, DRAFT, INDEX, published
-from trainload.launch.journal import Event, read_events
+from trainload.launching.checkpoints.index import CHECKPOINTS, DRAFT, INDEX, published
+from trainload.launching.journal import Event, read_events
 
 LOOK_SECONDS = 0.0005
 COMPILING = ".part"

@@ -63,7 +63,7 @@ def prepare(folder: str, store: str) -> None:
 def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: float) -> None:
     """What each process does until there were so many leases."""
     from trainload.capture.errors import ConflictError
-    from trainload.launch import processes
+    from trainload.launching import processes
     from trainload.packaging.stores.store import Store
     from trainload.retraining import lease
     from trainload.retraining.lease import Held, Leases

@@ -53,10 +53,10 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
 
     import trainload
     from trainload.autograd_trace.aot import bind_groups
-    from trainload.launch.build import compile_build, load_build, uncompiled_build
-    from trainload.launch.calls import Microbatch
-    from trainload.launch.determinism import deterministic
-    from trainload.launch.engine import Draw, Engine
+    from trainload.launching.build import compile_build, load_build, uncompiled_build
+    from trainload.launching.calls import Microbatch
+    from trainload.launching.determinism import deterministic
+    from trainload.launching.engine import Draw, Engine
 
     torch.set_num_threads(1)
     plan = trainload.Plan.model_validate_json(case["plan"])

@@ -30,7 +30,7 @@ BF16_BAR = 3.0
 
 def curve(package: Path, data: Path, steps: int, scratch: Path, workers: int, strategy: str) -> list[float]:
     """The losses of a run, by `trainload launch`: one worker in its process, two on a local Ray cluster."""
-    from trainload.launch.journal import losses, read_events
+    from trainload.launching.journal import losses, read_events
 
     note(f"{package.stem}: {strategy} on {workers}")
     run_dir = scratch / f"{package.stem}-{strategy}-{workers}"
@@ -69,8 +69,8 @@ def _eager(rank: int, workers: int, data: Path, steps: int, folder: Path, queue:
     from trainers import CLIP_NORM, Training
 
     from trainload.capture.program import InputSpec
-    from trainload.launch.data.dataset import open_dataset
-    from trainload.launch.data.sampler import rows
+    from trainload.launching.data.dataset import open_dataset
+    from trainload.launching.data.sampler import rows
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=workers)

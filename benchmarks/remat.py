@@ -88,7 +88,7 @@ def prepare(kept: bool, options: argparse.Namespace, folder: Path) -> None:
     import torch
 
     import trainload
-    from trainload.launch.build import compile_build
+    from trainload.launching.build import compile_build
 
     package = trainload.freeze(make_job(kept, options.width, options.rows), folder / f"{kept}.tl")
     built = compile_build(package, _plan(package), torch.device("cpu"), folder / "cache", lambda *_: None)
@@ -147,7 +147,7 @@ def _packaged(kind: str, kept: bool, folder: Path) -> Callable[[], Any]:
 
     import trainload
     from trainload.autograd_trace.graphs import Role
-    from trainload.launch.build import load_build, uncompiled_build
+    from trainload.launching.build import load_build, uncompiled_build
     from trainload.sharding.rewrite import Phase
 
     package = trainload.open(folder / f"{kept}.tl")

@@ -58,11 +58,11 @@ def write(package: str, run: str) -> None:
     import torch
 
     import trainload
-    from trainload.launch.checkpoints.index import DataPosition
-    from trainload.launch.checkpoints.place import place_of
-    from trainload.launch.checkpoints.retention import Retention
-    from trainload.launch.checkpoints.state import ShardedState, held
-    from trainload.launch.checkpoints.writer import CheckpointWriter
+    from trainload.launching.checkpoints.index import DataPosition
+    from trainload.launching.checkpoints.place import place_of
+    from trainload.launching.checkpoints.retention import Retention
+    from trainload.launching.checkpoints.state import ShardedState, held
+    from trainload.launching.checkpoints.writer import CheckpointWriter
 
     plan = trainload.plan(trainload.open(package), trainload.Cluster(devices_per_node=4), "zero3")
     writers = [CheckpointWriter(place_of(Path(run)), plan, rank, "written", keep=Retention(1)) for rank in range(plan.world_size)]
@@ -81,9 +81,9 @@ def load(package: str, run: str, case: dict[str, Any], rank: int, result: str) -
     """One rank, in this process."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
-    from trainload.launch.checkpoints.load import load_sharded
-    from trainload.launch.checkpoints.place import place_of
-    from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint
+    from trainload.launching.checkpoints.load import load_sharded
+    from trainload.launching.checkpoints.place import place_of
+    from trainload.launching.checkpoints.read import Checkpoint, latest_checkpoint
 
     plan = trainload.Plan.model_validate(case)
     path = latest_checkpoint(place_of(Path(run)))

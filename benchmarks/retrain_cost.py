@@ -96,7 +96,7 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
 
 def first_step(run_dir: Path) -> float:
     """When a run's first step had ended, in seconds since 1970."""
-    from trainload.launch.journal import read_events
+    from trainload.launching.journal import read_events
 
     return next(event.time for event in read_events(run_dir) if event.kind == "step")
 

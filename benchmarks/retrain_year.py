@@ -357,8 +357,8 @@ def main() -> None:
         import torch
 
         import trainload.evaluating
-        import trainload.launch.local_run
-        import trainload.launch.worker
+        import trainload.launching.local_run
+        import trainload.launching.worker
         import trainload.retraining.stages
         import trainload.running  # noqa: F401
 

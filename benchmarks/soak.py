@@ -158,7 +158,7 @@ def growth(samples: dict[tuple[str, int], list[tuple[float, int]]], kind: str) -
 
 def reference(package: Path, data: Path, folder: Path, steps: int) -> dict[int, float]:
     """The losses of a run that nothing befell, on as many workers and as fast as it goes."""
-    from trainload.launch.journal import read_events
+    from trainload.launching.journal import read_events
 
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "-m", "trainload"]
     command += ["--library", LIBRARY, "launch", str(package), "--data", str(data), "--run-dir", str(folder), "--backend", "torchrun"]
@@ -211,7 +211,7 @@ def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
 
 def result(run: Run, package: Path, scratch: Path, seconds: float, drawn: Sequence[tuple[float, str]], sampler: Sampler) -> dict[str, Any]:
     """What came of a soak."""
-    from trainload.launch.checkpoints.index import published
+    from trainload.launching.checkpoints.index import published
 
     found = losses_by_step(run.events)
     done = max(found) + 1

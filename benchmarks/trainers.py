@@ -100,9 +100,9 @@ class Trainload:
 
     def __init__(self, place: Place, strategy: str) -> None:
         from trainload.autograd_trace.aot import bind_groups
-        from trainload.launch.build import compile_build, load_build
-        from trainload.launch.determinism import deterministic
-        from trainload.launch.engine import Engine
+        from trainload.launching.build import compile_build, load_build
+        from trainload.launching.determinism import deterministic
+        from trainload.launching.engine import Engine
         from trainload.packaging.read import open_package
         from trainload.sharding.plan import Plan
 
@@ -118,8 +118,8 @@ class Trainload:
         self._first_row = place.rank * plan.rows_per_call
 
     def step(self, number: int, tokens: Tensor) -> float:
-        from trainload.launch.calls import Microbatch
-        from trainload.launch.engine import Draw
+        from trainload.launching.calls import Microbatch
+        from trainload.launching.engine import Draw
 
         with self._mode():
             return self._engine.step(number, [Draw([Microbatch({"tokens": tokens}, self._first_row)])]).loss

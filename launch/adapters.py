@@ -17,9 +17,9 @@ from trainload.autograd_trace.low_rank import LowRank
 from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import JobError
 from trainload.core.atomic import replacing
-from trainload.launch.checkpoints.load import full_parameters
-from trainload.launch.checkpoints.read import Checkpoint
-from trainload.launch.checkpoints.state import MEAN, PARAM
+from trainload.launching.checkpoints.load import full_parameters
+from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.checkpoints.state import MEAN, PARAM
 from trainload.packaging.manifest import Manifest, ParameterEntry
 from trainload.packaging.tensors import write_tensors
 

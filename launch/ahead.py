@@ -1,6 +1,6 @@
 """Compiles, beside a run that is going on, what it would need on other numbers of nodes; so nobody waits for a compiler when they change.
 
-    python -m trainload.launch.ahead < request.json
+    python -m trainload.launching.ahead < request.json
 
 A process of its own, with the lowest priority, that ends with the worker that began it.
 """
@@ -16,11 +16,11 @@ import sys
 import threading
 import time
 
-from trainload.launch.build import can_compile, compile_build, device_of
-from trainload.launch.contact import Contact
-from trainload.launch.opening import trained_package
-from trainload.launch.spec import RunSpec, default_cache_dir
-from trainload.launch.worker import set_threads
+from trainload.launching.build import can_compile, compile_build, device_of
+from trainload.launching.contact import Contact
+from trainload.launching.opening import trained_package
+from trainload.launching.spec import RunSpec, default_cache_dir
+from trainload.launching.worker import set_threads
 
 _DIE_WITH_PARENT = 1
 _LEAST_PRIORITY = 19
@@ -40,7 +40,8 @@ def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
 
     def work() -> None:
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "trainload.launch.ahead"], input=request, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "trainload.launching.ahead"]
+        done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             contact.write("stage", name="compile ahead", seconds=time.perf_counter() - began)
         else:

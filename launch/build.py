@@ -24,9 +24,9 @@ from trainload.autograd_trace.aot import NotCompiled, compile_graph, has_cpp_com
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.errors import StorageError
 from trainload.core.atomic import new_folder, remove_temporaries
-from trainload.launch.cache import LOCK_SECONDS, make_room, private_folder, use
-from trainload.launch.determinism import deterministic
-from trainload.launch.utilisation import Work, work_of
+from trainload.launching.cache import LOCK_SECONDS, make_room, private_folder, use
+from trainload.launching.determinism import deterministic
+from trainload.launching.utilisation import Work, work_of
 from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package

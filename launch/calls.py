@@ -12,9 +12,9 @@ from torch import Tensor
 from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.rounds import TurnCall
 from trainload.capture.program import MAIN
-from trainload.launch.build import BuiltGraph
-from trainload.launch.data.sampler import Rows
-from trainload.launch.rank_state import RankState
+from trainload.launching.build import BuiltGraph
+from trainload.launching.data.sampler import Rows
+from trainload.launching.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 from trainload.sharding.rewrite import BETWEEN, accumulated_length

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainload.capture.errors import JobError
-from trainload.launch.overrides import Overrides
-from trainload.launch.spec import Change, RunSpec
+from trainload.launching.overrides import Overrides
+from trainload.launching.spec import Change, RunSpec
 from trainload.packaging.manifest import SettingsEntry
 
 CHANGEABLE = (

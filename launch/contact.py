@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainload.capture.errors import LostClusterError, StorageError
-from trainload.launch.activity import Activity
-from trainload.launch.journal import Event, Journal, last_word
-from trainload.launch.state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state
+from trainload.launching.activity import Activity
+from trainload.launching.journal import Event, Journal, last_word
+from trainload.launching.state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state
 
 
 class Request(IntEnum):

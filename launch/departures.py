@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from trainload.autograd_trace.aot import compile_graph, load_compiled
 from trainload.capture.distance import relative_distance
 from trainload.capture.operators import is_collective, is_overload
-from trainload.launch.rounding import EXPLAINED, explained_distances, rounded_runs
+from trainload.launching.rounding import EXPLAINED, explained_distances, rounded_runs
 from trainload.sharding.nodes import holds_tensors
 
 _SHOWN = 3

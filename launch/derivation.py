@@ -25,8 +25,8 @@ from trainload.autograd_trace.low_rank import LowRank, adapt, uses_of
 from trainload.autograd_trace.precision import in_precision
 from trainload.capture.errors import JobError, PackageError, StorageError
 from trainload.capture.program import GraphCapture, Mode, ParameterSpec, Program
-from trainload.launch.adapters import Adapters, first_values
-from trainload.launch.cache import LOCK_SECONDS, make_room, private_folder, use
+from trainload.launching.adapters import Adapters, first_values
+from trainload.launching.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph, with_parameters
@@ -280,7 +280,7 @@ def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
 
 
 def _entry(what: str, options: dict[str, Option]) -> PassEntry:
-    name = f"trainload.launch.derivation:{what}"
+    name = f"trainload.launching.derivation:{what}"
     return PassEntry(name=name, distribution=None, version=None, source=None, options=options, preserving=False)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from trainload.autograd_trace.graphs import Recipe
 from trainload.autograd_trace.rounds import draws_of
 from trainload.capture.dispatch import Dispatcher
-from trainload.launch.calls import Microbatch
-from trainload.launch.data.prefetch import Call
-from trainload.launch.data.run_data import RunData
-from trainload.launch.engine import Draw
+from trainload.launching.calls import Microbatch
+from trainload.launching.data.prefetch import Call
+from trainload.launching.data.run_data import RunData
+from trainload.launching.engine import Draw
 
 
 def next_calls(stream: Iterator[Call], recipe: Recipe, step: int, accumulate: int) -> list[list[Call]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainload.capture.errors import StorageError
-from trainload.launch.state import STATE_FILE, RunState, Summary, put_state, read_state, write_state
+from trainload.launching.state import STATE_FILE, RunState, Summary, put_state, read_state, write_state
 
 LOCK_FILE = "driver.lock"
 """Held by whoever looks whether a run has a driver, and becomes it."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.rounds import TurnCall, calls_of, turns_before
 from trainload.capture.program import Mode, graph_name
-from trainload.launch.build import Built, BuiltGraph
-from trainload.launch.calls import Calls, Given, Microbatch, ignore
-from trainload.launch.checkpoints.state import share
-from trainload.launch.pipeline import PipelineRunner
-from trainload.launch.rank_state import RankState
+from trainload.launching.build import Built, BuiltGraph
+from trainload.launching.calls import Calls, Given, Microbatch, ignore
+from trainload.launching.checkpoints.state import share
+from trainload.launching.pipeline import PipelineRunner
+from trainload.launching.rank_state import RankState
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Bucket, Plan
 from trainload.sharding.rewrite import Phase, stored_length, update_length

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from trainload.capture.errors import DataError
-from trainload.launch.calls import Microbatch
-from trainload.launch.data.run_data import OpenPart, RunData
-from trainload.launch.data.sampler import sequential
-from trainload.launch.engine import Engine
+from trainload.launching.calls import Microbatch
+from trainload.launching.data.run_data import OpenPart, RunData
+from trainload.launching.data.sampler import sequential
+from trainload.launching.engine import Engine
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from trainload.capture.errors import DataError, TrainingError, TrainloadError, raised
-from trainload.launch.calls import Microbatch
-from trainload.launch.data.run_data import RunData
-from trainload.launch.engine import Engine
-from trainload.launch.out_of_memory import explain_memory, is_out_of_memory
-from trainload.launch.rejected import Rejected, find_rejected
+from trainload.launching.calls import Microbatch
+from trainload.launching.data.run_data import RunData
+from trainload.launching.engine import Engine
+from trainload.launching.out_of_memory import explain_memory, is_out_of_memory
+from trainload.launching.rejected import Rejected, find_rejected
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 from trainload.sharding.step_graphs import places_in_step, step_graphs

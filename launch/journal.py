@@ -16,7 +16,7 @@ from typing import Any
 
 from trainload.capture.errors import RunInterrupted, StorageError
 from trainload.capture.redaction import redacted_data
-from trainload.launch.reading import reading
+from trainload.launching.reading import reading
 
 JOURNAL = "events.jsonl"
 LOGS = "logs"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainload.capture.errors import IntegrityError, PackageError
-from trainload.launch.extensions import load_extensions, may_load_extensions
+from trainload.launching.extensions import load_extensions, may_load_extensions
 from trainload.packaging.manifest import EXTENSIONS, MANIFEST, Manifest
 from trainload.packaging.op_libraries import Libraries, differences
 from trainload.packaging.read import Package, open_package, read_manifest

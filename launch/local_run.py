@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from trainload.capture.errors import ClusterError
 from trainload.capture.redaction import redacted
-from trainload.launch.contact import FileContact, Request, clear_requests, take_back
-from trainload.launch.groups import leave_groups
-from trainload.launch.journal import append_log, stream_events, tracebacks_to
-from trainload.launch.processes import in_main_thread, is_nobodys
-from trainload.launch.spec import RunSpec
-from trainload.launch.state import Summary
-from trainload.launch.worker import Place, run_worker
+from trainload.launching.contact import FileContact, Request, clear_requests, take_back
+from trainload.launching.groups import leave_groups
+from trainload.launching.journal import append_log, stream_events, tracebacks_to
+from trainload.launching.processes import in_main_thread, is_nobodys
+from trainload.launching.spec import RunSpec
+from trainload.launching.state import Summary
+from trainload.launching.worker import Place, run_worker
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

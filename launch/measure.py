@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainload.capture.errors import ClusterError
-from trainload.launch.groups import leave_groups
+from trainload.launching.groups import leave_groups
 from trainload.sharding.plan import DeviceKind
 from trainload.sharding.planner.device import DeviceProfile, Link, Measured
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainload.launch.activity import Doing, Phase
+from trainload.launching.activity import Doing, Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from trainload.launch.data.run_data import RunData
-from trainload.launch.engine import Draw
+from trainload.launching.data.run_data import RunData
+from trainload.launching.engine import Draw
 
 
 def first_not_finite(draws: Sequence[Draw], data: RunData, source: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trainload.launch.fetching import fetched, is_reference
-from trainload.launch.libraries import open_for_run
-from trainload.launch.spec import RunSpec, default_cache_dir
+from trainload.launching.fetching import fetched, is_reference
+from trainload.launching.libraries import open_for_run
+from trainload.launching.spec import RunSpec, default_cache_dir
 from trainload.packaging.read import Package
 
 

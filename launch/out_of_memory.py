@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from trainload.capture.errors import OutOfMemoryError, PlanError
-from trainload.launch.rank_state import RankState
-from trainload.launch.utilisation import used_bytes
+from trainload.launching.rank_state import RankState
+from trainload.launching.utilisation import used_bytes
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 from trainload.sharding.planner.costs import Memory

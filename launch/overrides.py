@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trainload.capture.errors import JobError
-from trainload.launch.adapters import Adapters
+from trainload.launching.adapters import Adapters
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
@@ -94,8 +94,8 @@ class Overrides(BaseModel):
         """
         if self == Overrides():
             return package
-        from trainload.launch.derivation import Changes, derived_package
-        from trainload.launch.spec import default_cache_dir
+        from trainload.launching.derivation import Changes, derived_package
+        from trainload.launching.spec import default_cache_dir
 
         if changes := Changes(self.adapters, self.precision):
             seed = package.recipe.seed if self.seed is None else self.seed

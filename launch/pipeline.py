@@ -12,8 +12,8 @@ from torch import Tensor
 from trainload.autograd_trace.aot import group_named
 from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.rounds import TurnCall
-from trainload.launch.build import BuiltStages
-from trainload.launch.calls import Calls, Given, Microbatch
+from trainload.launching.build import BuiltStages
+from trainload.launching.calls import Calls, Given, Microbatch
 from trainload.sharding.pipeline.axis import dtype_of, shape_of
 from trainload.sharding.pipeline.schedule import Action, Instruction, Message, instructions, message_of
 from trainload.sharding.pipeline.stages import Part, Value

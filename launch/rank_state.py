@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.graphs import UpdateGraph
-from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, StateKind, held, state_kind
+from trainload.launching.checkpoints.state import MEAN, PARAM, ShardedState, StateKind, held, state_kind
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan, Slot
 from trainload.sharding.shares import fill_share

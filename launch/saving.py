@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from trainload.capture.errors import CheckpointError, StorageError, TrainloadError
-from trainload.launch.checkpoints.index import DataPosition
-from trainload.launch.checkpoints.state import ShardedState
-from trainload.launch.checkpoints.writer import CheckpointWriter
-from trainload.launch.contact import Contact
-from trainload.launch.groups import gathered
+from trainload.launching.checkpoints.index import DataPosition
+from trainload.launching.checkpoints.state import ShardedState
+from trainload.launching.checkpoints.writer import CheckpointWriter
+from trainload.launching.contact import Contact
+from trainload.launching.groups import gathered
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _HOLD_SECONDS = 30.0

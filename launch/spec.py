@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainload.autograd_trace.graphs import MOST
 from trainload.capture.errors import PackageError, StorageError, first_line
 from trainload.core.atomic import create_file
-from trainload.launch.checkpoints.retention import Retention
-from trainload.launch.overrides import Overrides
-from trainload.launch.probe import check_writable_folder
-from trainload.launch.reading import reading
-from trainload.launch.sinks.sink import SinkName
+from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.overrides import Overrides
+from trainload.launching.probe import check_writable_folder
+from trainload.launching.reading import reading
+from trainload.launching.sinks.sink import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import check_name, check_outside_packages
 from trainload.packaging.signatures.policy import Policy

@@ -12,9 +12,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainload.core.atomic import replace_file
-from trainload.launch.activity import Doing
-from trainload.launch.journal import Event
-from trainload.launch.processes import has_ended, this_process
+from trainload.launching.activity import Doing
+from trainload.launching.journal import Event
+from trainload.launching.processes import has_ended, this_process
 from trainload.packaging.canonical import canonical_json
 
 STATE_FILE = "state.json"

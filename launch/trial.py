@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from trainload.autograd_trace.aot import alone_of, bind_groups
 from trainload.capture.errors import PlanError
-from trainload.launch.build import device_of
-from trainload.launch.data.prefetch import BatchStream, RankRows
-from trainload.launch.data.run_data import run_dispatcher
-from trainload.launch.determinism import deterministic
-from trainload.launch.drawing import draw_of, next_calls
-from trainload.launch.engine import Engine
-from trainload.launch.opening import trained_package
-from trainload.launch.spec import RunSpec
-from trainload.launch.verifying import Comparison, Verifier
-from trainload.launch.worker import built_for, open_data, set_threads
+from trainload.launching.build import device_of
+from trainload.launching.data.prefetch import BatchStream, RankRows
+from trainload.launching.data.run_data import run_dispatcher
+from trainload.launching.determinism import deterministic
+from trainload.launching.drawing import draw_of, next_calls
+from trainload.launching.engine import Engine
+from trainload.launching.opening import trained_package
+from trainload.launching.spec import RunSpec
+from trainload.launching.verifying import Comparison, Verifier
+from trainload.launching.worker import built_for, open_data, set_threads
 from trainload.sharding.check_plan import check_plan
 
 _STEPS = 3

@@ -15,8 +15,8 @@ from trainload.autograd_trace.graphs import Recipe, StepGraph
 from trainload.autograd_trace.rounds import calls_of
 from trainload.capture.program import Mode, graph_name
 from trainload.core.atomic import replace_file
-from trainload.launch.cache import private_folder
-from trainload.launch.measure import products
+from trainload.launching.cache import private_folder
+from trainload.launching.measure import products
 from trainload.packaging.canonical import canonical_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.planner.costs import sizes_of

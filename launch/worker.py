@@ -21,30 +21,30 @@ import torch.distributed as dist
 from trainload.autograd_trace.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.rounds import draws_before
 from trainload.capture.errors import CheckpointError, CompileError, DataError, DivergedError, RunInterrupted
-from trainload.launch.activity import Activity, Phase
-from trainload.launch.agreement import check_same_collectives, check_same_data
-from trainload.launch.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build
-from trainload.launch.checkpoints.index import DataPosition
-from trainload.launch.checkpoints.load import load_sharded
-from trainload.launch.checkpoints.place import place_of
-from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
-from trainload.launch.contact import Contact, Request
-from trainload.launch.data.prefetch import BatchStream, RankRows
-from trainload.launch.data.run_data import RunData, open_run_data, run_dispatcher
-from trainload.launch.determinism import deterministic
-from trainload.launch.drawing import draw_of, next_calls
-from trainload.launch.engine import Draw, Engine, GraphResult, StepResult
-from trainload.launch.evaluation import Evaluation
-from trainload.launch.explaining import Failing, explain, explain_without_rows
-from trainload.launch.groups import gathered, group_of_stage
-from trainload.launch.libraries import library_warnings
-from trainload.launch.not_finite import first_not_finite
-from trainload.launch.opening import trained_package
-from trainload.launch.saving import Saver
-from trainload.launch.spec import RunSpec, default_cache_dir, resume_command
-from trainload.launch.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
-from trainload.launch.verifying import Comparison, Verifier
+from trainload.launching.activity import Activity, Phase
+from trainload.launching.agreement import check_same_collectives, check_same_data
+from trainload.launching.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build
+from trainload.launching.checkpoints.index import DataPosition
+from trainload.launching.checkpoints.load import load_sharded
+from trainload.launching.checkpoints.place import place_of
+from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
+from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
+from trainload.launching.contact import Contact, Request
+from trainload.launching.data.prefetch import BatchStream, RankRows
+from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
+from trainload.launching.determinism import deterministic
+from trainload.launching.drawing import draw_of, next_calls
+from trainload.launching.engine import Draw, Engine, GraphResult, StepResult
+from trainload.launching.evaluation import Evaluation
+from trainload.launching.explaining import Failing, explain, explain_without_rows
+from trainload.launching.groups import gathered, group_of_stage
+from trainload.launching.libraries import library_warnings
+from trainload.launching.not_finite import first_not_finite
+from trainload.launching.opening import trained_package
+from trainload.launching.saving import Saver
+from trainload.launching.spec import RunSpec, default_cache_dir, resume_command
+from trainload.launching.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
+from trainload.launching.verifying import Comparison, Verifier
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.coupled_rows import note_on_coupled_rows

@@ -18,7 +18,7 @@ import trainload
 from trainload import Job, Loss
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.rows import arranged
-from trainload.launch.data.sampler import rows
+from trainload.launching.data.sampler import rows
 
 UPDATES = 4
 Draws = Callable[[Job, int, int], AbstractContextManager[Any]]

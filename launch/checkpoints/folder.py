@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from trainload.capture.errors import StorageError
 from trainload.core.atomic import replace_file, sync_folder
-from trainload.launch.checkpoints.index import DRAFT, INDEX, CheckpointIndex, checkpoints_in, decode_index, encode_index, folder_name
-from trainload.launch.probe import check_writable_folder, existing_folder
+from trainload.launching.checkpoints.index import DRAFT, INDEX, CheckpointIndex, checkpoints_in, decode_index, encode_index, folder_name
+from trainload.launching.probe import check_writable_folder, existing_folder
 from trainload.packaging.chunks import Ranges, ranges_of
 
 _CURE = "Make it a folder that you may write to, or choose another place."

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoints.read import Checkpoint
-from trainload.launch.checkpoints.state import MEAN, PARAM, ShardedState, held
+from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.checkpoints.state import MEAN, PARAM, ShardedState, held
 from trainload.packaging.tensors import to_fill
 from trainload.sharding.plan import Bucket, Plan, Slot
 

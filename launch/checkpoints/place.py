@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from trainload.launch.checkpoints.index import CHECKPOINTS, CheckpointIndex
+from trainload.launching.checkpoints.index import CHECKPOINTS, CheckpointIndex
 from trainload.packaging.chunks import Ranges
 from trainload.packaging.credentials import check_no_credentials
 from trainload.packaging.stores.places import Sink
@@ -166,10 +166,10 @@ def place_of(run_dir: Path, checkpoints: str | None = None) -> CheckpointPlace:
         StorageError: no such kind of URL is known, or the library for it is not installed.
     """
     if checkpoints is not None and is_url(checkpoints):
-        from trainload.launch.checkpoints.remote import UrlPlace
+        from trainload.launching.checkpoints.remote import UrlPlace
 
         return UrlPlace(checkpoints)
-    from trainload.launch.checkpoints.folder import FolderPlace
+    from trainload.launching.checkpoints.folder import FolderPlace
 
     return FolderPlace(run_dir / CHECKPOINTS if checkpoints is None else Path(checkpoints))
 
@@ -177,9 +177,9 @@ def place_of(run_dir: Path, checkpoints: str | None = None) -> CheckpointPlace:
 def files_at(where: Where) -> CheckpointFiles:
     """The files of a checkpoint. Raises: as `place_of`."""
     if is_url(where):
-        from trainload.launch.checkpoints.remote import UrlFiles
+        from trainload.launching.checkpoints.remote import UrlFiles
 
         return UrlFiles(str(where))
-    from trainload.launch.checkpoints.folder import FolderFiles
+    from trainload.launching.checkpoints.folder import FolderFiles
 
     return FolderFiles(Path(where))

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from trainload.capture.errors import CheckpointError, StorageError, UnsafePackageError
-from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, scalar_key
-from trainload.launch.checkpoints.place import CheckpointPlace, Where, files_at
-from trainload.launch.checkpoints.shard import CURE, ShardReader
-from trainload.launch.groups import gathered
+from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, scalar_key
+from trainload.launching.checkpoints.place import CheckpointPlace, Where, files_at
+from trainload.launching.checkpoints.shard import CURE, ShardReader
+from trainload.launching.groups import gathered
 from trainload.packaging.chunks import LastChunk
 from trainload.packaging.tensors import to_fill
 from trainload.sharding.plan import Bucket, Shard, Slot

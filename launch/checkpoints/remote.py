@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainload.capture.errors import CheckpointError, IntegrityError, StorageError
-from trainload.launch.checkpoints.index import INDEX, CheckpointIndex, decode_index, encode_index, folder_name, step_of
+from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, decode_index, encode_index, folder_name, step_of
 from trainload.packaging.canonical import MAX_BYTES
 from trainload.packaging.chunks import Ranges
 from trainload.packaging.stores.places import NO_OPTIONS, Sink

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from trainload.capture.errors import CheckpointError, PackageError
-from trainload.launch.checkpoints.index import FileRecord
-from trainload.launch.checkpoints.place import CheckpointFiles, Draft
+from trainload.launching.checkpoints.index import FileRecord
+from trainload.launching.checkpoints.place import CheckpointFiles, Draft
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length, to_fill

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trainload.capture.errors import CheckpointError, PackageError, StorageError, TrainloadError
-from trainload.launch.checkpoints.index import (
+from trainload.launching.checkpoints.index import (
     CheckpointIndex,
     DataPosition,
     Written,
@@ -28,11 +28,11 @@ from trainload.launch.checkpoints.index import (
     scalar_key,
     shard_name,
 )
-from trainload.launch.checkpoints.place import CheckpointPlace, Draft, Where
-from trainload.launch.checkpoints.read import Checkpoint
-from trainload.launch.checkpoints.retention import Retention
-from trainload.launch.checkpoints.shard import write_shard
-from trainload.launch.checkpoints.state import ShardedState, owned_slices
+from trainload.launching.checkpoints.place import CheckpointPlace, Draft, Where
+from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.checkpoints.shard import write_shard
+from trainload.launching.checkpoints.state import ShardedState, owned_slices
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import is_full
 from trainload.sharding.plan import Bucket, Plan

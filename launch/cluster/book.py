@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import Event, Journal, append_log, stream_events
-from trainload.launch.state import Summary
+from trainload.launching.journal import Event, Journal, append_log, stream_events
+from trainload.launching.state import Summary
 
 
 class Book:

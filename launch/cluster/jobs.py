@@ -12,8 +12,8 @@ from typing import Any
 from ray.exceptions import AuthenticationError
 
 from trainload.capture.errors import ClusterError, LostClusterError, TrainingError, first_line
-from trainload.launch.cluster.connection import check_listener, show_token, turned_away
-from trainload.launch.state import read_state
+from trainload.launching.cluster.connection import check_listener, show_token, turned_away
+from trainload.launching.state import read_state
 
 _BEGIN_SECONDS = 120.0
 _LOOK_SECONDS = 0.5

@@ -16,9 +16,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from trainload.capture.errors import TrainloadError
-from trainload.launch.activity import Activity, Doing
-from trainload.launch.contact import Request
-from trainload.launch.journal import Event
+from trainload.launching.activity import Activity, Doing
+from trainload.launching.contact import Request
+from trainload.launching.journal import Event
 
 BEAT_SECONDS = 1.0
 """How often a worker says that it is there."""

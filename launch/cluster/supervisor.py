@@ -27,17 +27,17 @@ from trainload.capture.errors import (
     first_line,
 )
 from trainload.core.atomic import replace_file
-from trainload.launch.activity import Phase
-from trainload.launch.cluster.attempt import RAY_FOLDER, Attempt, Fits
-from trainload.launch.cluster.book import Book
-from trainload.launch.cluster.mailbox import Beat, Mailbox
-from trainload.launch.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
-from trainload.launch.cluster.tasks import Questions, end_workers, last_line, on_node
-from trainload.launch.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
-from trainload.launch.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
-from trainload.launch.monitor import Hang, Monitor, in_words
-from trainload.launch.spec import RunSpec, least_plan, resume_command
-from trainload.launch.state import STATE_SECONDS, RankSeen, write_state
+from trainload.launching.activity import Phase
+from trainload.launching.cluster.attempt import RAY_FOLDER, Attempt, Fits
+from trainload.launching.cluster.book import Book
+from trainload.launching.cluster.mailbox import Beat, Mailbox
+from trainload.launching.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
+from trainload.launching.cluster.tasks import Questions, end_workers, last_line, on_node
+from trainload.launching.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
+from trainload.launching.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
+from trainload.launching.monitor import Hang, Monitor, in_words
+from trainload.launching.spec import RunSpec, least_plan, resume_command
+from trainload.launching.state import STATE_SECONDS, RankSeen, write_state
 from trainload.sharding.plan import Plan
 
 _LISTEN_SECONDS = 10.0

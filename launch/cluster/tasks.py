@@ -13,12 +13,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from trainload.capture.errors import ClusterError, TrainingError, TrainloadError
-from trainload.launch.cluster.nodes import NODE_LABEL
+from trainload.launching.cluster.nodes import NODE_LABEL
 from trainload.packaging.credentials import no_secrets_raised
 
 if TYPE_CHECKING:
-    from trainload.launch.spec import RunSpec
-    from trainload.launch.trial import Trial
+    from trainload.launching.spec import RunSpec
+    from trainload.launching.trial import Trial
 
 _ANSWER_SECONDS = 5.0
 
@@ -98,7 +98,7 @@ def end_workers(workers: Iterable[tuple[str, int]]) -> None:
 
 
 def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
-    from trainload.launch.trial import try_out  # slow to import, and the other tasks of this module do not need it
+    from trainload.launching.trial import try_out  # slow to import, and the other tasks of this module do not need it
 
     try:
         with no_secrets_raised():

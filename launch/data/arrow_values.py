@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trainload.capture.errors import DataError
-from trainload.launch.data.columns import Array, ColumnType, Sizes
+from trainload.launching.data.columns import Array, ColumnType, Sizes
 
 _SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _WIDEST = 8

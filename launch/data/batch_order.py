@@ -15,7 +15,7 @@ from math import gcd, lcm
 
 import numpy as np
 
-from trainload.launch.data.sampler import Rows, rows
+from trainload.launching.data.sampler import Rows, rows
 
 LONGEST_CYCLE = 1024
 """Global batches. Weights that need a longer one are rounded to it."""

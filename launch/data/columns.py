@@ -16,7 +16,7 @@ import torch
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec, SizeLike
-from trainload.launch.data.files import DataFile
+from trainload.launching.data.files import DataFile
 
 Array = npt.NDArray[np.generic]
 

@@ -19,9 +19,9 @@ from filelock import FileLock
 from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.capture.program import InputSpec
 from trainload.core.atomic import new_folder, remove_temporaries
-from trainload.launch.cache import make_room, use
-from trainload.launch.data.columns import Array
-from trainload.launch.data.files import DataFile
+from trainload.launching.cache import make_room, use
+from trainload.launching.data.columns import Array
+from trainload.launching.data.files import DataFile
 from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 
 _VERSION = 1

@@ -12,8 +12,8 @@ import numpy as np
 
 from trainload.capture.errors import DataError, IntegrityError
 from trainload.capture.program import InputSpec
-from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
-from trainload.launch.data.files import DataFile
+from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
+from trainload.launching.data.files import DataFile
 from trainload.packaging.tensors import CODES, DTYPES, Place, header_length
 
 _NAMES = {code: name for name, code in CODES.items()}

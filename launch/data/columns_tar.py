@@ -16,8 +16,8 @@ import numpy as np
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, unreadable
-from trainload.launch.data.files import DataFile
+from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, unreadable
+from trainload.launching.data.files import DataFile
 
 NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 """What WebDataset decodes as whole numbers."""

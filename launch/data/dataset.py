@@ -11,11 +11,11 @@ import torch
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.data import columns_arrow, columns_npz, columns_parquet, columns_safetensors, columns_tar
-from trainload.launch.data.columns import Array, FileSchema, Reader, Sizes, check_file, check_inputs
-from trainload.launch.data.columns_cache import CachedColumns, make_cached
-from trainload.launch.data.files import DataFile, Source, find_files, spelled
-from trainload.launch.data.sampler import Rows
+from trainload.launching.data import columns_arrow, columns_npz, columns_parquet, columns_safetensors, columns_tar
+from trainload.launching.data.columns import Array, FileSchema, Reader, Sizes, check_file, check_inputs
+from trainload.launching.data.columns_cache import CachedColumns, make_cached
+from trainload.launching.data.files import DataFile, Source, find_files, spelled
+from trainload.launching.data.sampler import Rows
 
 READERS: Mapping[str, Reader] = {
     ".parquet": columns_parquet,

@@ -16,7 +16,7 @@ from fsspec.core import has_magic
 
 from trainload.capture.errors import DataError, MissingDataError
 from trainload.core.atomic import replace_file
-from trainload.launch.reading import reading
+from trainload.launching.reading import reading
 from trainload.packaging.canonical import canonical_json, sha256_bytes, sha256_file
 from trainload.packaging.credentials import without_secrets
 from trainload.packaging.stores.filesystem import failures, file_system, unreachable

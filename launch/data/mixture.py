@@ -16,8 +16,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.capture.errors import DataError, MissingDataError
-from trainload.launch.data.files import Source, is_url
-from trainload.launch.reading import reading
+from trainload.launching.data.files import Source, is_url
+from trainload.launching.reading import reading
 
 ENDING = ".json"
 MOST_PARTS = 256

@@ -13,9 +13,9 @@ import torch
 
 from trainload.autograd_trace.graphs import Recipe
 from trainload.autograd_trace.rounds import draws_before, draws_of
-from trainload.launch.data.batch_order import BatchOrder
-from trainload.launch.data.run_data import RunData
-from trainload.launch.data.sampler import Rows
+from trainload.launching.data.batch_order import BatchOrder
+from trainload.launching.data.run_data import RunData
+from trainload.launching.data.sampler import Rows
 from trainload.sharding.plan import Plan
 
 

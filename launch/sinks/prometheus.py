@@ -11,8 +11,8 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import stream_events
-from trainload.launch.sinks.measures import (
+from trainload.launching.journal import stream_events
+from trainload.launching.sinks.measures import (
     CHECKPOINT_STEP,
     CHECKPOINT_TIME,
     MEASURES,
@@ -25,9 +25,9 @@ from trainload.launch.sinks.measures import (
     Measure,
     measure_of,
 )
-from trainload.launch.sinks.sink import Outcome
-from trainload.launch.spec import read_spec
-from trainload.launch.state import Summary
+from trainload.launching.sinks.sink import Outcome
+from trainload.launching.spec import read_spec
+from trainload.launching.state import Summary
 
 _DIGITS = 12
 _REMIND_SECONDS = 5.0

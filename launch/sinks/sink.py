@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from trainload.capture.errors import ClusterError, StorageError
-from trainload.launch.journal import Event
+from trainload.launching.journal import Event
 
 SinkName = Literal["tensorboard", "mlflow", "prometheus"]
 Outcome = Literal["ended", "stopped", "failed"]
@@ -161,14 +161,14 @@ def _naming_the_extra(name: SinkName) -> Iterator[None]:
 def _kind(name: SinkName) -> Callable[[Path], Sink]:
     """What opens a sink for the run of a folder. Raises: ImportError where its library is not there."""
     if name == "tensorboard":
-        from trainload.launch.sinks.tensorboard import TensorBoard
+        from trainload.launching.sinks.tensorboard import TensorBoard
 
         return TensorBoard
     if name == "prometheus":
-        from trainload.launch.sinks.prometheus import Prometheus
+        from trainload.launching.sinks.prometheus import Prometheus
 
         return Prometheus
-    from trainload.launch.sinks.mlflow import Mlflow
+    from trainload.launching.sinks.mlflow import Mlflow
 
     return Mlflow
 

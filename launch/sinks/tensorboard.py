@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from trainload.launch.sinks.sink import Outcome
+from trainload.launching.sinks.sink import Outcome
 
 FOLDER = "tensorboard"
 

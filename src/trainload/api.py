@@ -22,8 +22,8 @@ from trainload.capture.rows import arranged
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
-from trainload.launch.fetching import here
-from trainload.launch.libraries import import_libraries, library_warnings, open_with
+from trainload.launching.fetching import here
+from trainload.launching.libraries import import_libraries, library_warnings, open_with
 from trainload.packaging.assets import asset_sources
 from trainload.packaging.files import check_name
 from trainload.packaging.op_libraries import Libraries

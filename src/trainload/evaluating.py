@@ -12,8 +12,8 @@ from typing import Any, TypedDict, Unpack, cast
 
 from trainload.capture.ambient import neutrally
 from trainload.capture.errors import RequestError, TrainingError
-from trainload.launch.journal import Event, stream_events
-from trainload.launch.overrides import Overrides
+from trainload.launching.journal import Event, stream_events
+from trainload.launching.overrides import Overrides
 from trainload.made_data import Data
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainload.launch.sinks.measures import (
+from trainload.launching.sinks.measures import (
     CHECKPOINT_BYTES,
     CHECKPOINT_SECONDS,
     CHECKPOINT_STEP,

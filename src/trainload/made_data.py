@@ -19,8 +19,8 @@ from urllib.parse import parse_qsl
 import pyarrow as pa
 
 from trainload.capture.errors import DataError, JobError, StorageError, TrainloadError
-from trainload.launch.data.arrow_file import Batch, write_rows
-from trainload.launch.spec import RUN_FILE, made_file
+from trainload.launching.data.arrow_file import Batch, write_rows
+from trainload.launching.spec import RUN_FILE, made_file
 from trainload.packaging.credentials import resolve
 from trainload.spec import describe, load_module, user_line
 

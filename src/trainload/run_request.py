@@ -15,15 +15,15 @@ from pydantic import ValidationError
 import trainload
 from trainload.capture.arguments import out_of_range, shown
 from trainload.capture.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
-from trainload.launch.checkpoints.place import place_of, whole_place
-from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launch.data.files import is_url, local_path
-from trainload.launch.data.run_data import check_run_data
-from trainload.launch.libraries import absolute, check_runnable
-from trainload.launch.overrides import Overrides
-from trainload.launch.result import check_output
-from trainload.launch.sinks.sink import SinkName, check_sink_libraries, check_sinks
-from trainload.launch.spec import (
+from trainload.launching.checkpoints.place import place_of, whole_place
+from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
+from trainload.launching.data.files import is_url, local_path
+from trainload.launching.data.run_data import check_run_data
+from trainload.launching.libraries import absolute, check_runnable
+from trainload.launching.overrides import Overrides
+from trainload.launching.result import check_output
+from trainload.launching.sinks.sink import SinkName, check_sink_libraries, check_sinks
+from trainload.launching.spec import (
     RUN_FILE,
     RunSpec,
     Weights,
@@ -307,7 +307,7 @@ def leads(backend: Backend) -> bool:
     """Whether this process makes the run's folder, and writes what comes of it: the only one, or torchrun's rank 0."""
     if backend != "torchrun":
         return True
-    from trainload.launch.local_run import torchrun_place
+    from trainload.launching.local_run import torchrun_place
 
     return torchrun_place().rank == 0
 

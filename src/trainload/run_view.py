@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from trainload.view import duration, event_line, ranks_table, size, step_line
 
 if TYPE_CHECKING:
-    from trainload.launch.journal import Event
-    from trainload.launch.state import RunState, Summary
+    from trainload.launching.journal import Event
+    from trainload.launching.state import RunState, Summary
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two plain lines about steps."""
@@ -119,7 +119,7 @@ class Panel:
     """
 
     def __init__(self, run_dir: Path | None) -> None:
-        from trainload.launch.state import Summary
+        from trainload.launching.state import Summary
 
         self.over = False
         self._run_dir = run_dir
@@ -164,7 +164,7 @@ class Panel:
 
     def _ranks(self) -> RunState | None:
         """What the driver last said of the ranks."""
-        from trainload.launch.state import read_state
+        from trainload.launching.state import read_state
 
         if self._run_dir is not None and time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()

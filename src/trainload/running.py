@@ -12,18 +12,18 @@ from typing import TypedDict, Unpack
 from trainload.capture.ambient import neutrally
 from trainload.capture.errors import ClusterError, StorageError
 from trainload.core.atomic import replace_file
-from trainload.launch.build import is_compiled
-from trainload.launch.changes import changed
-from trainload.launch.checkpoints.place import place_of
-from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launch.driver import check_no_driver, driving
-from trainload.launch.journal import Event, followed, stream_events
-from trainload.launch.opening import frozen_package
-from trainload.launch.overrides import Overrides
-from trainload.launch.processes import interrupted_by_signals
-from trainload.launch.result import RunResult, check_output, finish
-from trainload.launch.sinks.sink import SinkName, check_sink_libraries, check_sinks, told
-from trainload.launch.spec import (
+from trainload.launching.build import is_compiled
+from trainload.launching.changes import changed
+from trainload.launching.checkpoints.place import place_of
+from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
+from trainload.launching.driver import check_no_driver, driving
+from trainload.launching.journal import Event, followed, stream_events
+from trainload.launching.opening import frozen_package
+from trainload.launching.overrides import Overrides
+from trainload.launching.processes import interrupted_by_signals
+from trainload.launching.result import RunResult, check_output, finish
+from trainload.launching.sinks.sink import SinkName, check_sink_libraries, check_sinks, told
+from trainload.launching.spec import (
     RUN_FILE,
     RunSpec,
     Weights,
@@ -32,7 +32,7 @@ from trainload.launch.spec import (
     read_spec,
     write_spec,
 )
-from trainload.launch.trial import Trial, try_out
+from trainload.launching.trial import Trial, try_out
 from trainload.made_data import Data
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
@@ -263,9 +263,9 @@ def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | 
         return try_out(spec, spec.plan.world_size) if alone else None
     import ray
 
-    from trainload.launch.cluster.connection import connect
-    from trainload.launch.cluster.nodes import check_seats, nodes_of, place_to_try
-    from trainload.launch.cluster.tasks import tried_out
+    from trainload.launching.cluster.connection import connect
+    from trainload.launching.cluster.nodes import check_seats, nodes_of, place_to_try
+    from trainload.launching.cluster.tasks import tried_out
 
     started = connect(address)
     try:
@@ -302,7 +302,7 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
     if backend == "ray":
         _run_on_ray(spec, address, on_event, new=new)
     elif backend == "torchrun":
-        from trainload.launch.local_run import check_torchrun, run_under_torchrun
+        from trainload.launching.local_run import check_torchrun, run_under_torchrun
 
         place = check_torchrun(spec)
         if place.rank == 0:
@@ -311,7 +311,7 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
         else:
             run_under_torchrun(spec, place)
     else:
-        from trainload.launch.local_run import check_one_worker, run_in_process
+        from trainload.launching.local_run import check_one_worker, run_in_process
 
         check_one_worker(spec)
         with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
@@ -326,9 +326,9 @@ def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
 def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
     import ray
 
-    from trainload.launch.cluster.connection import connect
-    from trainload.launch.cluster.nodes import check_seats, nodes_of, room_asked_for
-    from trainload.launch.cluster.supervisor import Supervisor
+    from trainload.launching.cluster.connection import connect
+    from trainload.launching.cluster.nodes import check_seats, nodes_of, room_asked_for
+    from trainload.launching.cluster.supervisor import Supervisor
 
     with interrupted_by_signals() as again:
         started = connect(address)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.errors import StorageError
-from trainload.launch.fetching import is_reference, parts_of
+from trainload.launching.fetching import is_reference, parts_of
 from trainload.packaging.files import check_outside_packages
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.oci import OciPushReport, is_oci, pull_oci, push_oci

@@ -19,7 +19,7 @@ from trainload.columns_view import Columns
 
 if TYPE_CHECKING:
     from trainload.capture.shape_report import ShapeReport
-    from trainload.launch.state import RunState
+    from trainload.launching.state import RunState
 
 _QUIET = frozenset({"step", "steps", "kind", "name", "workers", "nodes"})
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 import trainload
-from trainload.launch.journal import read_events
+from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 from trainload.sharding.coupled_rows import note_on_coupled_rows
 

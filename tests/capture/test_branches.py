@@ -18,7 +18,7 @@ import trainload
 from trainload.capture.errors import CaptureError
 from trainload.capture.patched import replaced
 from trainload.capture.trace import capture
-from trainload.launch.journal import read_events
+from trainload.launching.journal import read_events
 
 ROWS = 4
 Middle = Callable[[Any, Tensor], Tensor]

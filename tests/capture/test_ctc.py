@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import trainload
 from trainload.capture.ctc import ctc_loss
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 
 TARGETS = torch.tensor([[1, 2, 3, 1], [2, 2, 1, 1], [4, 3, 1, 1]])
 FRAMES, LETTERS = torch.tensor([9, 8, 3]), torch.tensor([4, 2, 3])

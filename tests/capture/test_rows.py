@@ -21,7 +21,7 @@ from trainload.capture.errors import CaptureError
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.rows import arranged
 from trainload.capture.trace import capture
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 
 ROWS, STEPS = 4, 3
 WEIGHT = torch.tensor([0.5, 1.0, 2.0])

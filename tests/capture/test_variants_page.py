@@ -16,7 +16,7 @@ from torch.export import Dim
 
 import trainload
 from trainload.capture.errors import DataError
-from trainload.launch.data.mixture import parts_of
+from trainload.launching.data.mixture import parts_of
 
 TEXT = (ROOT / "docs" / "variants.md").read_text()
 BLOCKS = {kind: (said, code) for kind, said, code in re.findall(r"```python\n# (\w+)(?:: ([^\n]*))?\n(.*?)```", TEXT, re.DOTALL)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import trainload
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 
 ROWS, STEPS = 4, 3
 

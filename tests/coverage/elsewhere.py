@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainload.autograd_trace.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Port, StepGraph
-from trainload.launch.groups import leave_groups
+from trainload.launching.groups import leave_groups
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.make_plan import make_plan
 from trainload.sharding.plan import Cluster

@@ -30,7 +30,7 @@ from trainload.capture.errors import DataError, RequestError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.rows import arranged
-from trainload.launch.journal import read_events
+from trainload.launching.journal import read_events
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
 from trainload.sharding.step_graphs import derived_key

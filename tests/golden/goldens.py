@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import trainload
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 from trainload.packaging.read import Package
 
 HERE = Path(__file__).parent

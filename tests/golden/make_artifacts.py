@@ -22,7 +22,7 @@ from tests.golden.goldens import Golden
 
 import trainload
 from trainload import cli
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 from trainload.retraining.stages import Stages
 
 CONFIG = f"""\

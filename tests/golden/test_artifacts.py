@@ -13,7 +13,7 @@ from tests.packaging.places import Place, s3_place, s3_server
 
 import trainload
 from trainload import cli
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 
 STORE = "retraining/store"
 CONFIG = "retraining/retrain.yaml"

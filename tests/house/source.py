@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("capture", "autograd_trace", "packaging", "sharding", "launch")
 """From the bottom up: a stage imports itself, those before it, and `core`, which imports none of them."""
 CORE = "core"
+IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
+"""Stage -> its name in `trainload`. `trainload.launch` is a function."""
 PRIVATE_TORCH = frozenset({"autograd_trace/aot.py", "capture/torch_modes.py", "packaging/graph_json.py"})
 """The modules that may touch torch's private names."""
 
@@ -71,7 +73,8 @@ def stage_of(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] != "trainload":
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in (CORE, *STAGES) else "face"
+    stages = {name: stage for stage, name in IMPORTED_AS.items()} | {CORE: CORE}
+    return stages.get(parts[1], "face") if len(parts) > 1 else "face"
 
 
 def upward_imports(text: str, stage: str) -> list[str]:
@@ -86,7 +89,7 @@ def upward_imports(text: str, stage: str) -> list[str]:
 
 
 def _is_stage_parent(name: str) -> bool:
-    return name in {f"trainload.{stage}" for stage in (CORE, *STAGES)}
+    return name in {f"trainload.{name}" for name in (CORE, *IMPORTED_AS.values())}
 
 
 def private_torch_names(text: str) -> list[str]:

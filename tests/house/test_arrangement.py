@@ -11,7 +11,18 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.house.source import CORE, PRIVATE_TORCH, ROOT, STAGES, face_files, imports, private_torch_names, stage_files, upward_imports
+from tests.house.source import (
+    CORE,
+    IMPORTED_AS,
+    PRIVATE_TORCH,
+    ROOT,
+    STAGES,
+    face_files,
+    imports,
+    private_torch_names,
+    stage_files,
+    upward_imports,
+)
 
 
 def python_at_root(code: str) -> str:
@@ -34,7 +45,7 @@ def test_ray_imports_at_the_root() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_is_reached_through_a_relative_link(stage: str) -> None:
-    link = ROOT / "src" / "trainload" / stage
+    link = ROOT / "src" / "trainload" / IMPORTED_AS[stage]
     assert os.readlink(link) == f"../../{stage}"
 
 
@@ -59,11 +70,12 @@ def test_every_stage_holds_modules() -> None:
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("trainload/")}
-    stages = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in stage_files()}
+    paths = ((IMPORTED_AS[stage], path.relative_to(ROOT / stage)) for stage in STAGES for path in (ROOT / stage).rglob("*.py"))
+    stages = {f"trainload/{stage}/{path.as_posix()}" for stage, path in paths}
     face = {path.relative_to(ROOT / "src").as_posix() for path in face_files()}
     data = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "sharding" / "planner" / "devices").glob("*.json")}
     page = {f"trainload/report/{name}" for name in ("page.css", "base.html", "parts.html", "page.html", "line.html")}
-    assert held == {*stages, *face, *data, *page, "trainload/py.typed"}
+    assert held == {*stages, *face, *data, *page, "trainload/py.typed", "trainload/__init__.pyi"}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -110,8 +122,8 @@ def test_files_are_written_atomically_in_one_module() -> None:
 
 
 def test_an_import_of_a_later_stage_is_seen() -> None:
-    text = "def f():\n    from trainload.launch.run import train\n"
-    assert upward_imports(text, "packaging") == ["2: trainload.launch.run", "2: trainload.launch.run.train"]
+    text = "def f():\n    from trainload.launching.run import train\n"
+    assert upward_imports(text, "packaging") == ["2: trainload.launching.run", "2: trainload.launching.run.train"]
 
 
 def test_an_import_of_the_face_is_seen() -> None:

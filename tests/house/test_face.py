@@ -24,8 +24,7 @@ def test_all_is_exactly_what_can_be_seen() -> None:
         getattr(trainload, name)
     seen = {name for name in dir(trainload) if not name.startswith("_")}
     modules = {name for name in seen if isinstance(getattr(trainload, name), types.ModuleType) and not callable(getattr(trainload, name))}
-    plumbing = {"TYPE_CHECKING", "Any", "annotations"}
-    assert seen - modules - plumbing | {"__version__"} == set(trainload.__all__)
+    assert seen - modules | {"__version__"} == set(trainload.__all__)
 
 
 def test_all_is_sorted() -> None:
@@ -42,13 +41,13 @@ def test_importing_it_imports_neither_torch_nor_ray() -> None:
 
 def test_what_holds_a_runs_messages_starts_without_torch() -> None:
     """Ray starts it, and tasks on nodes, in processes of their own, for which a launch waits."""
-    modules = "trainload.launch.cluster.mailbox, trainload.launch.cluster.tasks"
+    modules = "trainload.launching.cluster.mailbox, trainload.launching.cluster.tasks"
     assert child(f"import sys, {modules}; print('torch' in sys.modules)") == "False"
 
 
 @pytest.mark.slow  # it imports torch
 def test_ray_trains_controller_imports_no_compiler() -> None:
-    assert child("import sys, trainload.launch.cluster.attempt; print('torch._dynamo' in sys.modules)") == "False"
+    assert child("import sys, trainload.launching.cluster.attempt; print('torch._dynamo' in sys.modules)") == "False"
 
 
 def test_launch_is_a_verb_before_its_stage_is_imported() -> None:
@@ -56,11 +55,11 @@ def test_launch_is_a_verb_before_its_stage_is_imported() -> None:
 
 
 def test_launch_is_a_verb_after_its_stage_was_imported() -> None:
-    assert child("import trainload.launch.data.sampler; import trainload; print(callable(trainload.launch))") == "True"
+    assert child("import trainload.launching.data.sampler; import trainload; print(callable(trainload.launch))") == "True"
 
 
 def test_the_stage_of_the_same_name_as_a_verb_can_be_imported() -> None:
-    assert child("import trainload.launch.data.sampler as s, trainload; print(trainload.launch.data.sampler is s)") == "True"
+    assert child("import trainload.launching.data.sampler as s, trainload; print(trainload.launching.data.sampler is s)") == "True"
 
 
 def test_the_verb_launch_has_the_signature_of_its_function() -> None:

@@ -16,9 +16,9 @@ from rich.console import Console
 from tests.ranks import ran
 
 from trainload import run_view
-from trainload.launch.activity import Doing, Phase
-from trainload.launch.journal import Event
-from trainload.launch.state import RankSeen, Summary, write_state
+from trainload.launching.activity import Doing, Phase
+from trainload.launching.journal import Event
+from trainload.launching.state import RankSeen, Summary, write_state
 
 START = Event("start", {"step": 0, "steps": 100, "world": 2, "strategy": "zero1"})
 

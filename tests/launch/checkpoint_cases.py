@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from tests.shares import cut
 
-from trainload.launch.checkpoints.index import DataPosition
-from trainload.launch.checkpoints.place import CheckpointPlace, Where, place_of
-from trainload.launch.checkpoints.retention import Retention
-from trainload.launch.checkpoints.state import ShardedState, held
-from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.launching.checkpoints.index import DataPosition
+from trainload.launching.checkpoints.place import CheckpointPlace, Where, place_of
+from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.checkpoints.state import ShardedState, held
+from trainload.launching.checkpoints.writer import CheckpointWriter
 from trainload.sharding.plan import Bucket, Cluster, Estimate, Pipeline, Plan, Shard, Slot
 from trainload.sharding.strategies import Strategy
 

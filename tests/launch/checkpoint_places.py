@@ -14,7 +14,7 @@ from pathlib import Path
 import s3fs
 from tests.packaging.places import BUCKET
 
-from trainload.launch.checkpoints.place import CheckpointPlace, place_of, whole_place
+from trainload.launching.checkpoints.place import CheckpointPlace, place_of, whole_place
 from trainload.packaging.stores.remote import RemoteFiles
 
 

@@ -12,7 +12,7 @@ from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 from tests.packaging.places import KEYS, s3_server
 
 import trainload
-from trainload.launch.result import RunResult
+from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import trainload
 from trainload import Graph, Loss, Turn
-from trainload.launch.data.sampler import rows
+from trainload.launching.data.sampler import rows
 from trainload.packaging.read import Package
 
 ROWS = 16

@@ -15,8 +15,8 @@ import torch
 from tests.launch.checkpoint_cases import make_plan, save_all, writers
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoints.index import published
-from trainload.launch.checkpoints.read import Checkpoint
+from trainload.launching.checkpoints.index import published
+from trainload.launching.checkpoints.read import Checkpoint
 
 PLAN = make_plan("zero3", 2)
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}

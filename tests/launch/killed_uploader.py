@@ -22,7 +22,7 @@ from tests.launch.checkpoint_cases import make_plan, save_in, writers
 from tests.launch.checkpoint_places import Kept
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoints.read import Checkpoint
+from trainload.launching.checkpoints.read import Checkpoint
 from trainload.packaging.stores.remote import RemoteFiles, Upload
 
 PLAN = make_plan("zero3", 2)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import swa_utils
 
 import trainload
-from trainload.launch.data.sampler import rows
+from trainload.launching.data.sampler import rows
 from trainload.packaging.read import Package
 
 ROWS = 8

@@ -119,7 +119,7 @@ def test_it_is_not_launched(verb: str, abstract: Package, tmp_path: Path) -> Non
 
 
 def test_a_run_of_it_is_not_resumed(abstract: Package, tmp_path: Path) -> None:
-    from trainload.launch.spec import RunSpec, write_spec
+    from trainload.launching.spec import RunSpec, write_spec
 
     plan = trainload.plan(abstract, trainload.Cluster())
     write_spec(RunSpec(package=str(abstract.path), plan=plan, data=str(tmp_path / "no.npz"), run_dir=str(tmp_path / "run"), steps=1))

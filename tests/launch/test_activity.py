@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from trainload.launch.activity import Activity, Doing, Phase
+from trainload.launching.activity import Activity, Doing, Phase
 from trainload.sharding.collectives import Collective
 
 GATHER = Collective("all_gather_into_tensor", "data", "float32", 8)

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import trainload
 from trainload import cli
 from trainload.capture.errors import JobError, PackageError, PlanError
-from trainload.launch.adapters import Adapters, first_values
-from trainload.launch.build import build_key
-from trainload.launch.journal import read_events
-from trainload.launch.spec import read_spec
+from trainload.launching.adapters import Adapters, first_values
+from trainload.launching.build import build_key
+from trainload.launching.journal import read_events
+from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package
 
@@ -202,8 +202,8 @@ def test_the_optimizer_has_state_for_what_is_trained_alone(package: Package) -> 
 
 
 def test_a_checkpoint_holds_state_for_what_is_trained_alone(alone: Path) -> None:
-    from trainload.launch.checkpoints.place import place_of
-    from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
+    from trainload.launching.checkpoints.place import place_of
+    from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
 
     path = usable_checkpoint(place_of(alone)).path
     assert path is not None

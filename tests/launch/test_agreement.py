@@ -10,7 +10,7 @@ from tests.ranks import on_ranks
 from tests.sharding.cases import make_plan
 
 from trainload.capture.errors import DataError, PlanError
-from trainload.launch.agreement import check_same_collectives, check_same_data
+from trainload.launching.agreement import check_same_collectives, check_same_data
 from trainload.sharding.collectives import Collective
 from trainload.sharding.plan import DATA
 

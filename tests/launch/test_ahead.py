@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tests.report.made import plan
 
-from trainload.launch import ahead
-from trainload.launch.contact import FileContact
-from trainload.launch.journal import read_events
-from trainload.launch.spec import RunSpec
-from trainload.launch.state import Summary
+from trainload.launching import ahead
+from trainload.launching.contact import FileContact
+from trainload.launching.journal import read_events
+from trainload.launching.spec import RunSpec
+from trainload.launching.state import Summary
 
 
 def spec_of(run: Path, **fields: Any) -> RunSpec:

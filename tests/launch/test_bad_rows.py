@@ -17,9 +17,9 @@ from torch.nn import functional
 
 import trainload
 from trainload.capture.errors import DataError, TrainingError
-from trainload.launch.data.sampler import rows
-from trainload.launch.journal import LOGS, log_name, read_events
-from trainload.launch.rank_state import RankState
+from trainload.launching.data.sampler import rows
+from trainload.launching.journal import LOGS, log_name, read_events
+from trainload.launching.rank_state import RankState
 from trainload.packaging.read import Package
 
 WORDS, CLASSES, LENGTH = 12, 5, 4
@@ -207,6 +207,6 @@ def test_an_error_of_making_the_graphs_is_told_as_one(package: Package, tmp_path
     def built_for(*_: object) -> None:
         raise ValueError("Cannot view a tensor")
 
-    monkeypatch.setattr("trainload.launch.worker.built_for", built_for)
+    monkeypatch.setattr("trainload.launching.worker.built_for", built_for)
     with pytest.raises(TrainingError, match=r"making the graphs: .*Cannot view a tensor.*It would fail again, so it is not tried again"):
         launch(package, written(tmp_path, "label", 1), tmp_path)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainload.capture.errors import StorageError
-from trainload.launch.cluster.book import Book
-from trainload.launch.journal import LOGS, Event, Journal, log_name, read_events
+from trainload.launching.cluster.book import Book
+from trainload.launching.journal import LOGS, Event, Journal, log_name, read_events
 
 STEP = Event("step", {"step": 0, "loss": 1.5, "gradient_norm": 0.5, "seconds": 0.1}, 1.0)
 CHECKPOINT = Event("checkpoint", {"step": 1}, 2.0)

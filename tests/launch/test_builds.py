@@ -11,9 +11,9 @@ from tests.launch.tiny import write_rows
 
 import trainload
 from trainload.autograd_trace.aot import compile_graph
-from trainload.launch import build
-from trainload.launch.build import compile_build, is_compiled, uncompiled_build
-from trainload.launch.cache import SIZE_VARIABLE, in_use, leave, make_room
+from trainload.launching import build
+from trainload.launching.build import compile_build, is_compiled, uncompiled_build
+from trainload.launching.cache import SIZE_VARIABLE, in_use, leave, make_room
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 

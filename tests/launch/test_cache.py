@@ -18,9 +18,9 @@ from tests.packaging.places import retrained
 import trainload
 from trainload.capture.errors import RequestError
 from trainload.capture.program import InputSpec
-from trainload.launch.cache import SIZE_VARIABLE, in_use, leave, make_room, use
-from trainload.launch.data.dataset import open_dataset
-from trainload.launch.fetching import fetched, pinned
+from trainload.launching.cache import SIZE_VARIABLE, in_use, leave, make_room, use
+from trainload.launching.data.dataset import open_dataset
+from trainload.launching.fetching import fetched, pinned
 from trainload.packaging.read import Package
 from trainload.packaging.stores.push import push
 
@@ -89,9 +89,7 @@ def test_what_another_process_uses_stays_until_it_ends(cache: Path) -> None:
     old = entry(cache, "40", age=40)
     for age in (30, 20, 10):
         entry(cache, str(age), age=age)
-    code = (
-        f"import sys; from pathlib import Path; from trainload.launch.cache import use; use(Path({str(old)!r})); print(); sys.stdin.read()"
-    )
+    code = f"import pathlib, sys; from trainload.launching.cache import use; use(pathlib.Path({str(old)!r})); print(); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()

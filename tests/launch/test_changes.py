@@ -14,8 +14,8 @@ from tests.laws.runs import TOLERANCE, curve, difference
 import trainload
 from trainload import cli
 from trainload.capture.errors import JobError, StorageError
-from trainload.launch.journal import read_events
-from trainload.launch.spec import read_spec
+from trainload.launching.journal import read_events
+from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 
 HALF = STEPS // 2

@@ -19,17 +19,17 @@ from tests.ranks import ran
 from tests.waiting import wait_until
 
 from trainload.capture.errors import CheckpointError, StorageError
-from trainload.launch.checkpoints import remote
-from trainload.launch.checkpoints.load import full_parameters, load_sharded
-from trainload.launch.checkpoints.place import place_of
-from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
-from trainload.launch.checkpoints.retention import Retention
-from trainload.launch.checkpoints.state import ShardedState, held
-from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
-from trainload.launch.contact import FileContact
-from trainload.launch.journal import read_events
-from trainload.launch.saving import Saver
-from trainload.launch.state import Summary
+from trainload.launching.checkpoints import remote
+from trainload.launching.checkpoints.load import full_parameters, load_sharded
+from trainload.launching.checkpoints.place import place_of
+from trainload.launching.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
+from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.checkpoints.state import ShardedState, held
+from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
+from trainload.launching.contact import FileContact
+from trainload.launching.journal import read_events
+from trainload.launching.saving import Saver
+from trainload.launching.state import Summary
 from trainload.packaging import chunks
 from trainload.packaging.stores import remote as remote_files
 from trainload.packaging.stores.remote import RemoteFiles
@@ -264,7 +264,7 @@ def test_a_large_shard_is_sent_in_parts_and_not_copied_whole(bucket: Kept, monke
 def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
     s3: str, bucket: Kept, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trainload.launch.saving._FIRST_PAUSE", 0.1)
+    monkeypatch.setattr("trainload.launching.saving._FIRST_PAUSE", 0.1)
     with wire_to(s3) as wire:
         place = bucket.place
         saver = Saver(CheckpointWriter(place, ONE, 0, "t1"), FileContact(tmp_path, 0, Summary()), None, leading=True, patience=60.0)
@@ -288,7 +288,7 @@ def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
 def test_a_place_that_cannot_be_reached_is_asked_again_and_no_older_checkpoint_is_taken(
     s3: str, bucket: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainload.launch.checkpoints.read._PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("trainload.launching.checkpoints.read._PAUSE_SECONDS", 0.05)
     for step in (1, 2):
         newest = save_in(bucket.place, ONE, step)
     with wire_to(s3) as wire:
@@ -313,8 +313,8 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
     s3: str, bucket: Kept, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(remote, "_ANSWER_SECONDS", 1.5)
-    monkeypatch.setattr("trainload.launch.saving._HOLD_SECONDS", 0.1)
-    monkeypatch.setattr("trainload.launch.saving._FIRST_PAUSE", 0.1)
+    monkeypatch.setattr("trainload.launching.saving._HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("trainload.launching.saving._FIRST_PAUSE", 0.1)
     with wire_to(s3) as wire:
         saver = Saver(CheckpointWriter(bucket.place, ONE, 0, "t1"), FileContact(tmp_path, 0, Summary()), None, leading=True, patience=60.0)
         wire.silent = True
@@ -335,7 +335,7 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
 def test_a_checkpoint_that_was_put_off_is_wanted_when_the_one_before_is_done(
     kept: Kept, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trainload.launch.saving._HOLD_SECONDS", 0.05)
+    monkeypatch.setattr("trainload.launching.saving._HOLD_SECONDS", 0.05)
     gate = threading.Event()
 
     def wait() -> None:

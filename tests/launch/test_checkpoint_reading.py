@@ -19,13 +19,13 @@ from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, PARAMETERS, 
 from tests.ranks import on_ranks
 
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoints.index import FileRecord
-from trainload.launch.checkpoints.load import full_parameters, load_sharded
-from trainload.launch.checkpoints.place import CheckpointFiles, place_of
-from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
-from trainload.launch.checkpoints.shard import ShardReader
-from trainload.launch.checkpoints.state import ShardedState, held
-from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.launching.checkpoints.index import FileRecord
+from trainload.launching.checkpoints.load import full_parameters, load_sharded
+from trainload.launching.checkpoints.place import CheckpointFiles, place_of
+from trainload.launching.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
+from trainload.launching.checkpoints.shard import ShardReader
+from trainload.launching.checkpoints.state import ShardedState, held
+from trainload.launching.checkpoints.writer import CheckpointWriter
 from trainload.packaging import chunks
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.sharding.plan import Bucket, Plan, Shard, Slot

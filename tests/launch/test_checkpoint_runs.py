@@ -14,11 +14,11 @@ from tests.packaging.places import BUCKET
 import trainload
 from trainload import cli
 from trainload.capture.errors import RunInterrupted, StorageError
-from trainload.launch.checkpoints.index import CHECKPOINTS
-from trainload.launch.contact import Request
-from trainload.launch.journal import Event, losses, read_events
-from trainload.launch.result import RunResult
-from trainload.launch.spec import RUN_FILE, read_spec, write_spec
+from trainload.launching.checkpoints.index import CHECKPOINTS
+from trainload.launching.contact import Request
+from trainload.launching.journal import Event, losses, read_events
+from trainload.launching.result import RunResult
+from trainload.launching.spec import RUN_FILE, read_spec, write_spec
 from trainload.packaging.read import Package
 
 pytestmark = pytest.mark.slow

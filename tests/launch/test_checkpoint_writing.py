@@ -20,15 +20,15 @@ from tests.ranks import end, ran, start
 
 from trainload.capture.errors import CheckpointError, StorageError
 from trainload.core.atomic import replace_file
-from trainload.launch.checkpoints import folder as checkpoint_folder
-from trainload.launch.checkpoints import writer as checkpoint_writer
-from trainload.launch.checkpoints.index import INDEX, published
-from trainload.launch.checkpoints.load import load_sharded
-from trainload.launch.checkpoints.place import Draft, place_of
-from trainload.launch.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
-from trainload.launch.checkpoints.shard import write_shard
-from trainload.launch.checkpoints.state import ShardedState
-from trainload.launch.checkpoints.writer import CheckpointWriter
+from trainload.launching.checkpoints import folder as checkpoint_folder
+from trainload.launching.checkpoints import writer as checkpoint_writer
+from trainload.launching.checkpoints.index import INDEX, published
+from trainload.launching.checkpoints.load import load_sharded
+from trainload.launching.checkpoints.place import Draft, place_of
+from trainload.launching.checkpoints.read import Checkpoint, latest_checkpoint, usable_checkpoint
+from trainload.launching.checkpoints.shard import write_shard
+from trainload.launching.checkpoints.state import ShardedState
+from trainload.launching.checkpoints.writer import CheckpointWriter
 from trainload.sharding.plan import Bucket, Slot
 
 TWO = make_plan("zero3", 2)

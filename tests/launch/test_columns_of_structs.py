@@ -12,8 +12,8 @@ import pytest
 
 from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
-from trainload.launch.data.dataset import check_schema, open_dataset, source_columns
-from trainload.launch.data.run_data import open_run_data
+from trainload.launching.data.dataset import check_schema, open_dataset, source_columns
+from trainload.launching.data.run_data import open_run_data
 from trainload.packaging.read import Package
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])

@@ -9,7 +9,7 @@ import ray
 from tests.ports import free_port
 
 from trainload.capture.errors import ClusterError
-from trainload.launch.cluster.connection import connect
+from trainload.launching.cluster.connection import connect
 
 SET = (
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",

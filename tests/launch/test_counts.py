@@ -11,7 +11,7 @@ from tests.launch.counted import counts, demand_exact, freeze_counts
 
 import trainload
 from trainload.capture.errors import DataError
-from trainload.launch.journal import read_events
+from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 
 pytestmark = pytest.mark.slow

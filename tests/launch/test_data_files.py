@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 import trainload
 from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.capture.program import InputSpec
-from trainload.launch.data import columns_arrow, columns_parquet
-from trainload.launch.data.columns import Sizes
-from trainload.launch.data.dataset import check_schema, open_dataset, source_columns
-from trainload.launch.data.files import find_files
+from trainload.launching.data import columns_arrow, columns_parquet
+from trainload.launching.data.columns import Sizes
+from trainload.launching.data.dataset import check_schema, open_dataset, source_columns
+from trainload.launching.data.files import find_files
 
 ROWS = 10
 X = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
@@ -411,7 +411,7 @@ def test_a_cold_file_has_one_identity_whoever_asks_at_the_same_time(tmp_path: Pa
     for place in range(100):
         (tmp_path / f"cache-{place}").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainload.launch.data.files._SETTLED_NS", -(10**12))  # however new the file is
+        patch.setattr("trainload.launching.data.files._SETTLED_NS", -(10**12))  # however new the file is
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()

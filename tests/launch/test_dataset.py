@@ -19,9 +19,9 @@ from tests import ranks
 
 from trainload.capture.errors import DataError, StorageError
 from trainload.capture.program import InputSpec
-from trainload.launch.data import columns_cache, files
-from trainload.launch.data.dataset import check_schema, open_dataset
-from trainload.launch.data.files import LocalFile, Source
+from trainload.launching.data import columns_cache, files
+from trainload.launching.data.dataset import check_schema, open_dataset
+from trainload.launching.data.files import LocalFile, Source
 from trainload.packaging.canonical import sha256_file
 
 TOKENS = InputSpec("tokens", "uint8", ("batch", 4))

@@ -14,8 +14,8 @@ from tests.sharding.given import captured_step, value
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.launch import departures
-from trainload.launch.departures import Values, departing, recorded
+from trainload.launching import departures
+from trainload.launching.departures import Values, departing, recorded
 
 FAULT = "fault"
 

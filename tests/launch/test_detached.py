@@ -12,7 +12,7 @@ from ray.exceptions import AuthenticationError
 
 from trainload import cli
 from trainload.capture.errors import ClusterError
-from trainload.launch.cluster import connection, jobs
+from trainload.launching.cluster import connection, jobs
 from trainload.packaging.read import Package
 
 ADDRESS = "http://127.0.0.1:8265"

@@ -15,8 +15,8 @@ from torch import Tensor, nn, optim
 import trainload
 from trainload import Graph, Turn
 from trainload.capture.errors import DivergedError
-from trainload.launch.data.sampler import rows
-from trainload.launch.journal import read_events
+from trainload.launching.data.sampler import rows
+from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Shard
 

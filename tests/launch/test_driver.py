@@ -13,9 +13,9 @@ from tests.launch.forked import talking
 from tests.launch.test_state import ended_process, state_of
 
 from trainload.capture.errors import StorageError
-from trainload.launch import driver
-from trainload.launch.driver import LOCK_FILE, check_no_driver, driving
-from trainload.launch.state import STATE_FILE, Summary, read_state, write_state
+from trainload.launching import driver
+from trainload.launching.driver import LOCK_FILE, check_no_driver, driving
+from trainload.launching.state import STATE_FILE, Summary, read_state, write_state
 
 
 def drive(run_dir: Path) -> None:

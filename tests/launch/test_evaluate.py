@@ -11,7 +11,7 @@ import pytest
 
 import trainload
 from trainload.capture.errors import DataError, RequestError
-from trainload.launch.journal import Event
+from trainload.launching.journal import Event
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from trainload.capture.errors import StorageError
-from trainload.launch.contact import FileContact, Request, asked_by_file, clear_requests
-from trainload.launch.data.files import find_files
-from trainload.launch.data.mixture import parts_of
-from trainload.launch.journal import JOURNAL, followed, read_events, stream_events
-from trainload.launch.spec import RUN_FILE, check_new_run, read_spec
-from trainload.launch.state import Summary
+from trainload.launching.contact import FileContact, Request, asked_by_file, clear_requests
+from trainload.launching.data.files import find_files
+from trainload.launching.data.mixture import parts_of
+from trainload.launching.journal import JOURNAL, followed, read_events, stream_events
+from trainload.launching.spec import RUN_FILE, check_new_run, read_spec
+from trainload.launching.state import Summary
 
 Fail = Callable[[Path], None]
 

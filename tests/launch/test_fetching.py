@@ -20,11 +20,11 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.errors import IntegrityError, PolicyError, RunInterrupted, StorageError
 from trainload.capture.program import Program
-from trainload.launch.contact import Request
-from trainload.launch.fetching import fetched, is_reference, pinned, run_name
-from trainload.launch.journal import Event, losses, read_events
-from trainload.launch.opening import frozen_package
-from trainload.launch.spec import read_spec
+from trainload.launching.contact import Request
+from trainload.launching.fetching import fetched, is_reference, pinned, run_name
+from trainload.launching.journal import Event, losses, read_events
+from trainload.launching.opening import frozen_package
+from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.policy import POLICY

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 import trainload
 from trainload.capture.errors import DataError, OutOfMemoryError
-from trainload.launch.data.sampler import rows
-from trainload.launch.journal import Event, read_events
-from trainload.launch.room import free_bytes
+from trainload.launching.data.sampler import rows
+from trainload.launching.journal import Event, read_events
+from trainload.launching.room import free_bytes
 from trainload.packaging.read import Package
 from trainload.run_request import Backend
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainload.launch.groups import gathered, leave_groups
+from trainload.launching.groups import gathered, leave_groups
 
 
 @pytest.fixture

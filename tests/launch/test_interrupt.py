@@ -11,10 +11,10 @@ from tests.launch.commands import TORCHRUN, Interrupted, close_terminal, interru
 from tests.launch.forked import interrupted, terminal_closed
 from tests.launch.undisturbed import STEPS
 
-from trainload.launch.checkpoints.index import published
-from trainload.launch.journal import losses, read_events
-from trainload.launch.result import RunResult
-from trainload.launch.state import read_state
+from trainload.launching.checkpoints.index import published
+from trainload.launching.journal import losses, read_events
+from trainload.launching.result import RunResult
+from trainload.launching.state import read_state
 from trainload.packaging.read import Package
 
 

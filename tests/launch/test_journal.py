@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import JOURNAL, Event, Follower, Journal, read_events, stream_events
+from trainload.launching.journal import JOURNAL, Event, Follower, Journal, read_events, stream_events
 
 
 def steps(first: int, count: int) -> list[Event]:

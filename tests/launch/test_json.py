@@ -16,7 +16,7 @@ from tests.laws.processes import ray_workers
 
 import trainload
 from trainload import cli, run_view
-from trainload.launch.journal import Event, losses, read_events
+from trainload.launching.journal import Event, losses, read_events
 from trainload.packaging.read import Package
 
 Capture = pytest.CaptureFixture[str]

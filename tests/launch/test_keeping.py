@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainload.commands import keeping
-from trainload.launch.journal import Event
-from trainload.launch.state import Summary, write_state
+from trainload.launching.journal import Event
+from trainload.launching.state import Summary, write_state
 
 Drive = Callable[[int], int]
 """What a driver of this number does, and ends with."""

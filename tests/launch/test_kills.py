@@ -10,9 +10,9 @@ from benchmarks.killer import Kill, Killer
 from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 
 import trainload
-from trainload.launch.checkpoints.index import CHECKPOINTS, DRAFT
-from trainload.launch.journal import read_events
-from trainload.launch.result import RunResult
+from trainload.launching.checkpoints.index import CHECKPOINTS, DRAFT
+from trainload.launching.journal import read_events
+from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 
 pytestmark = pytest.mark.slow

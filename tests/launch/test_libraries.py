@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.launch.forked import done, json_said, refused_apart
 
-from trainload.launch.data.sampler import rows
+from trainload.launching.data.sampler import rows
 
 LIBRARY = """
 import torch

@@ -14,8 +14,8 @@ import pytest
 import trainload
 from trainload import cli
 from trainload.capture.errors import DataError, PlanError, StorageError
-from trainload.launch.journal import losses, read_events
-from trainload.launch.spec import read_spec
+from trainload.launching.journal import losses, read_events
+from trainload.launching.spec import read_spec
 from trainload.made_data import in_files
 from trainload.packaging.read import Package
 

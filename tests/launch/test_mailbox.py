@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from trainload.launch.cluster import mailbox as module
-from trainload.launch.cluster.mailbox import Collected, Mailbox, RayContact
-from trainload.launch.contact import Request
-from trainload.launch.journal import Event
+from trainload.launching.cluster import mailbox as module
+from trainload.launching.cluster.mailbox import Collected, Mailbox, RayContact
+from trainload.launching.contact import Request
+from trainload.launching.journal import Event
 
 NONE = Request.NONE
 

@@ -10,8 +10,8 @@ from tests.laws.runs import Run, ranks, train
 
 import trainload
 from trainload.capture.errors import CheckpointError
-from trainload.launch.checkpoints.index import CHECKPOINTS
-from trainload.launch.journal import read_events
+from trainload.launching.checkpoints.index import CHECKPOINTS
+from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 from trainload.running import prepare
 

@@ -19,10 +19,10 @@ from torch.export import Dim
 
 import trainload
 from trainload.capture.errors import DataError, PlanError
-from trainload.launch.data.batch_order import LONGEST_CYCLE, BatchOrder, cycle_counts
-from trainload.launch.data.mixture import parts_of
-from trainload.launch.data.run_data import check_run_data, open_run_data
-from trainload.launch.data.sampler import rows
+from trainload.launching.data.batch_order import LONGEST_CYCLE, BatchOrder, cycle_counts
+from trainload.launching.data.mixture import parts_of
+from trainload.launching.data.run_data import check_run_data, open_run_data
+from trainload.launching.data.sampler import rows
 from trainload.packaging.read import Package
 
 ORDER = BatchOrder(7, (50, 9, 33), (3, 1, 2))

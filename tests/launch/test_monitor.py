@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from trainload.launch.activity import Doing, Phase
-from trainload.launch.monitor import Hang, Monitor
+from trainload.launching.activity import Doing, Phase
+from trainload.launching.monitor import Hang, Monitor
 
 
 class Clock:

@@ -10,8 +10,8 @@ import pytest
 from tests.report.made import plan
 
 from trainload.capture.errors import StorageError
-from trainload.launch import spec
-from trainload.launch.spec import RUN_FILE, RunSpec, read_spec, write_spec
+from trainload.launching import spec
+from trainload.launching.spec import RUN_FILE, RunSpec, read_spec, write_spec
 
 LINK = os.link
 

@@ -8,7 +8,7 @@ import pytest
 
 import trainload
 from trainload.capture.errors import ClusterError
-from trainload.launch.cluster.nodes import Node, check_seats, place_to_try, seats, unit_of
+from trainload.launching.cluster.nodes import Node, check_seats, place_to_try, seats, unit_of
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 

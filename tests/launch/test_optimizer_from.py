@@ -14,7 +14,7 @@ from torch import nn
 
 import trainload
 from trainload.capture.errors import CheckpointError
-from trainload.launch.result import RunResult
+from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 from trainload.sharding.strategies import Strategy
 

@@ -16,7 +16,7 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
 from trainload.core.atomic import replace_file
-from trainload.launch.spec import RUN_FILE, read_spec
+from trainload.launching.spec import RUN_FILE, read_spec
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 

@@ -14,8 +14,8 @@ from tests.ranks import ran
 
 import trainload
 from trainload.capture.errors import OutOfMemoryError
-from trainload.launch.journal import read_events
-from trainload.launch.out_of_memory import is_out_of_memory
+from trainload.launching.journal import read_events
+from trainload.launching.out_of_memory import is_out_of_memory
 from trainload.packaging.read import Package
 
 MORE = 700 * 2**20

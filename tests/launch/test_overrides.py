@@ -17,10 +17,10 @@ from torch import nn
 import trainload
 from trainload import cli
 from trainload.capture.errors import JobError
-from trainload.launch.build import build_key
-from trainload.launch.data.dataset import open_dataset
-from trainload.launch.journal import losses, read_events
-from trainload.launch.spec import read_spec
+from trainload.launching.build import build_key
+from trainload.launching.data.dataset import open_dataset
+from trainload.launching.journal import losses, read_events
+from trainload.launching.spec import read_spec
 from trainload.packaging.entries import data_specs
 from trainload.packaging.read import Package
 

@@ -14,12 +14,12 @@ from tests.packaging.tampering import edit_manifest
 
 import trainload
 from trainload.capture.errors import IntegrityError, PolicyError
-from trainload.launch.contact import FileContact
-from trainload.launch.journal import read_events
-from trainload.launch.libraries import open_for_run
-from trainload.launch.spec import read_spec
-from trainload.launch.state import Summary
-from trainload.launch.worker import prepare_node
+from trainload.launching.contact import FileContact
+from trainload.launching.journal import read_events
+from trainload.launching.libraries import open_for_run
+from trainload.launching.spec import read_spec
+from trainload.launching.state import Summary
+from trainload.launching.worker import prepare_node
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.packaging.signatures import policy as policies

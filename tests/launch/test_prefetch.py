@@ -12,11 +12,11 @@ import pytest
 
 from trainload.autograd_trace.graphs import Recipe, TurnRecipe
 from trainload.capture.program import InputSpec
-from trainload.launch.data.batch_order import BatchOrder
-from trainload.launch.data.dataset import open_dataset
-from trainload.launch.data.prefetch import BatchStream, CallRows, RankRows
-from trainload.launch.data.run_data import OpenPart, RunData
-from trainload.launch.data.sampler import rows
+from trainload.launching.data.batch_order import BatchOrder
+from trainload.launching.data.dataset import open_dataset
+from trainload.launching.data.prefetch import BatchStream, CallRows, RankRows
+from trainload.launching.data.run_data import OpenPart, RunData
+from trainload.launching.data.sampler import rows
 from trainload.sharding.plan import Cluster, Estimate, Plan
 
 NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainload.commands.runs import _nothing_left
-from trainload.launch.spec import RUN_FILE
+from trainload.launching.spec import RUN_FILE
 
 
 def begin(run_dir: Path) -> None:

@@ -15,9 +15,9 @@ from tests.launch.commands import refused
 
 import trainload
 from trainload.grafana import board
-from trainload.launch.journal import Event, losses, read_events
-from trainload.launch.sinks.measures import MEASURES, OF_NUMBERS, OWN, measure_of
-from trainload.launch.sinks.sink import told
+from trainload.launching.journal import Event, losses, read_events
+from trainload.launching.sinks.measures import MEASURES, OF_NUMBERS, OWN, measure_of
+from trainload.launching.sinks.sink import told
 from trainload.packaging.read import Package
 
 STEPS = 4

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainload.launch.cluster import tasks
-from trainload.launch.cluster.tasks import Questions
+from trainload.launching.cluster import tasks
+from trainload.launching.cluster.tasks import Questions
 
 
 class Task:

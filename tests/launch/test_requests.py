@@ -14,7 +14,7 @@ from trainload.capture.errors import ClusterError, RequestError
 from trainload.commands import runs
 from trainload.commands.settings import SETTINGS
 from trainload.evaluating import EvaluationOptions
-from trainload.launch.spec import RunSpec
+from trainload.launching.spec import RunSpec
 from trainload.packaging.read import Package
 
 Capture = pytest.CaptureFixture[str]
@@ -47,7 +47,7 @@ def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsy
 def test_a_setting_of_an_evaluation_reaches_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: dict[str, Any] = {}
     monkeypatch.setattr("trainload.commands.shared.open_to_run", lambda package: NONE)
-    monkeypatch.setattr("trainload.launch.overrides.Overrides.apply", lambda *given: NONE)
+    monkeypatch.setattr("trainload.launching.overrides.Overrides.apply", lambda *given: NONE)
     monkeypatch.setattr(runs, "make_plan", lambda *given, **options: NONE)
     monkeypatch.setattr(runs, "show_record", lambda *given: None)
     monkeypatch.setattr("trainload.evaluating.evaluate", lambda *given, **options: heard.update(options))
@@ -100,7 +100,7 @@ def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "keep", keep)
-    monkeypatch.setattr("trainload.launch.spec.read_spec", lambda folder: RunSpec.model_construct())
+    monkeypatch.setattr("trainload.launching.spec.read_spec", lambda folder: RunSpec.model_construct())
     assert cli.run(["resume", ".", "--address", "h:1", *options]) == 0
     assert drivers == [["resume", str(tmp_path), "--address", "h:1", *(word.replace("HERE", str(tmp_path)) for word in told)]]
 

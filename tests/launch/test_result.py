@@ -8,7 +8,7 @@ import pytest
 
 import trainload
 from trainload.capture.errors import StorageError
-from trainload.launch.result import RunResult
+from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 
 
@@ -42,7 +42,7 @@ def test_another_package_in_the_place_of_the_result_is_refused_before_anything_s
     assert done.output is not None
     kept = done.output.rename(done.output.with_name("kept.tl"))
     done.output.symlink_to(tiny.path)
-    monkeypatch.setattr("trainload.launch.local_run.run_in_process", lambda *_, **__: pytest.fail("it started"))
+    monkeypatch.setattr("trainload.launching.local_run.run_in_process", lambda *_, **__: pytest.fail("it started"))
     try:
         with pytest.raises(StorageError, match="exists already"):
             trainload.resume(done.run_dir, backend="local")

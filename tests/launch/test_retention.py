@@ -10,10 +10,10 @@ from tests.launch.checkpoint_cases import DATA, make_plan, make_state
 from tests.launch.tiny import token_rows
 
 import trainload
-from trainload.launch.checkpoints.index import published
-from trainload.launch.checkpoints.place import place_of
-from trainload.launch.checkpoints.retention import Retention
-from trainload.launch.checkpoints.writer import EVALUATION, CheckpointWriter
+from trainload.launching.checkpoints.index import published
+from trainload.launching.checkpoints.place import place_of
+from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.packaging.read import Package
 
 ONE = make_plan("single", 1)

@@ -7,7 +7,7 @@ import torch
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.launch.room import fitting_rows, rows_within
+from trainload.launching.room import fitting_rows, rows_within
 from trainload.packaging.read import Package
 from trainload.sharding.liveness import held
 from trainload.sharding.planner.costs import sizes_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainload.capture.errors import DataError
-from trainload.launch.data.sampler import rows, sequential
+from trainload.launching.data.sampler import rows, sequential
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 31, 100, 1000, 1023, 1025, 65537])

@@ -10,15 +10,15 @@ import pytest
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state
 
 from trainload.capture.errors import CheckpointError, StorageError
-from trainload.launch.checkpoints import writer as checkpoint_writer
-from trainload.launch.checkpoints.index import published
-from trainload.launch.checkpoints.place import Draft, place_of
-from trainload.launch.checkpoints.shard import write_shard
-from trainload.launch.checkpoints.writer import CheckpointWriter
-from trainload.launch.contact import FileContact
-from trainload.launch.journal import read_events
-from trainload.launch.saving import Saver
-from trainload.launch.state import Summary
+from trainload.launching.checkpoints import writer as checkpoint_writer
+from trainload.launching.checkpoints.index import published
+from trainload.launching.checkpoints.place import Draft, place_of
+from trainload.launching.checkpoints.shard import write_shard
+from trainload.launching.checkpoints.writer import CheckpointWriter
+from trainload.launching.contact import FileContact
+from trainload.launching.journal import read_events
+from trainload.launching.saving import Saver
+from trainload.launching.state import Summary
 
 ONE = make_plan("single", 1)
 
@@ -39,7 +39,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
         return write(draft, name, tensors)
 
     monkeypatch.setattr(checkpoint_writer, "write_shard", flaky)
-    monkeypatch.setattr("trainload.launch.saving._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("trainload.launching.saving._FIRST_PAUSE", 0.01)
     return tried
 
 

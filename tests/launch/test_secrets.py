@@ -13,8 +13,8 @@ from tests.launch.forked import done
 from tests.launch.tiny import write_rows
 
 from trainload.capture import redaction
-from trainload.launch.journal import Event, Journal, last_word
-from trainload.launch.spec import read_spec
+from trainload.launching.journal import Event, Journal, last_word
+from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 
 SECRET = "hunter2000"

@@ -18,9 +18,9 @@ from tests.selection import selected
 from torch import nn
 
 import trainload
-from trainload.launch.checkpoints.read import Checkpoint
-from trainload.launch.journal import read_events
-from trainload.launch.result import RunResult
+from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.journal import read_events
+from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 
 TWO = trainload.Cluster(devices_per_node=2)

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from trainload.capture.errors import StorageError
-from trainload.launch.sinks.sink import SinkName, check_sink_libraries
+from trainload.launching.sinks.sink import SinkName, check_sink_libraries
 
 LIBRARIES: dict[SinkName, tuple[str, str]] = {
     "tensorboard": ("tensorboardX", "tensorboard"),
@@ -30,6 +30,6 @@ def test_every_sink_has_a_library_that_may_be_missing() -> None:
 def test_a_library_that_is_not_there_is_named_with_its_extra(name: SinkName, monkeypatch: pytest.MonkeyPatch) -> None:
     module, extra = LIBRARIES[name]
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"trainload.launch.sinks.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"trainload.launching.sinks.{name}", raising=False)
     with pytest.raises(StorageError, match=rf"sinks: {name} is not installed.*pip install 'trainload\[{extra}\]'"):
         check_sink_libraries([*LIBRARIES])

@@ -13,10 +13,10 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event as Record
 
 import trainload
-from trainload.launch.journal import Event, losses, read_events
-from trainload.launch.sinks import sink as sinks
-from trainload.launch.sinks.sink import Outcome, numbers_of, told
-from trainload.launch.spec import read_spec
+from trainload.launching.journal import Event, losses, read_events
+from trainload.launching.sinks import sink as sinks
+from trainload.launching.sinks.sink import Outcome, numbers_of, told
+from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 
 STEPS = 4
@@ -122,7 +122,7 @@ def test_a_sink_is_told_what_became_of_the_run(tmp_path: Path, monkeypatch: pyte
 def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.entities import Metric
 
-    from trainload.launch.sinks import mlflow
+    from trainload.launching.sinks import mlflow
 
     statuses: list[str] = []
     sent: list[Metric] = []
@@ -154,7 +154,7 @@ def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(tmp_pat
 
 def test_a_library_that_is_not_there_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    monkeypatch.delitem(sys.modules, "trainload.launch.sinks.tensorboard", raising=False)
+    monkeypatch.delitem(sys.modules, "trainload.launching.sinks.tensorboard", raising=False)
     line = r"tensorboard is not installed.*pip install 'trainload\[tensorboard\]'"
     with pytest.raises(trainload.StorageError, match=line), told(["tensorboard"], tmp_path, lambda event: None):
         pass

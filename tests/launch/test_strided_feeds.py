@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 import trainload
 from trainload import Graph
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 from trainload.packaging.read import Package
 
 ROWS, STEPS = 6, 2

@@ -12,15 +12,15 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from trainload.capture.errors import RunInterrupted, StorageError, TrainingError
-from trainload.launch.activity import Doing, Phase
-from trainload.launch.cluster import supervisor as module
-from trainload.launch.cluster.mailbox import Beat
-from trainload.launch.cluster.supervisor import Supervisor, _Failed
-from trainload.launch.contact import Request
-from trainload.launch.journal import Event, read_events
-from trainload.launch.monitor import Monitor
-from trainload.launch.spec import RunSpec
-from trainload.launch.state import STATE_FILE, Summary, read_state, write_state
+from trainload.launching.activity import Doing, Phase
+from trainload.launching.cluster import supervisor as module
+from trainload.launching.cluster.mailbox import Beat
+from trainload.launching.cluster.supervisor import Supervisor, _Failed
+from trainload.launching.contact import Request
+from trainload.launching.journal import Event, read_events
+from trainload.launching.monitor import Monitor
+from trainload.launching.spec import RunSpec
+from trainload.launching.state import STATE_FILE, Summary, read_state, write_state
 
 STORAGE = _Failed("storage", "no data", cause=StorageError("no data"))
 DEATH = _Failed("death", "rank 0 died")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import trainload
 from trainload.capture.errors import PlanError
-from trainload.launch.spec import RunSpec
-from trainload.launch.trial import try_out
+from trainload.launching.spec import RunSpec
+from trainload.launching.trial import try_out
 from trainload.packaging.read import Package
 
 

@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayError, WorkerCrashedError
 
 from trainload.capture.errors import ClusterError, TrainingError
-from trainload.launch.cluster.tasks import tried_out
-from trainload.launch.spec import RunSpec
+from trainload.launching.cluster.tasks import tried_out
+from trainload.launching.spec import RunSpec
 
 SPEC = RunSpec.model_construct(start_timeout=3600.0, plan=SimpleNamespace(cluster=SimpleNamespace(device="cpu")))
 

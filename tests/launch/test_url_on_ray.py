@@ -12,7 +12,7 @@ from tests.launch.checkpoint_places import Kept
 from tests.launch.test_checkpoint_writing import environment
 
 import trainload
-from trainload.launch.journal import losses, read_events
+from trainload.launching.journal import losses, read_events
 from trainload.packaging.read import Package
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

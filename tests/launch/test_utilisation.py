@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import trainload
-from trainload.launch.build import uncompiled_build
-from trainload.launch.journal import read_events
-from trainload.launch.utilisation import Utilisation, peaks_of, rate, used_bytes, work_of
+from trainload.launching.build import uncompiled_build
+from trainload.launching.journal import read_events
+from trainload.launching.utilisation import Utilisation, peaks_of, rate, used_bytes, work_of
 from trainload.packaging.read import Package
 from trainload.sharding.planner.device import profile_of_product
 from trainload.sharding.step_graphs import step_graphs

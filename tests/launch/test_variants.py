@@ -31,9 +31,9 @@ from tests.selection import selected
 from torch import nn
 
 import trainload
-from trainload.launch.data.batch_order import BatchOrder
-from trainload.launch.journal import read_events
-from trainload.launch.result import RunResult
+from trainload.launching.data.batch_order import BatchOrder
+from trainload.launching.journal import read_events
+from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 
 TWO = trainload.Cluster(devices_per_node=2)

@@ -26,10 +26,10 @@ from trainload import Job
 from trainload.autograd_trace.aot import NotCompiled, compile_graph, derive
 from trainload.capture.errors import CompileError
 from trainload.capture.trace import capture
-from trainload.launch import verifying
-from trainload.launch.checkpoints.read import Checkpoint
-from trainload.launch.journal import Event, read_events
-from trainload.launch.worker import GRAPHS
+from trainload.launching import verifying
+from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.journal import Event, read_events
+from trainload.launching.worker import GRAPHS
 from trainload.packaging.read import Package
 from trainload.sharding.strategies import Strategy
 
@@ -262,7 +262,7 @@ def test_a_graph_that_cannot_be_compiled_runs_interpreted(
             raise NotCompiled("InductorError: it cannot be lowered")
         compile_graph(module, path, groups)
 
-    monkeypatch.setattr("trainload.launch.build.compile_graph", failing)
+    monkeypatch.setattr("trainload.launching.build.compile_graph", failing)
     assert launched(small, small_data, tmp_path / "run") == faulty.losses
     (warning,) = warnings_of(tmp_path / "run")
     assert "it cannot be lowered" in warning.data["message"]
@@ -288,5 +288,5 @@ def test_a_cache_that_cannot_be_written_stops_no_run(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("trainload.launch.verifying.replace_file", full)
+    monkeypatch.setattr("trainload.launching.verifying.replace_file", full)
     assert len(launched(small, small_data, tmp_path / "run")) == STEPS

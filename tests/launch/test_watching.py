@@ -14,8 +14,8 @@ from tests.launch.forked import command
 import trainload
 from trainload import cli
 from trainload.capture.errors import StorageError
-from trainload.launch.journal import LOGS, log_name, read_events
-from trainload.launch.spec import read_spec
+from trainload.launching.journal import LOGS, log_name, read_events
+from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 from trainload.running import _recorded
 
@@ -65,7 +65,7 @@ def test_what_ends_a_run_that_has_made_steps_is_no_wrong_request(ended: Path, mo
     def fail(_: Path) -> None:
         raise error
 
-    monkeypatch.setattr("trainload.launch.state.read_state", fail)
+    monkeypatch.setattr("trainload.launching.state.read_state", fail)
     assert cli.run(["status", str(ended)]) == 1
 
 

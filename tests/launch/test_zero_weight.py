@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import trainload
 from trainload.capture.errors import DataError
-from trainload.launch.data.sampler import rows
-from trainload.launch.journal import read_events
+from trainload.launching.data.sampler import rows
+from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Shard
 

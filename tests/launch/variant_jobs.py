@@ -17,7 +17,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 import trainload
-from trainload.launch.data.batch_order import BatchOrder
+from trainload.launching.data.batch_order import BatchOrder
 
 ROWS = 12
 STEPS = 10

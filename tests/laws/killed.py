@@ -25,11 +25,11 @@ import torch
 
 import trainload
 from trainload.capture.errors import CheckpointError, TrainloadError
-from trainload.launch import worker
-from trainload.launch.build import uncompiled_build
-from trainload.launch.checkpoints.index import published
-from trainload.launch.checkpoints.read import Checkpoint
-from trainload.launch.spec import RUN_FILE, read_spec
+from trainload.launching import worker
+from trainload.launching.build import uncompiled_build
+from trainload.launching.checkpoints.index import published
+from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.spec import RUN_FILE, read_spec
 from trainload.packaging.verify import verify_package
 from trainload.packaging.write import with_weights, write_package
 

@@ -17,7 +17,7 @@ from tests.ports import free_port
 from tests.ranks import end, start
 from tests.waiting import wait_until
 
-from trainload.launch.journal import read_events
+from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 

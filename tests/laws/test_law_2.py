@@ -16,7 +16,7 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.capture.errors import CaptureError
 from trainload.capture.job import Loss
-from trainload.launch.data.sampler import rows as rows_at
+from trainload.launching.data.sampler import rows as rows_at
 from trainload.packaging.read import Package
 
 EXAMPLES = [(rows, seed) for rows, seed in enumerate((4, 2, 7, 1, 13, 8), 1)]

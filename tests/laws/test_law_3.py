@@ -15,7 +15,7 @@ import pytest
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
-from trainload.launch.journal import read_events
+from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 from trainload.sharding.source import Source
 from trainload.sharding.strategies import DIVIDES, SCHEDULES, Divide, Recompute, Strategy

@@ -15,8 +15,8 @@ from tests.laws.processes import ray_workers
 from tests.laws.runs import TOLERANCE, Run, curve, difference, ranks, train, wait_for_step
 
 import trainload
-from trainload.launch.journal import Event, read_events
-from trainload.launch.result import RunResult
+from trainload.launching.journal import Event, read_events
+from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 from trainload.sharding.strategies import Strategy

@@ -21,10 +21,10 @@ from tests.selection import selected
 
 import trainload
 from trainload.capture.errors import CheckpointError, IntegrityError, PackageError
-from trainload.launch.checkpoints.load import load_sharded
-from trainload.launch.checkpoints.place import place_of
-from trainload.launch.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launch.journal import read_events
+from trainload.launching.checkpoints.load import load_sharded
+from trainload.launching.checkpoints.place import place_of
+from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
+from trainload.launching.journal import read_events
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.comparison.packages import package_difference
 from trainload.packaging.manifest import OUTSIDE

@@ -9,7 +9,7 @@ import pytest
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
-from trainload.launch.checkpoints.index import published
+from trainload.launching.checkpoints.index import published
 from trainload.packaging.read import Package
 
 pytestmark = pytest.mark.slow

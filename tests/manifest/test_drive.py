@@ -11,9 +11,9 @@ from tests.laws.runs import wait_for_step
 
 from trainload import cli
 from trainload.commands import driving, watching
-from trainload.launch.journal import Event, read_events
-from trainload.launch.spec import RUN_FILE
-from trainload.launch.state import Summary, write_state
+from trainload.launching.journal import Event, read_events
+from trainload.launching.spec import RUN_FILE
+from trainload.launching.state import Summary, write_state
 from trainload.packaging.read import Package
 
 Capture = pytest.CaptureFixture[str]

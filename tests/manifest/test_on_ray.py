@@ -16,8 +16,8 @@ from tests.launch.commands import TRAINLOAD
 from tests.manifest.nodes import Cluster, variables
 from tests.manifest.variants import made
 
-from trainload.launch.journal import Event, losses, read_events
-from trainload.launch.state import read_state
+from trainload.launching.journal import Event, losses, read_events
+from trainload.launching.state import read_state
 from trainload.packaging.read import Package
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

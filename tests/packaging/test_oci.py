@@ -16,7 +16,7 @@ from tests.packaging.test_stores import CHANGED, sizes
 
 from trainload import cli
 from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.launch.fetching import fetched
+from trainload.launching.fetching import fetched
 from trainload.packaging.read import Package
 from trainload.packaging.stores import oci
 from trainload.packaging.stores.oci import pin_oci, pull_oci, push_oci

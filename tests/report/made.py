@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from trainload.launch.journal import JOURNAL, Event, Journal
-from trainload.launch.spec import RunSpec, write_spec
+from trainload.launching.journal import JOURNAL, Event, Journal
+from trainload.launching.spec import RunSpec, write_spec
 from trainload.sharding.plan import Cluster, Estimate, Plan
 
 BEGIN = 1_790_000_000.0

@@ -17,9 +17,9 @@ from tests.report.made import BEGIN, Read, event, failure, long_journal, made_ru
 
 import trainload
 from trainload import cli
-from trainload.launch.activity import Doing
-from trainload.launch.journal import Event
-from trainload.launch.state import RankSeen, Summary, write_state
+from trainload.launching.activity import Doing
+from trainload.launching.journal import Event
+from trainload.launching.state import RankSeen, Summary, write_state
 from trainload.packaging.read import Package
 from trainload.report.charts import Chart, charts_of
 from trainload.report.page import page_of

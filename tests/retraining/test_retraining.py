@@ -21,7 +21,7 @@ from tests.retraining.ticking import LINE, config_of, day, name, tick
 
 import trainload
 from trainload.capture.errors import PackageError, RequestError, StorageError
-from trainload.launch.journal import Event, read_events
+from trainload.launching.journal import Event, read_events
 from trainload.packaging.read import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store

@@ -15,8 +15,8 @@ import pytest
 from tests.retraining.conftest import write_day
 
 from trainload.capture.errors import DataError, RequestError
-from trainload.launch.data.files import LocalFile
-from trainload.launch.data.run_data import open_run_data
+from trainload.launching.data.files import LocalFile
+from trainload.launching.data.run_data import open_run_data
 from trainload.packaging.read import Package
 from trainload.retraining.config import Config, checked
 from trainload.retraining.snapshot import Snapshot, check_unchanged, evaluation_source, newest, take, train_source

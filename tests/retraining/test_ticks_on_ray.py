@@ -14,8 +14,8 @@ from tests.manifest.nodes import Cluster, variables
 from tests.manifest.variants import made
 from tests.retraining.conftest import write_day
 
-from trainload.launch.journal import losses, read_events
-from trainload.launch.state import read_state
+from trainload.launching.journal import losses, read_events
+from trainload.launching.state import read_state
 from trainload.packaging.read import Package
 from trainload.packaging.stores.store import Store
 from trainload.retraining.lineage import LineStory, read_line

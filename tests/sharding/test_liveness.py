@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.launch.determinism import deterministic
+from trainload.launching.determinism import deterministic
 from trainload.sharding.liveness import held
 from trainload.sharding.recompute import recomputed
 from trainload.sharding.strategies import RECOMPUTES, Recompute

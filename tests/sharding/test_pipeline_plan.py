@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import trainload
 from trainload import cli
 from trainload.capture.errors import PlanError
-from trainload.launch.checkpoints.state import writes, written
+from trainload.launching.checkpoints.state import writes, written
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.plan import DATA, PIPELINE, TENSOR, Plan, shared_group

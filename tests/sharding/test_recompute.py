@@ -18,7 +18,7 @@ from trainload.autograd_trace.graphs import TANGENT, StepGraph
 from trainload.autograd_trace.remat import RECOMPUTES
 from trainload.capture.job import Job
 from trainload.capture.program import Program
-from trainload.launch.determinism import deterministic
+from trainload.launching.determinism import deterministic
 from trainload.sharding.liveness import held
 from trainload.sharding.recompute import recomputed
 from trainload.sharding.strategies import Recompute

@@ -14,7 +14,7 @@ from trainload.commands import watching
 from trainload.commands.shared import DONE, FAILED, err, run_argument
 
 if TYPE_CHECKING:
-    from trainload.launch.state import RunState
+    from trainload.launching.state import RunState
 
 _EVICTED = "evicted"
 """A file of a run's folder: the run was asked to stop because its head's pod goes, and not because somebody wants its end."""
@@ -30,8 +30,8 @@ def drive(run_dir: Path, launched: tuple[str, ...]) -> int:
     is not tried again.
     """
     from trainload import cli
-    from trainload.launch.spec import RUN_FILE
-    from trainload.launch.state import read_state
+    from trainload.launching.spec import RUN_FILE
+    from trainload.launching.state import read_state
 
     _check_converging(read_state(run_dir), run_dir)
     evicted, began = run_dir / _EVICTED, time.time()
@@ -50,7 +50,7 @@ def drive(run_dir: Path, launched: tuple[str, ...]) -> int:
 @click.pass_context
 def evict(context: click.Context, run_dir: Path) -> None:
     """Stop a run whose head's pod is to go, so that it goes on elsewhere. For what runs before that pod ends."""
-    from trainload.launch.state import read_state
+    from trainload.launching.state import read_state
 
     state = read_state(run_dir)
     if state is not None and state.alive:

@@ -135,7 +135,7 @@ def _compare(path: Path, as_json: bool) -> None:
     check_supported_torch()
     import torch
 
-    from trainload.launch.libraries import import_for
+    from trainload.launching.libraries import import_for
     from trainload.packaging.compat import Verdict, compare_operators
     from trainload.packaging.manifest import MANIFEST, Manifest
     from trainload.packaging.read import read_manifest, told_library, ways_to_allow

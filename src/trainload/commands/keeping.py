@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from trainload.capture.errors import LostClusterError
 from trainload.commands.shared import DONE, FAILED, WRONG, err
-from trainload.launch.processes import heeded
+from trainload.launching.processes import heeded
 
 if TYPE_CHECKING:
-    from trainload.launch.state import RunState
+    from trainload.launching.state import RunState
 
 KEPT = "TRAINLOAD_KEPT"
 """Set in the environment of a driver that is kept."""
@@ -54,7 +54,7 @@ def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], p
     Returns:
         The driver's exit status.
     """
-    from trainload.launch.state import read_state
+    from trainload.launching.state import read_state
 
     losses, saved = 0, None
     asked: set[int] = set()

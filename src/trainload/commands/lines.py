@@ -97,7 +97,7 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
 def lineage(release: str, as_json: bool) -> None:
     """Show where a release comes from, back to the first freeze: parents, data, plan, metrics, decisions."""
     check_supported_torch()
-    from trainload.launch.fetching import parts_of
+    from trainload.launching.fetching import parts_of
     from trainload.packaging.stores.store import Store
     from trainload.retraining.lineage import ancestry
     from trainload.retraining.lineage import as_json as told

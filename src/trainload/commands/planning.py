@@ -237,7 +237,7 @@ def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
-    from trainload.launch.measure import measure
+    from trainload.launching.measure import measure
 
     found = measure(device, name or output.stem, workers, lambda what: err().print(f"measuring {what}", highlight=False))
     write_text(output, found.model_dump_json(indent=2) + "\n")

@@ -25,7 +25,7 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     Of a run: what ran, its curves, what befell it and when; made of its folder alone, also while it goes on. Of a store: what is current,
     where it is from, metrics over ticks. The page needs no network.
     """
-    from trainload.launch.spec import RUN_FILE
+    from trainload.launching.spec import RUN_FILE
 
     if "://" in place or "#" in place or (Path(place) / "store.json").is_file():
         _report_store(place, output, as_json)

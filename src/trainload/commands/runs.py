@@ -26,7 +26,7 @@ from trainload.commands.shared import DONE, Command, CountOf, Span, err, json_op
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from trainload.launch.journal import Event
+    from trainload.launching.journal import Event
     from trainload.packaging.read import Package
     from trainload.run_request import Backend
     from trainload.sharding.strategies import Strategy
@@ -92,7 +92,7 @@ def launch(
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
     chosen = Settings(given)
     _check_one_plan(plan_file, workers, strategy, chosen, nodes if nodes is None or nodes[0] == nodes[1] else None)
-    from trainload.launch.fetching import run_name
+    from trainload.launching.fetching import run_name
 
     opened = shared.open_to_run(package)
     overrides = chosen.changes
@@ -253,8 +253,8 @@ def _check_one_plan(
 
 def _keep(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
     """Drives a run on a cluster from a process of its own. `others`: what `resume` is asked for besides."""
-    from trainload.launch.cluster.connection import answers
-    from trainload.launch.spec import read_spec
+    from trainload.launching.cluster.connection import answers
+    from trainload.launching.spec import read_spec
 
     return keep([*_driver(run_dir, address, as_json), *others], run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
 
@@ -270,7 +270,7 @@ class _Prepared:
 
 def _detach(prepared: _Prepared, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
     """Has the cluster drive a run. `others`: what `resume` is asked for besides."""
-    from trainload.launch.cluster.jobs import submit
+    from trainload.launching.cluster.jobs import submit
 
     run_dir = prepared.run_dir
     prepared.handed = True  # from here on a job may use the folder, whatever becomes of this process
@@ -294,8 +294,8 @@ def _nothing_left(run_dir: Path) -> Iterator[_Prepared]:
 
     The block sets `made` once the folder is its own: of two launches into one folder, the one that loses leaves the other's alone.
     """
-    from trainload.launch.journal import JOURNAL
-    from trainload.launch.state import STATE_FILE
+    from trainload.launching.journal import JOURNAL
+    from trainload.launching.state import STATE_FILE
 
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     prepared = _Prepared(run_dir)
@@ -347,7 +347,7 @@ def resume(
     if is_kept():
         obey_keeper()
     elif backend == "ray" and address is not None:
-        from trainload.launch.driver import check_no_driver
+        from trainload.launching.driver import check_no_driver
 
         check_no_driver(run_dir)
         if changes:
@@ -375,7 +375,7 @@ def resume(
 
 def _changes(given: tuple[str, ...]) -> dict[str, Any]:
     """What --set changes of a run."""
-    from trainload.launch.changes import UNCHANGEABLE
+    from trainload.launching.changes import UNCHANGEABLE
 
     chosen = Settings(given, resumed=True)
     if wrong := next((name for name in (*chosen.overrides, *chosen.batch) if name in UNCHANGEABLE), None):

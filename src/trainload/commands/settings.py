@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 
 if TYPE_CHECKING:
-    from trainload.launch.overrides import Overrides
+    from trainload.launching.overrides import Overrides
 
 SETTINGS = (
     "checkpoints",
@@ -51,9 +51,9 @@ class Settings:
     """
 
     def __init__(self, given: Sequence[str], *, resumed: bool = False) -> None:
-        from trainload.launch.adapters import Adapters
-        from trainload.launch.overrides import Overrides
-        from trainload.launch.spec import RunSpec
+        from trainload.launching.adapters import Adapters
+        from trainload.launching.overrides import Overrides
+        from trainload.launching.spec import RunSpec
 
         adapters: dict[str, Any] = {}
         self.run: dict[str, Any] = {}
@@ -94,18 +94,18 @@ class Settings:
     @property
     def changes(self) -> Overrides:
         """What of a package's training is changed."""
-        from trainload.launch.overrides import Overrides
+        from trainload.launching.overrides import Overrides
 
         return Overrides(**self.overrides)
 
 
 def _why_not(name: str, *, resumed: bool) -> str:
-    from trainload.launch.overrides import FIXED
+    from trainload.launching.overrides import FIXED
 
     if name in FIXED:
         return f"{name} cannot be set at a launch: {FIXED[name]}"
     if resumed:
-        from trainload.launch.changes import CHANGEABLE, UNCHANGEABLE
+        from trainload.launching.changes import CHANGEABLE, UNCHANGEABLE
 
         there = (*CHANGEABLE, "lr.GROUP", *(each for each in OVERRIDES if each not in UNCHANGEABLE))
         return f"there is no {name} to change; there are {', '.join(sorted(there))}"
@@ -116,7 +116,7 @@ def _read(field: Any, text: str, value: str | tuple[str, ...]) -> Any:
     """A value as a field of a record takes it."""
     from pydantic import Field, TypeAdapter, ValidationError
 
-    from trainload.launch.spec import RunSpec
+    from trainload.launching.spec import RunSpec
 
     told: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     if field is RunSpec.model_fields["steps"]:  # a run of none only evaluates, and nobody asks for it like this

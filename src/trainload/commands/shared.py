@@ -127,14 +127,14 @@ def open_package(path: Path) -> Package:
     if not path.exists():
         raise PackageError("there is no such package", where=str(path))
     check_supported_torch()
-    from trainload.launch.libraries import open_with
+    from trainload.launching.libraries import open_with
 
     return _warned(open_with(path, libraries(), trust_extensions=trusts_extensions()))
 
 
 def _warned(package: Package) -> Package:
     """The package, once it was said how operator libraries differ from those that it was made with."""
-    from trainload.launch.libraries import library_warnings
+    from trainload.launching.libraries import library_warnings
 
     for warning in library_warnings(package, libraries()):
         err().print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
@@ -149,7 +149,7 @@ def trusts_extensions() -> bool:
 def located(name: str) -> tuple[str | None, Path]:
     """A package's name in a store or registry, None for a folder; and its folder, fetched into this machine's cache if need be."""
     check_supported_torch()
-    from trainload.launch.fetching import here
+    from trainload.launching.fetching import here
 
     with Transfer("fetch") as shown:
         return here(name, on_progress=shown)
@@ -158,7 +158,7 @@ def located(name: str) -> tuple[str | None, Path]:
 def open_to_run(name: str) -> Package:
     """`open_package`, once the policies let the package be run: before that no library is imported for it. One in a store is fetched."""
     source, path = located(name)
-    from trainload.launch.libraries import open_for_run
+    from trainload.launching.libraries import open_for_run
     from trainload.packaging.signatures.policy import find_policies
 
     if not path.exists():

@@ -15,7 +15,7 @@ from trainload.columns_view import Columns
 from trainload.commands.shared import err, json_option, out, positive, print_json, run_argument
 
 if TYPE_CHECKING:
-    from trainload.launch.state import RunState
+    from trainload.launching.state import RunState
 
 _LOOK_SECONDS = 0.2
 
@@ -40,8 +40,8 @@ def status(run_dir: Path, follow: bool, as_json: bool) -> None:
 @json_option
 def runs(folder: Path, as_json: bool) -> None:
     """List the runs in FOLDER, which is runs/ where none is given; the latest come first."""
-    from trainload.launch.spec import RUN_FILE
-    from trainload.launch.state import read_state
+    from trainload.launching.spec import RUN_FILE
+    from trainload.launching.state import read_state
 
     if not folder.is_dir():
         raise StorageError("there is no such folder", where=str(folder), cure="Give the folder that runs' folders are in.")
@@ -65,7 +65,7 @@ def runs(folder: Path, as_json: bool) -> None:
 @json_option
 def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_json: bool) -> None:
     """Show what happened in a run, or what a rank of it has printed. With --json: what happened, as JSON lines."""
-    from trainload.launch.journal import JOURNAL, LOGS, event_of, log_name
+    from trainload.launching.journal import JOURNAL, LOGS, event_of, log_name
 
     if rank is not None and as_json:
         raise click.UsageError("--json goes without --rank: what a rank prints is text.")
@@ -90,7 +90,7 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
 @json_option
 def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
     """Ask a run to write a checkpoint after its present step, and to end. It can be resumed."""
-    from trainload.launch.contact import Request
+    from trainload.launching.contact import Request
 
     state = _state(run_dir)
     if not state.alive:
@@ -110,8 +110,8 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
 def _state(run_dir: Path) -> RunState:
     """What a run's driver last said."""
-    from trainload.launch.spec import RUN_FILE
-    from trainload.launch.state import read_state
+    from trainload.launching.spec import RUN_FILE
+    from trainload.launching.state import read_state
 
     if not (run_dir / RUN_FILE).exists():
         raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
@@ -123,7 +123,7 @@ def _state(run_dir: Path) -> RunState:
 
 def _followed(run_dir: Path) -> RunState:
     """Shows a run until it is over. Returns: what its driver says then."""
-    from trainload.launch.journal import Follower
+    from trainload.launching.journal import Follower
 
     follower = Follower(run_dir)
     with run_view.RunView(err(), run_dir, past=follower.new()) as show:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainload.launch.journal import Event
-from trainload.launch.state import Summary
+from trainload.launching.journal import Event
+from trainload.launching.state import Summary
 
 Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from trainload import view
-from trainload.launch.state import RankSeen
+from trainload.launching.state import RankSeen
 from trainload.report.charts import charts_of
 from trainload.report.failures import Failure
 from trainload.report.reading import Record, facts_of

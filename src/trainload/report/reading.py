@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainload.capture.errors import TrainloadError
-from trainload.launch.journal import stream_events
-from trainload.launch.spec import RunSpec, read_spec
-from trainload.launch.state import Phase, RunState, read_state
+from trainload.launching.journal import stream_events
+from trainload.launching.spec import RunSpec, read_spec
+from trainload.launching.state import Phase, RunState, read_state
 from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.manifest import MANIFEST, Manifest
 from trainload.packaging.read import read_manifest

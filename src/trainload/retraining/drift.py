@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from trainload.launch.data.columns import Array
+from trainload.launching.data.columns import Array
 from trainload.packaging.guards import Record
 
 Floats = npt.NDArray[np.float64]

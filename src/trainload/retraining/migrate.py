@@ -203,7 +203,7 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
         ConflictError: the line has releases already.
         StorageError: the store cannot be written.
     """
-    from trainload.launch.fetching import parts_of
+    from trainload.launching.fetching import parts_of
     from trainload.packaging.stores.push import push
     from trainload.packaging.stores.store import NOBODY, Store
 

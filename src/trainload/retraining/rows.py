@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 
 from trainload.capture.errors import DataError, RequestError, StorageError
 from trainload.core.atomic import replace_file, sync_file, temporary_beside
-from trainload.launch.data.columns_arrow import record_batches
-from trainload.launch.data.dataset import READERS
-from trainload.launch.data.files import DataFile, find_files
+from trainload.launching.data.columns_arrow import record_batches
+from trainload.launching.data.dataset import READERS
+from trainload.launching.data.files import DataFile, find_files
 from trainload.retraining.config import Config
 from trainload.retraining.windows import TABLES
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
 from trainload.capture.errors import ClusterError, DataError, RunInterrupted, StorageError, TrainloadError, WorkError
-from trainload.launch.processes import heeded
+from trainload.launching.processes import heeded
 from trainload.retraining.schedule import Schedule
 
 LONGEST_WAIT = 60.0

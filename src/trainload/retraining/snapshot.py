@@ -16,10 +16,10 @@ from pydantic import Field
 from trainload.capture.errors import DataError, MissingDataError
 from trainload.capture.program import InputSpec
 from trainload.core.atomic import replace_file
-from trainload.launch.data.columns import FileSchema, Sizes, check_file
-from trainload.launch.data.dataset import READERS
-from trainload.launch.data.files import DataFile, find_files, list_files
-from trainload.launch.spec import default_cache_dir
+from trainload.launching.data.columns import FileSchema, Sizes, check_file
+from trainload.launching.data.dataset import READERS
+from trainload.launching.data.files import DataFile, find_files, list_files
+from trainload.launching.spec import default_cache_dir
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.entries import data_specs
 from trainload.packaging.guards import Record

@@ -27,7 +27,7 @@ from trainload.retraining.tick import Say, Trail
 from trainload.retraining.training import TickRun, folder_of, plan_of, settings_of, training_plan
 
 if TYPE_CHECKING:
-    from trainload.launch.journal import Event
+    from trainload.launching.journal import Event
     from trainload.packaging.op_libraries import Libraries
     from trainload.packaging.read import Package
     from trainload.sharding.plan import Plan
@@ -66,7 +66,7 @@ class Stages:
                 where=f"{store.url}, line {config.line}",
                 cure="Give the package that it begins with: the key package.",
             )
-        from trainload.launch.fetching import here
+        from trainload.launching.fetching import here
         from trainload.packaging.stores.push import push
 
         self._say(f"line {config.line} has no release: publishing {config.package}")
@@ -231,8 +231,8 @@ class Stages:
 
     def open(self, reference: str) -> Package:
         """A package, once the policies let it be run."""
-        from trainload.launch.fetching import here
-        from trainload.launch.libraries import open_for_run
+        from trainload.launching.fetching import here
+        from trainload.launching.libraries import open_for_run
         from trainload.packaging.signatures.policy import find_policies
 
         source, path = here(reference)
@@ -284,7 +284,7 @@ class Stages:
 
     def _evaluate(self, trail: Trail, snapshot: Snapshot, release: str) -> Scores:
         from trainload.evaluating import evaluate
-        from trainload.launch.overrides import Overrides
+        from trainload.launching.overrides import Overrides
 
         package = self._release(trail.config, release)
         cluster, settings = trail.config.cluster, settings_of(trail.config)
@@ -343,7 +343,7 @@ def scores(loss: float, metrics: Mapping[str, float], parts: Mapping[str, Any], 
 
 def _evaluated_by_run(run_dir: Path) -> dict[int, Scores]:
     """Step -> what a run's evaluation came to; of none where its folder is gone."""
-    from trainload.launch.journal import stream_events
+    from trainload.launching.journal import stream_events
 
     if not run_dir.is_dir():
         return {}

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 from trainload.capture.errors import ConflictError, DivergedError, PackageError, RequestError, RunInterrupted, TrainloadError
-from trainload.launch.cache import in_use, leave
+from trainload.launching.cache import in_use, leave
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.stores.releases import Pointer, shown
 from trainload.packaging.stores.store import Store

@@ -17,8 +17,8 @@ from trainload.retraining.snapshot import Snapshot, evaluation_source, train_sou
 from trainload.retraining.tick import Say, Trail
 
 if TYPE_CHECKING:
-    from trainload.launch.journal import Event
-    from trainload.launch.result import RunResult
+    from trainload.launching.journal import Event
+    from trainload.launching.result import RunResult
     from trainload.packaging.read import Package
     from trainload.sharding.plan import Plan
 
@@ -63,8 +63,8 @@ class TickRun:
 
         Whoever drives it has lost the lease, and ends: that is waited for, as long as it takes to know it of a process elsewhere.
         """
-        from trainload.launch.spec import RUN_FILE
-        from trainload.launch.state import FRESH_SECONDS, read_state
+        from trainload.launching.spec import RUN_FILE
+        from trainload.launching.state import FRESH_SECONDS, read_state
 
         number, until = 1, time.monotonic() + FRESH_SECONDS + 1
         while True:
@@ -88,7 +88,7 @@ class TickRun:
             return self._result(optimizer_from)
 
     def _result(self, optimizer_from: str | None) -> RunResult:
-        from trainload.launch.spec import RUN_FILE
+        from trainload.launching.spec import RUN_FILE
         from trainload.running import launch, resume
 
         config = self._trail.config
@@ -186,7 +186,7 @@ def folder_of(trail: Trail) -> Path:
 @contextmanager
 def _stopped_for(trail: Trail, run_dir: Path) -> Iterator[None]:
     """Within it a run is asked to stop, with a checkpoint, when the tick is."""
-    from trainload.launch.contact import Request
+    from trainload.launching.contact import Request
 
     over = threading.Event()
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from trainload.capture.errors import DataError, MissingDataError, RequestError
-from trainload.launch.data.dataset import READERS
-from trainload.launch.data.files import DataFile, list_files
+from trainload.launching.data.dataset import READERS
+from trainload.launching.data.files import DataFile, list_files
 from trainload.retraining.config import Config
 
 _TIME = re.compile(r"\{time:([^{}]*)\}")

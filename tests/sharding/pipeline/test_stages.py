@@ -19,7 +19,7 @@ from trainload.autograd_trace.remat import RECOMPUTES
 from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
-from trainload.launch.determinism import deterministic
+from trainload.launching.determinism import deterministic
 from trainload.sharding.pipeline.balance import choose_stages
 from trainload.sharding.pipeline.stages import Part, Stages, cut
 from trainload.sharding.rewrite import BETWEEN

@@ -10,7 +10,7 @@ import pytest
 from tests.ranks import fork_server
 
 from trainload import cli
-from trainload.launch.measure import OPERATORS, SIZES, fit
+from trainload.launching.measure import OPERATORS, SIZES, fit
 from trainload.packaging.read import Package
 from trainload.sharding.planner.device import Link, Measured, Span, read, seconds_of
 
