@@ -33,7 +33,6 @@ MAX_SIGNATURE = 4 * 2**20
 MAX_DEPTH = 32
 MAX_SIGNATURES = 100
 """Files in signatures/."""
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
 Kind = Literal["key", "certificate", "keyless"]
 Parsed = TypeVar("Parsed", bound=BaseModel)

@@ -22,6 +22,7 @@ from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
 from trainload.packaging.graph_digest import graphs_digest
 from trainload.packaging.manifest import AbstractEntry
+from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package
 from trainload.proving import keep_steps, prove
@@ -29,7 +30,7 @@ from trainload.proving import keep_steps, prove
 _CPU = torch.device("cpu")
 
 
-def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> Package:
+def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, libraries: Libraries) -> Package:
     """Writes a package of a job whose model has no values.
 
     The reduced job is captured and compared with eager as every job is, its joint graph too. Then the abstract one is captured, and must
@@ -40,6 +41,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
         path: the package to write, a folder that does not exist.
         reduced: a job of the same code with smaller sizes, with values.
         check: how the reduced job is compared with eager.
+        libraries: as of `freeze`.
 
     Raises:
         JobError: there is no reduced job; otherwise as `freeze`.
@@ -72,7 +74,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check) -> 
         structure=proof.structure,
         check=check.value,
     )
-    package = write_package(path, program, updates, recipe, assets=job.assets, abstract=entry)
+    package = write_package(path, program, updates, recipe, assets=job.assets, libraries=libraries, abstract=entry)
     keep_steps(package, steps)
     return package
 

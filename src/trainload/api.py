@@ -73,7 +73,8 @@ def freeze(
         reduced: for an abstract package, a job of the same code with smaller sizes, which is compared with eager in its place.
         libraries: namespaces of other libraries' operators that the job calls -> the module or Python file that registers them, which is
             imported, and recorded as such; what is not named is found out. See docs/operators.md.
-        bundle_ops: whether these libraries go into the package, as wheels made of what is installed; or wheels to take in their place.
+        bundle_ops: True bundles these libraries into the package, as wheels made of what is installed; a sequence gives wheels to use
+            instead. False or an empty sequence bundles nothing.
 
     Raises:
         JobError: the job's description does not hold together.
@@ -89,15 +90,20 @@ def freeze(
         raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
     check_job(job)
     asset_sources(job.assets)  # what is wrong with them is said before the work begins
-    if abstract and strict:
-        raise JobError("the strict mode needs a model that can be run, to see what it would lose", where="freeze", cure="Leave strict out.")
+    if abstract and strict is not None:
+        raise JobError(
+            "an abstract package is always captured in the non-strict mode",
+            where="freeze",
+            got=f"strict={strict}",
+            cure="Leave strict (--strict, --no-strict) out.",
+        )
     import_libraries(libraries)
     if abstract or reduced is not None:
         if bundle_ops:
             raise JobError("an abstract package is not run, so it brings no operators", where="freeze", cure="Leave bundle_ops out.")
         if not abstract or apply_suggested_fixes:
             raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
-        return freeze_abstract(job, path, reduced, check)
+        return freeze_abstract(job, path, reduced, check, libraries)
     job = arranged(job)
     wheels = () if isinstance(bundle_ops, bool) else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
@@ -114,7 +120,7 @@ def freeze(
         assets=job.assets,
         debug=debug,
         libraries=libraries,
-        bundle=Bundler(wheels, libraries) if bundle_ops is not False else None,
+        bundle=Bundler(wheels, libraries) if bundle_ops else None,
     )
     keep_steps(package, proven.training_steps())
     return package

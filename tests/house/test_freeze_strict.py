@@ -151,6 +151,7 @@ def test_strict_names_what_it_would_lose(tmp_path: Path) -> None:
         trainload.freeze(job(Model(lambda _, x: torch.no_grad()(torch.tanh)(x) + x)), tmp_path / "a.tl", strict=True)
 
 
-def test_an_abstract_package_has_no_strict_mode(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="a model that can be run"):
-        trainload.freeze(flat(), tmp_path / "a.tl", abstract=True, reduced=flat(), strict=True)
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_abstract_package_has_no_choice_of_modes(strict: bool, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=f"always captured in the non-strict mode.*got strict={strict}"):
+        trainload.freeze(flat(), tmp_path / "a.tl", abstract=True, reduced=flat(), strict=strict)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.capture.sized import Stack, job_of, large, small
+from tests.golden.jobs import operators
 from tests.launch import abstract_jobs
 from tests.launch.commands import refused
 from tests.packaging.tampering import edit_manifest
@@ -63,6 +64,18 @@ def test_it_says_so(abstract: Package) -> None:
     assert abstract.manifest.abstract is not None
     assert abstract.manifest.abstract.reduced_parameters == sum(p.numel() for p in small().model.parameters())
     assert abstract.manifest.abstract.check == "usual"
+
+
+def test_it_records_the_library_that_the_user_named(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("")  # its operators are registered already
+    libraries = {"golden_ops": str(tmp_path / "kernels.py")}
+    package = trainload.freeze(operators(), tmp_path / "a.tl", abstract=True, reduced=operators(), libraries=libraries)
+    assert package.manifest.op_libraries["golden_ops"].modules == ("kernels",)
+
+
+def test_no_wheels_bundle_nothing(tmp_path: Path) -> None:
+    package = trainload.freeze(operators(), tmp_path / "a.tl", bundle_ops=())
+    assert "extensions" not in package.manifest.features
 
 
 def test_it_has_no_weights(abstract: Package) -> None:
