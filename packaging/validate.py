@@ -16,23 +16,43 @@ from trainload.capture.errors import PackageError, UnsafePackageError
 from trainload.capture.names import is_dotted_name
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.expressions import check_expression
+from trainload.packaging.graph_schema import (
+    ARGUMENT,
+    DOCUMENT,
+    GRAPH,
+    GRAPH_MODULE,
+    MAX_NODES,
+    NODE,
+    SIZED_EXPRESSION,
+    Choice,
+    Many,
+    Maybe,
+    Record,
+    Schema,
+    Table,
+    Union,
+)
 from trainload.packaging.operators import HIGHER_ORDER, check_operator
 
 Check = Callable[[Any], None]
+_SCHEMAS: Mapping[str, Schema] = {
+    "document": DOCUMENT,
+    "graph_module": GRAPH_MODULE,
+    "graph": GRAPH,
+    "node": NODE,
+    "argument": ARGUMENT,
+    "sized_expression": SIZED_EXPRESSION,
+}
+"""Those that methods of the validator apply, which check more than the table says."""
 
-MAX_NODES = 500_000
-"""Nodes of one file, bodies of control flow included."""
 MAX_BODIES = 12
 """Bodies of control flow inside one another."""
 MAX_STRING = 4096
-MAX_DIMS = 64
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
 _SYMBOL = re.compile(r"[a-z]{1,8}\d{1,6}")
 _MODULE = re.compile(r"[A-Za-z0-9_.@-]{0,512}")
 _CALL = re.compile(r"@\d{1,6}")
-_DEVICES = frozenset({"cpu", "cuda", "meta"})
-_SCALAR_TYPES = frozenset([*range(1, 14), *range(28, 36)])
 _QUOTED = re.compile(r"Symbol\('([a-z]{1,8}[0-9]{1,6})'")
 _SINGLE = frozenset({"as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"})
 _INFINITE = frozenset({"Infinity", "-Infinity", "NaN"})
@@ -93,139 +113,34 @@ class _Validator:
         self.operators: set[str] = set()
         self.higher_order: set[str] = set()
         self.used_namespaces: set[str] = set()
-        sym = {"as_name": self.identifier, "as_int": self.integer}
-        self.sym_int_argument = self.union(sym)
-        self.sym_float_argument = self.union({"as_name": self.identifier, "as_float": self.number})
-        self.sym_bool_argument = self.union({"as_name": self.identifier, "as_bool": self.boolean})
-        self.tensor_argument = self.record({"name": self.identifier})
-        self.device = self.record({"type": self.choice(_DEVICES), "index": self.maybe(self.small)})
-        hint = self.union({"as_int": self.integer, "as_bool": self.boolean, "as_float": self.number})
         self.hints: dict[str, Any] = {}
-        plain = self.record({"expr_str": self.expression, "hint": self.maybe(hint)})
+        self._compiled: dict[int, Check] = {}
+        self._checks = {name: self.compiled(schema) for name, schema in _SCHEMAS.items()}
 
-        def expression(value: Any) -> None:
-            plain(value)
-            if self.hints.setdefault(value["expr_str"], value["hint"]) != value["hint"]:
-                self.refuse("an expression has one example in a file", value)
+    def compiled(self, schema: Schema) -> Check:
+        """Return the check of a schema, which is made once."""
+        if isinstance(schema, str):
+            check: Check = getattr(self, schema)
+            return check
+        if id(schema) not in self._compiled:
+            self._compiled[id(schema)] = self._compile(schema)
+        return self._compiled[id(schema)]
 
-        self.sym_int = self.union({"as_expr": expression, "as_int": self.integer})
-        self.sym_float = self.union({"as_expr": expression, "as_float": self.number})
-        self.sym_bool = self.union({"as_expr": expression, "as_bool": self.boolean})
-        dims = self.many(self.sym_int, MAX_DIMS)
-        self.tensor_meta = self.record(
-            {
-                "dtype": self.choice(_SCALAR_TYPES),
-                "sizes": dims,
-                "requires_grad": self.boolean,
-                "device": self.device,
-                "strides": dims,
-                "storage_offset": self.zero,
-                "layout": self.choice(frozenset({7})),
-            }
-        )
-        optional_tensor = self.union({"as_tensor": self.tensor_argument, "as_none": self.boolean})
-        arguments: dict[str, Check] = {
-            "as_none": self.boolean,
-            "as_tensor": self.tensor_argument,
-            "as_tensors": self.many(self.tensor_argument),
-            "as_int": self.integer,
-            "as_ints": self.many(self.integer),
-            "as_float": self.number,
-            "as_floats": self.many(self.number),
-            "as_string": self.string,
-            "as_strings": self.many(self.string),
-            "as_sym_int": self.sym_int_argument,
-            "as_sym_ints": self.many(self.sym_int_argument),
-            "as_scalar_type": self.choice(_SCALAR_TYPES),
-            "as_memory_format": self.choice(frozenset(range(1, 5))),
-            "as_layout": self.choice(frozenset({7})),
-            "as_device": self.device,
-            "as_bool": self.boolean,
-            "as_bools": self.many(self.boolean),
-            "as_sym_bool": self.sym_bool_argument,
-            "as_sym_bools": self.many(self.sym_bool_argument),
-            "as_sym_float": self.sym_float_argument,
-            "as_sym_floats": self.many(self.sym_float_argument),
-            "as_graph": self.record({"name": self.identifier, "graph": self.body}),
-            "as_optional_tensors": self.many(optional_tensor),
-            "as_optional_tensor": optional_tensor,
-            "as_complex": self.record({"real": self.number, "imag": self.number}),
-            "as_nested_tensors": self.many(self.many(self.tensor_argument)),
-            "as_int_lists": self.many(self.many(self.integer)),
-            "as_float_lists": self.many(self.many(self.number)),
-            "as_operator": self.operator,
-        }
-        self.argument = self.union(arguments)
-        values = ("as_none", "as_tensor", "as_tensors", "as_sym_int", "as_sym_ints", "as_sym_bool", "as_sym_float", "as_sym_floats")
-        self.result = self.union({key: arguments[key] for key in values})
-        outputs = (*values, "as_int", "as_float", "as_bool")
-        self.output = self.union({key: arguments[key] for key in outputs})
-        self.input = self.union({key: arguments[key] for key in ("as_tensor", "as_sym_int")})
-        self.node_fields = self.record(
-            {
-                "target": self.target,
-                "inputs": self.many(self.named_argument),
-                "outputs": self.many(self.result),
-                "metadata": self.record({}, {"nn_module_stack": self.module_stack}),
-                "is_hop_single_tensor_return": self.maybe(self.boolean),
-                "name": self.identifier,
-            }
-        )
-        self.graph_fields = self.record(
-            {
-                "inputs": self.many(self.input),
-                "outputs": self.many(self.output),
-                "nodes": self.many(self.node, MAX_NODES),
-                "tensor_values": self.table(self.identifier, self.tensor_meta),
-                "sym_int_values": self.table(self.identifier, self.sym_int),
-                "sym_bool_values": self.table(self.identifier, self.sym_bool),
-                "sym_float_values": self.table(self.identifier, self.sym_float),
-                "is_single_tensor_return": self.boolean,
-                "custom_obj_values": self.record({}),
-            }
-        )
-        tensor_spec = {"arg": self.tensor_argument}
-        input_spec = self.union(
-            {
-                "user_input": self.record({"arg": self.input}),
-                "parameter": self.record({**tensor_spec, "parameter_name": self.fqn}),
-                "buffer": self.record({**tensor_spec, "buffer_name": self.fqn, "persistent": self.boolean}),
-                "tensor_constant": self.record({**tensor_spec, "tensor_constant_name": self.fqn}),
-            }
-        )
-        output_spec = self.union(
-            {
-                "user_output": self.record({"arg": self.output}),
-                "loss_output": self.record(tensor_spec),
-                "buffer_mutation": self.record({**tensor_spec, "buffer_name": self.fqn}),
-                "parameter_mutation": self.record({**tensor_spec, "parameter_name": self.fqn}),
-                "gradient_to_parameter": self.record({**tensor_spec, "parameter_name": self.fqn}),
-            }
-        )
-        call = self.record(
-            {
-                "inputs": self.many(self.argument, 0),
-                "outputs": self.many(self.argument, 0),
-                "in_spec": self.treespec,
-                "out_spec": self.treespec,
-                "forward_arg_names": self.maybe(self.many(self.identifier)),
-            }
-        )
-        self.graph_module_fields = self.record(
-            {
-                "graph": self.graph,
-                "signature": self.record({"input_specs": self.many(input_spec), "output_specs": self.many(output_spec)}),
-                "module_call_graph": self.many(self.record({"fqn": self.choice(frozenset({""})), "signature": call}), 1),
-            }
-        )
-        self.document = self.record(
-            {
-                "graph_module": self.graph_module,
-                "range_constraints": self.table(
-                    self.symbol, self.record({"min_val": self.maybe(self.integer), "max_val": self.maybe(self.integer)})
-                ),
-            }
-        )
+    def _compile(self, schema: Schema) -> Check:
+        match schema:
+            case Record(required, optional):
+                return self.record(*({key: self.compiled(each) for key, each in fields.items()} for fields in (required, optional)))
+            case Union(members):
+                return self.union({key: self.compiled(each) for key, each in members.items()})
+            case Many(item, most):
+                return self.many(self.compiled(item), most)
+            case Table(key, item):
+                return self.table(self.compiled(key), self.compiled(item))
+            case Maybe(item):
+                return self.maybe(self.compiled(item))
+            case Choice(allowed):
+                return self.choice(allowed)
+        raise AssertionError(schema)
 
     # Shapes of JSON.
 
@@ -233,8 +148,8 @@ class _Validator:
         shown = repr(got)
         raise UnsafePackageError(rule, where=f"{self.file}, {self.at}", got=shown if len(shown) <= 120 else shown[:117] + "...")
 
-    def record(self, required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-        fields = {**required, **(optional or {})}
+    def record(self, required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
+        fields = {**required, **optional}
 
         def check(value: Any) -> None:
             if not isinstance(value, dict):
@@ -260,7 +175,7 @@ class _Validator:
 
         return check
 
-    def many(self, item: Check, most: int = 100_000) -> Check:
+    def many(self, item: Check, most: int) -> Check:
         def check(value: Any) -> None:
             if not isinstance(value, list) or len(value) > most:
                 self.refuse(f"a list of at most {most} belongs here", value if not isinstance(value, list) else f"{len(value)} items")
@@ -349,6 +264,11 @@ class _Validator:
             self.refuse("a symbolic size belongs here", value)
         check_expression(value, f"{self.file}, {self.at}")
 
+    def sized_expression(self, value: Any) -> None:
+        self._checks["sized_expression"](value)
+        if self.hints.setdefault(value["expr_str"], value["hint"]) != value["hint"]:
+            self.refuse("an expression has one example in a file", value)
+
     def treespec(self, value: Any) -> None:
         if not isinstance(value, str):
             self.refuse("a treespec belongs here", value)
@@ -395,8 +315,11 @@ class _Validator:
 
     # Graphs.
 
+    def document(self, value: Any) -> None:
+        self._checks["document"](value)
+
     def graph_module(self, value: Any) -> None:
-        self.graph_module_fields(value)
+        self._checks["graph_module"](value)
         for end in ("input", "output"):
             specs, values = value["signature"][f"{end}_specs"], value["graph"][f"{end}s"]
             if canonical_json([_argument(spec) for spec in specs]) != canonical_json(values):
@@ -414,10 +337,10 @@ class _Validator:
             self.refuse("an argument's kind is 1 or 2", value["kind"])
         if value["kind"] == 2 and keyword.iskeyword(value["name"]):
             self.refuse("a keyword argument's name is not a keyword of Python", value["name"])
-        self.argument(value["arg"])
+        self._checks["argument"](value["arg"])
 
     def graph(self, value: Any) -> None:
-        self.graph_fields(value)
+        self._checks["graph"](value)
         defined = {name for result in value["inputs"] for name in _names(result)}
         defined |= {name for node in value["nodes"] for result in node["outputs"] for name in _names(result)}
         for table in ("tensor_values", "sym_int_values", "sym_bool_values", "sym_float_values"):
@@ -431,7 +354,7 @@ class _Validator:
             self.refuse(f"a file holds at most {MAX_NODES} nodes", self.nodes)
         before = self.at
         self.at = f"node {str(value.get('name'))[:80] if isinstance(value, dict) else '?'}"
-        self.node_fields(value)
+        self._checks["node"](value)
         results = [name for result in value["outputs"] for name in _names(result)]
         is_hop = value["target"].startswith("torch.ops.higher_order.")
         if value["is_hop_single_tensor_return"] is not None and not is_hop:
