@@ -212,7 +212,9 @@ def _recurrent(operator: Any) -> Callable[..., Any]:
 
 def _in_place(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x.copy_(rule(run, x, *args, **kwargs))
+        result = rule(run, x, *args, **kwargs)
+        # Dropout with p=0 or in eval mode writes nothing: autograd may have saved x for an operator before it.
+        return x if result is x else x.copy_(result)
 
     return call
 
@@ -325,6 +327,7 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.alpha_dropout.default: _alpha_dropout,
     aten.alpha_dropout_.default: _in_place(_alpha_dropout),
     aten.feature_alpha_dropout.default: _feature_alpha_dropout,
+    aten.feature_alpha_dropout_.default: _in_place(_feature_alpha_dropout),
     aten.rrelu.default: _rrelu,
     aten.rrelu_.default: _in_place(_rrelu),
     aten.lstm.input: _recurrent(aten.lstm.input),

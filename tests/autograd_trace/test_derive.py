@@ -104,6 +104,24 @@ def attention(_: nn.Module, x: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(x.shape)
 
 
+IN_PLACE: dict[str, tuple[Any, int]] = {
+    "dropout": (functional.dropout, 2),
+    "dropout1d": (functional.dropout1d, 3),
+    "dropout2d": (functional.dropout2d, 4),
+    "dropout3d": (functional.dropout3d, 5),
+    "alpha_dropout": (functional.alpha_dropout, 2),
+    "feature_alpha_dropout": (functional.feature_alpha_dropout, 3),
+}
+"""Operators with a form in place, and the dims of what they take."""
+
+
+def drop_nothing(function: Any, dims: int, m: nn.Module, x: Tensor) -> Tensor:
+    """With p=0 nothing is written in place, and what autograd saved of relu's result is as it was."""
+    positive = torch.relu(x).view(x.shape[0], 8, *[1] * (dims - 2))
+    dropped: Tensor = function(positive, 0.0, m.training, inplace=True)
+    return dropped.view(x.shape)
+
+
 MODELS = {
     "plain": Model(),
     "tied": tied(),
@@ -120,6 +138,7 @@ MODELS = {
     "autocast": Model(mixed, **linears()),
     "float64": Model().double(),
     "bfloat16": Model().bfloat16(),
+    **{f"{name} of nothing": Model(functools.partial(drop_nothing, *entry)) for name, entry in IN_PLACE.items()},
 }
 
 
@@ -129,7 +148,7 @@ def derived(name: str) -> tuple[Program, StepGraph]:
     return program, derive(program, "train", CPU)
 
 
-@pytest.mark.matrix("tied", "frozen", "batch norm", "unused", "autocast")
+@pytest.mark.matrix("tied", "frozen", "batch norm", "unused", "autocast", "dropout of nothing", "feature_alpha_dropout of nothing")
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # torch's own, in eager cond
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_every_gradient_are_eagers(name: str) -> None:
@@ -307,6 +326,9 @@ IN_CONTROL_FLOW: dict[str, Callable[[Any, Tensor], Any]] = {
 DRAWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "dropout": lambda m, x: functional.dropout(x, 0.5, m.training),
     "dropout in place": lambda m, x: functional.dropout(x * 1, 0.5, m.training, inplace=True),
+    "alpha dropout of features in place": lambda m, x: functional.feature_alpha_dropout(
+        (x * 1).view(-1, 2, 4), 0.5, m.training, inplace=True
+    ).reshape(x.shape),
     "inner rows": lambda m, x: functional.dropout(x.view(-1, 2, 4).transpose(0, 1), 0.5, m.training).transpose(0, 1).reshape(x.shape),
     "merged rows": lambda m, x: functional.dropout(x.view(-1, 4), 0.5, m.training).view(x.shape),
     "dropout1d": lambda m, x: functional.dropout1d(x.view(-1, 2, 4), 0.5, m.training).reshape(x.shape),
