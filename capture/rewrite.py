@@ -444,6 +444,10 @@ def size(spot: Spot | None, text: str, name: str) -> str:
             lines.append(_replaced(spot.statement, call, _text(value)))
         case ast.Call(func=ast.Name(id="float"), args=[value]) as call if spot is not None:
             lines.append(_replaced(spot.statement, call, f"torch.sym_float({_text(value)})"))
+        case ast.ListComp(elt, [ast.comprehension(target, rows, [])]) | ast.GeneratorExp(elt, [ast.comprehension(target, rows, [])]):
+            lines.append(
+                f"torch.vmap(lambda {_text(target)}: {_text(elt)})({_text(rows)})  # or an operator over the dim, in place of the loop"
+            )
     if spot is not None and isinstance(loop := spot.statement, ast.For) and loop.iter is spot.node:  # over as many rows as the example has
         lines.append(f"{_text(loop.iter)}.sum(0)  # an operator over the dim, or torch.vmap(f)({_text(loop.iter)}), in place of the loop")
     if spot is not None and fixed is not None and isinstance(spot.node, ast.Call) and not hasattr(spot.statement, "body"):

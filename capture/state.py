@@ -45,6 +45,7 @@ def check_model(model: object) -> nn.Module:
     check_names(model)
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
     _check_floating(model)
+    _check_not_inference(model)
     check_tensors(("buffer", name, buffer) for name, buffer in model.named_buffers())
     check_tensors(fake_attributes(model))
     check_sharing(model)
@@ -64,6 +65,19 @@ def _wrappers() -> tuple[type, ...]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     own = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
     return (nn.parallel.DistributedDataParallel, nn.DataParallel, *own)
+
+
+def _check_not_inference(model: nn.Module) -> None:
+    """Check that no parameter or buffer was made in inference mode: outside of it nothing can write to such a tensor."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_inference():
+                raise JobError(
+                    f"the {kind} was made in inference mode, so it cannot be changed in training",
+                    where=f"Job.model: {name}",
+                    expected="a model made outside of torch.inference_mode()",
+                    cure="Make the model outside of inference mode, or give copy.deepcopy(model).",
+                )
 
 
 def _check_floating(model: nn.Module) -> None:

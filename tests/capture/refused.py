@@ -393,6 +393,18 @@ def a_loop_over_rows(_: Any, x: Tensor) -> Any:
     return x - total
 
 
+@refused("specialised-dim", "torch.vmap(lambda row: row * 2)(x)  # or an operator over the dim")
+def a_list_of_rows(_: Any, x: Tensor) -> Any:
+    # -> [row * 2 for row in x]
+    return torch.stack([row * 2 for row in x])
+
+
+@refused("specialised-dim", "torch.vmap(lambda row: row.sum())(x)  # or an operator over the dim")
+def a_sum_of_rows(_: Any, x: Tensor) -> Any:
+    # -> (row.sum() for row in x)
+    return x * sum(row.sum() for row in x)
+
+
 @refused("specialised-dim", "return x * torch.sym_float(len(x))")
 def a_length_as_a_float(_: Any, x: Tensor) -> Any:
     # -> float(len(x))

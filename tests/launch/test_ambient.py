@@ -210,3 +210,16 @@ def test_a_loss_that_a_default_dtype_changes_is_refused(tmp_path: Path) -> None:
         pytest.raises(CaptureError, match=r"(?s)differs from eager in its loss.*set_default_dtype\(torch\.float64\)"),
     ):
         trainload.freeze(given, tmp_path / "job.tl")
+
+
+@pytest.mark.parametrize("name", ["second.in_proj_weight", "mask"])
+def test_a_model_that_was_made_in_inference_mode_is_refused_by_its_tensor(name: str, tmp_path: Path) -> None:
+    given = job()
+    module = given.model.get_submodule(name.rpartition(".")[0])
+    with torch.inference_mode():
+        if name == "mask":
+            module.register_buffer(name, torch.ones(8))
+        else:
+            module.in_proj_weight = nn.Parameter(torch.ones(24, 8))
+    with pytest.raises(trainload.JobError, match=f"{name}: the (parameter|buffer) was made in inference mode"):
+        trainload.freeze(given, tmp_path / "job.tl")
