@@ -160,7 +160,7 @@ BACKWARD = Cause(
 NO_GRADIENT = Cause(
     "no-gradient",
     "no gradient reaches any parameter",
-    "Check for .detach(), torch.no_grad() or frozen parameters.",
+    "Check for .detach(), torch.no_grad(), frozen parameters, and parameters in a Python list or dict, which nn.ParameterList registers.",
 )
 OTHER_SIZE = Cause(
     "other-batch-size",

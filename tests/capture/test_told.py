@@ -35,6 +35,24 @@ def test_a_list_of_parameters_leads_to_a_parameter_list() -> None:
         capture(job(Listed()))
 
 
+class Unregistered(nn.Module):
+    """Its parameters are in a list, where no optimizer finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+        self.weights = [nn.Parameter(torch.ones(8))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights[0]
+
+
+@pytest.mark.filterwarnings("ignore:2 parameters get no gradient")
+def test_a_list_of_parameters_that_no_module_has_leads_to_a_parameter_list() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)no gradient reaches any parameter.*parameters in a Python list.*nn\.ParameterList"):
+        capture(job(Unregistered()))
+
+
 class Quantised(nn.Module):
     """A frozen parameter of whole numbers."""
 
