@@ -136,6 +136,11 @@ def test_ray_is_imported_by_launch_alone() -> None:
     assert users == []
 
 
+def test_only_the_command_line_imports_click() -> None:
+    users = [path.relative_to(ROOT) for path in (*stage_files(), *face_files()) if any(n == "click" for _, n in imports(path.read_text()))]
+    assert {str(path) for path in users if path.parts[-2] != "commands"} == {"src/trainload/cli.py"}
+
+
 def test_private_names_of_torch_stay_in_their_modules() -> None:
     files = [*stage_files(), *face_files()]
     names = {path.relative_to(ROOT).as_posix(): private_torch_names(path.read_text()) for path in files}

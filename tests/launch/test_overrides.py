@@ -208,7 +208,7 @@ def test_changes_that_do_not_fit_are_refused(package: Package, overrides: dict[s
         ("dropout=0", "dropout cannot be set at a launch: it is part of the captured graph"),
         ("speed=2", "there is no speed; there are accumulate, adapters.alpha,"),
         ("keep=0", "--set keep=0: Input should be greater than or equal to 1"),
-        ("lr", "--set lr: give KEY=VALUE."),
+        ("lr", "--set lr: give KEY=VALUE"),
     ],
 )
 def test_a_setting_that_is_wrong_is_told_with_what_there_is(

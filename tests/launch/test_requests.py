@@ -12,10 +12,10 @@ import trainload
 from trainload import cli
 from trainload.capture.errors import ClusterError, RequestError
 from trainload.commands import runs
-from trainload.commands.settings import SETTINGS
 from trainload.evaluating import EvaluationOptions
 from trainload.launching.spec import RunSpec
 from trainload.packaging.read import Package
+from trainload.settings import SETTINGS
 
 Capture = pytest.CaptureFixture[str]
 LAUNCH = ["launch", "none.tl", "--data", "d.parquet"]

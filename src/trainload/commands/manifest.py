@@ -16,8 +16,8 @@ from trainload.commands import shared
 from trainload.commands.driving import drive, evict
 from trainload.commands.planning import KINDS
 from trainload.commands.runs import launch
-from trainload.commands.settings import Settings
 from trainload.commands.shared import Command, CountOf, Span, json_option, write_text
+from trainload.settings import Settings
 
 if TYPE_CHECKING:
     from trainload.kuberay import Pods

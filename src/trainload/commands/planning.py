@@ -119,7 +119,7 @@ def plan(
 
 def changed_by(given: tuple[str, ...], package: Package) -> Package:
     """The package as --set has a launch train it; there it must be given the same settings."""
-    from trainload.commands.settings import Settings
+    from trainload.settings import Settings
 
     chosen = Settings(given)
     if others := [*chosen.run, *chosen.batch]:

@@ -21,8 +21,8 @@ from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan, read_plan
-from trainload.commands.settings import BATCH, SETTINGS, Settings
 from trainload.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
+from trainload.settings import BATCH, SETTINGS, Settings
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:

@@ -136,14 +136,12 @@ def settings_of(config: Config) -> Any:
     Raises:
         RequestError: a setting is not allowed.
     """
-    import click
-
-    from trainload.commands.settings import Settings
+    from trainload.settings import Settings
 
     try:
         return Settings(config.train.given)
-    except click.UsageError as error:
-        raise RequestError("a setting is not allowed", where="train.set", got=error.message.removeprefix("--set ")) from error
+    except RequestError as error:
+        raise RequestError("a setting is not allowed", where="train.set", got=str(error).removeprefix("--set ")) from error
 
 
 def training_plan(config: Config, package: Package) -> Plan:

@@ -1,11 +1,11 @@
-"""Settings of a run, and changes of what it trains, as the command line gives them: --set KEY=VALUE."""
+"""Settings of a run, and changes of what it trains, as texts KEY=VALUE: `--set` of the command line, `train.set` of a retraining."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
+from trainload.capture.errors import RequestError
 
 if TYPE_CHECKING:
     from trainload.launching.overrides import Overrides
@@ -38,11 +38,14 @@ BATCH = ("global_batch", "accumulate")
 
 
 class Settings:
-    """What --set says.
+    """The settings that some texts give.
 
     Args:
-        given: each KEY=VALUE.
-        resumed: of a run that goes on: those fields of a `RunSpec` are named too for which a launch has options.
+        given: texts KEY=VALUE.
+        resumed: whether they are for a run that is resumed, whose fields of `RunSpec` with options of their own can be set as well.
+
+    Raises:
+        RequestError: a text is malformed, a key is unknown, or a value is not of its type.
 
     Attributes:
         run: name -> value, of `SETTINGS`.
@@ -62,7 +65,7 @@ class Settings:
         for text in given:
             name, equals, value = text.partition("=")
             if not equals:
-                raise click.UsageError(f"--set {text}: give KEY=VALUE.")
+                raise RequestError("give KEY=VALUE", where=f"--set {text}")
             if name == "sinks":
                 self.run[name] = _read(RunSpec.model_fields[name], text, tuple(value.split(",")))
             elif name in SETTINGS or (resumed and name in OPTIONS):
@@ -81,14 +84,14 @@ class Settings:
                 self.overrides[name] = _read(Overrides.model_fields[name], text, value)
             elif name in BATCH:
                 if not value.isdecimal() or not 0 < int(value) < 2**31:
-                    raise click.UsageError(f"--set {text}: give a number from 1 on.")
+                    raise RequestError("give a number from 1 on", where=f"--set {text}")
                 self.batch[name] = int(value)
             else:
-                raise click.UsageError(f"--set {text}: {_why_not(name, resumed=resumed)}.")
+                raise RequestError(_why_not(name, resumed=resumed), where=f"--set {text}")
         if adapters:
             lacking = [f"adapters.{field}" for field in ("rank", "layers") if field not in adapters]
             if lacking:
-                raise click.UsageError(f"--set adapters: give {' and '.join(lacking)} as well.")
+                raise RequestError(f"give {' and '.join(lacking)} as well", where="--set adapters")
             self.overrides["adapters"] = Adapters(**adapters)
 
     @property
@@ -126,4 +129,4 @@ def _read(field: Any, text: str, value: str | tuple[str, ...]) -> Any:
         return kind.validate_strings(value) if isinstance(value, str) else kind.validate_python(value)
     except ValidationError as error:
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise click.UsageError(f"--set {text}: {problem}.") from error
+        raise RequestError(problem, where=f"--set {text}") from error
