@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,14 @@ from trainload.capture.errors import CaptureError
 from trainload.capture.nest import mapped
 from trainload.capture.patched import renamed
 from trainload.capture.place import place_here
-
-if TYPE_CHECKING:
-    from trainload.capture.watch import Watch
+from trainload.capture.recorder import Recorder
 
 Branch = Callable[..., Any]
 _ORIGINAL = (torch.cond,)
 """In a tuple, so that it is not replaced here too."""
 _OF_WRITES = ("input mutation", "Mutating a variable", "buffer_assignment")
 """Parts of torch's messages about a branch that writes to a tensor or, the last one, assigns a buffer."""
-_TRACED: ContextVar[tuple[Watch, nn.Module] | None] = ContextVar("_TRACED", default=None)
+_TRACED: ContextVar[tuple[Recorder, nn.Module] | None] = ContextVar("_TRACED", default=None)
 
 
 @contextlib.contextmanager
@@ -40,7 +38,7 @@ def branches_may_write() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traced_by(watch: Watch, model: nn.Module) -> Iterator[None]:
+def traced_by(watch: Recorder, model: nn.Module) -> Iterator[None]:
     """Trace such calls of torch.cond, inside, into the graph of `watch`."""
     token = _TRACED.set((watch, model))
     try:
@@ -62,7 +60,7 @@ def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] 
     return _traced(*traced, pred, (true_fn, false_fn), operands)
 
 
-def _traced(watch: Watch, model: nn.Module, pred: Tensor, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
+def _traced(watch: Recorder, model: nn.Module, pred: Tensor, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
     buffers = list({id(value): value for value in model.buffers()}.values())
     before = [value.clone() for value in buffers]  # backward runs a branch again, when the buffers have been written to
     traced = [_Traced(watch, model, buffers, before, branch, operands) for branch in branches]
@@ -109,7 +107,7 @@ class _Traced:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: Recorder,
         model: nn.Module,
         buffers: Sequence[Tensor],
         before: Sequence[Tensor],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from torch import Tensor
 from trainload.capture import marks
 from trainload.capture.blame import own_backward
 from trainload.capture.errors import CaptureError
-
-if TYPE_CHECKING:
-    from trainload.capture.watch import Watch
+from trainload.capture.recorder import Recorder
 
 
 class Context:
@@ -55,7 +53,7 @@ _MOST_OUTPUTS = 4
 """Outputs of a function whose backward asks which of them were used: it is traced once for each set of them."""
 
 
-def call_function(watch: Watch, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What `cls.apply(*args, **named)` returns, with marks by which its backward becomes a part of the graph.
 
     Raises:
@@ -98,7 +96,7 @@ def _written(cls: Any, context: Context, args: tuple[Any, ...], given: tuple[Any
     return tuple(after) if isinstance(result, tuple) else after[0]
 
 
-def _connected(watch: Watch, cls: Any, context: Context, args: tuple[Any, ...], result: Any) -> Any:
+def _connected(watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], result: Any) -> Any:
     """What forward returned, with the gradients of backward."""
     needs = context.needs_input_grad
     if not any(needs):
@@ -125,7 +123,7 @@ def _connected(watch: Watch, cls: Any, context: Context, args: tuple[Any, ...], 
 
 
 def _traced_backward(
-    watch: Watch, cls: Any, context: Context, arguments: int, values: list[Any], used: list[int]
+    watch: Recorder, cls: Any, context: Context, arguments: int, values: list[Any], used: list[int]
 ) -> tuple[int, list[Tensor | None]]:
     """The region of a backward, and what it returns for each argument, where gradients arrive at the `used` ones of the outputs."""
     number = watch.number()
@@ -150,7 +148,7 @@ def _traced_backward(
 
 
 def _connected_by_use(
-    watch: Watch, cls: Any, context: Context, args: tuple[Any, ...], values: list[Any], places: list[int]
+    watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], values: list[Any], places: list[int]
 ) -> Sequence[Tensor]:
     """The outputs of a function whose backward is given None for outputs that go unused: it is traced for each set of used ones.
 

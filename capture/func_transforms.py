@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +11,11 @@ from torch import Tensor
 from trainload.capture import marks
 from trainload.capture.blame import own_backward
 from trainload.capture.nest import mapped, mapped_with
+from trainload.capture.recorder import Recorder
 from trainload.capture.scan import replacements
 
-if TYPE_CHECKING:
-    from trainload.capture.watch import Watch
 
-
-def transforms(watch: Watch) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+def transforms(watch: Recorder) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Function of torch.func -> what stands for it while tracing."""
     func, made = torch.func, _Transforms(watch)
     return {
@@ -37,7 +35,7 @@ def transforms(watch: Watch) -> Mapping[Callable[..., Any], Callable[..., Any]]:
 class _Transforms:
     """Those that are regions of the graph."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Recorder) -> None:
         self._watch = watch
 
     def grad(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:

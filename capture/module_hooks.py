@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from trainload.capture.blame import own_backward
-
-if TYPE_CHECKING:
-    from trainload.capture.watch import Watch
-
-Change = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
-"""What hooks make of gradients."""
+from trainload.capture.recorder import Recorder
 
 
 @contextlib.contextmanager
-def module_hooks(watch: Watch, model: nn.Module) -> Iterator[None]:
+def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
     """Takes the backward hooks off the modules, and has forward hooks put them into the graph instead."""
     handles = []
     taken = []
@@ -48,7 +43,7 @@ def module_hooks(watch: Watch, model: nn.Module) -> Iterator[None]:
             module._backward_hooks.update(after)
 
 
-def _input_hook(watch: Watch, name: str, hooks: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+def _input_hook(watch: Recorder, name: str, hooks: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         def change(tangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
             for hook in hooks:
@@ -62,7 +57,7 @@ def _input_hook(watch: Watch, name: str, hooks: tuple[Callable[..., Any], ...]) 
     return enter
 
 
-def _output_hook(watch: Watch, hooks: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+def _output_hook(watch: Recorder, hooks: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
     def leave(module: nn.Module, _: object, output: Any) -> Any:
         def change(tangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
             for hook in hooks:

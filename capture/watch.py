@@ -7,7 +7,6 @@ gradients), the class below `torch.autograd.Function`, and the context managers 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,25 +28,24 @@ from trainload.capture.func_transforms import autograd_grad, transforms
 from trainload.capture.gamma import dirichlet_rsample
 from trainload.capture.kernels import no_raw_kernels
 from trainload.capture.lengths import lengths
-from trainload.capture.module_hooks import Change, module_hooks
+from trainload.capture.module_hooks import module_hooks
 from trainload.capture.patched import OPERATORS, renamed, replaced
 from trainload.capture.place import place_here
+from trainload.capture.recorder import Recorder
 from trainload.capture.saved_tensors import CHECKPOINT_MODULE, is_own
 from trainload.capture.selective import SELECTIVE, Answers
 from trainload.capture.substitutes import SUBSTITUTES, decoder_forward, encoder_forward, module_to
 from trainload.capture.tensor_classes import check_traceable_arguments
 
 
-class Watch:
+class Watch(Recorder):
     """What one trace is watched with: `with watch.tracing(model): ...` around the model's forward, inside what is traced."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        super().__init__()
         self._answers: list[Answers] = []
         """Of the checkpoints that forward is in, outermost first."""
         self.raised = Raised()
-        self.quiet = False
-        """Whether changes of the grad mode go unmarked: they are the watch's own."""
         self.leaving = False
         """Whether a context puts the grad mode back."""
 
@@ -96,43 +94,6 @@ class Watch:
             (distributions.Distribution, "_validate_args", False),  # by values, for eager mode alone
             (torch, "compile", _outside(mode, torch.compile)),
         ]
-
-    def number(self) -> int:
-        """A number for a region."""
-        return next(self._numbers)
-
-    def region(self, kind: str, text: str = "") -> int:
-        """Begins a region and returns its number."""
-        number = self.number()
-        marks.BEGIN(kind, text, number)
-        return number
-
-    @contextlib.contextmanager
-    def quietly(self, enabled: bool) -> Iterator[None]:
-        """The grad mode, unmarked."""
-        before, self.quiet = self.quiet, True
-        try:
-            with torch.set_grad_enabled(enabled):
-                self.quiet = before
-                yield
-                self.quiet = True
-        finally:
-            self.quiet = before
-
-    def tangent(self, x: Tensor, number: int) -> Tensor:
-        """A stand-in for the gradient that arrives at x."""
-        with self.quietly(False):
-            result: Tensor = marks.TANGENT(x, number)
-        return result
-
-    def variable(self, x: Tensor, number: int) -> Tensor:
-        """X as a variable of a func_grad region, also where x itself has no gradient."""
-        result: Tensor = marks.VARIABLE(x, number)
-        if not result.requires_grad:
-            before, self.quiet = self.quiet, True
-            result.requires_grad_()
-            self.quiet = before
-        return result
 
     def hook(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> int:
         """Has x's gradient pass through `hook`; the number of its region."""
@@ -214,20 +175,6 @@ class Watch:
             return original(context)
 
         return enter
-
-    def passed(self, values: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
-        """The values, with their gradients passing through `change`."""
-        places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
-        if not places or not torch.is_grad_enabled():
-            return values
-        number = self.number()
-        tangents = tuple(self.tangent(v, number) if i in places else None for i, v in enumerate(values))
-        marks.BEGIN("backward", "", number)
-        changed = change(tangents)
-        marks.END(number)
-        kept = [i for i in places if changed[i] is not None]
-        connected = iter(marks.CONNECT([values[i] for i in kept], [values[i] for i in kept], [changed[i] for i in kept], number))
-        return tuple(next(connected) if i in kept else v for i, v in enumerate(values))
 
 
 @contextlib.contextmanager

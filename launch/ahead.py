@@ -17,9 +17,10 @@ import threading
 import time
 
 from trainload.launching.build import can_compile, compile_build, device_of
+from trainload.launching.cache import default_cache_dir
 from trainload.launching.contact import Contact
 from trainload.launching.opening import trained_package
-from trainload.launching.spec import RunSpec, default_cache_dir
+from trainload.launching.spec import RunSpec
 from trainload.launching.worker import set_threads
 
 _DIE_WITH_PARENT = 1

@@ -31,6 +31,12 @@ _used: dict[Path, int] = {}
 """What this process uses: entry -> the open file that says so."""
 
 
+def default_cache_dir() -> Path:
+    """Where a node keeps compiled graphs and converted data: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache folder."""
+    named = os.environ.get("TRAINLOAD_CACHE_DIR")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainload"
+
+
 def private_folder(path: Path) -> Path:
     """A folder that only this user can write: what is in it is loaded as native code.
 

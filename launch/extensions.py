@@ -16,8 +16,7 @@ import filelock
 
 from trainload.capture.errors import PackageError, StorageError
 from trainload.core.atomic import temporary_folder
-from trainload.launching.cache import LOCK_SECONDS, private_folder
-from trainload.launching.spec import default_cache_dir
+from trainload.launching.cache import LOCK_SECONDS, default_cache_dir, private_folder
 from trainload.packaging.files import copy_checked
 from trainload.packaging.graph_json import running_schema
 from trainload.packaging.manifest import FileEntry, Manifest, OpLibraryEntry

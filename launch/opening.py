@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from trainload.launching.cache import default_cache_dir
 from trainload.launching.fetching import fetched, is_reference
 from trainload.launching.libraries import open_for_run
-from trainload.launching.spec import RunSpec, default_cache_dir
+from trainload.launching.spec import RunSpec
 from trainload.packaging.read import Package
 
 

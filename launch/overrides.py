@@ -94,8 +94,8 @@ class Overrides(BaseModel):
         """
         if self == Overrides():
             return package
+        from trainload.launching.cache import default_cache_dir
         from trainload.launching.derivation import Changes, derived_package
-        from trainload.launching.spec import default_cache_dir
 
         if changes := Changes(self.adapters, self.precision):
             seed = package.recipe.seed if self.seed is None else self.seed

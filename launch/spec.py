@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.overrides import Overrides
 from trainload.launching.probe import check_writable_folder
 from trainload.launching.reading import reading
-from trainload.launching.sinks.sink import SinkName
+from trainload.launching.sinks.protocol import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import check_name, check_outside_packages
 from trainload.packaging.signatures.policy import Policy
@@ -118,12 +117,6 @@ def least_plan(spec: RunSpec) -> Plan:
 def made_file(run_dir: Path, name: Literal["data", "eval_data"]) -> Path:
     """Where a run has data that was in no file."""
     return run_dir / "data" / ("train.arrow" if name == "data" else "eval.arrow")
-
-
-def default_cache_dir() -> Path:
-    """Where a node keeps compiled graphs and converted data: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache folder."""
-    named = os.environ.get("TRAINLOAD_CACHE_DIR")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainload"
 
 
 def resume_command(run_dir: str | Path) -> str:

@@ -24,6 +24,7 @@ from trainload.capture.errors import CheckpointError, CompileError, DataError, D
 from trainload.launching.activity import Activity, Phase
 from trainload.launching.agreement import check_same_collectives, check_same_data
 from trainload.launching.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build
+from trainload.launching.cache import default_cache_dir
 from trainload.launching.checkpoints.index import DataPosition
 from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.place import place_of
@@ -42,7 +43,7 @@ from trainload.launching.libraries import library_warnings
 from trainload.launching.not_finite import first_not_finite
 from trainload.launching.opening import trained_package
 from trainload.launching.saving import Saver
-from trainload.launching.spec import RunSpec, default_cache_dir, resume_command
+from trainload.launching.spec import RunSpec, resume_command
 from trainload.launching.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
 from trainload.launching.verifying import Comparison, Verifier
 from trainload.packaging.read import Package

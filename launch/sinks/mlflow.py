@@ -12,7 +12,7 @@ from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
 from trainload.capture.errors import StorageError, first_line
-from trainload.launching.sinks.sink import Outcome
+from trainload.launching.sinks.protocol import Outcome
 from trainload.launching.spec import read_spec
 
 EXPERIMENT = "trainload"

@@ -25,7 +25,7 @@ from trainload.launching.sinks.measures import (
     Measure,
     measure_of,
 )
-from trainload.launching.sinks.sink import Outcome
+from trainload.launching.sinks.protocol import Outcome
 from trainload.launching.spec import read_spec
 from trainload.launching.state import Summary
 

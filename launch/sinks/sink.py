@@ -9,30 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
 
 from trainload.capture.errors import ClusterError, StorageError
 from trainload.launching.journal import Event
+from trainload.launching.sinks.protocol import Outcome, Sink, SinkName
 
-SinkName = Literal["tensorboard", "mlflow", "prometheus"]
-Outcome = Literal["ended", "stopped", "failed"]
 _OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "failed": "failed"}
 """Kind of a run's last event -> what became of the run."""
 _END_SECONDS = 30.0
 _OF_STEPS = ("loss", "gradient_norm", "loss_scale", "seconds", "data_wait", "mfu", "memory", "tokens_per_second", "rows_per_second")
-
-
-class Sink(Protocol):
-    """Takes a run's numbers."""
-
-    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Of the state after `step` updates. time: seconds since 1970."""
-
-    def text(self, kind: str, message: str, step: int, time: float) -> None:
-        """Something that happened after `step` updates."""
-
-    def close(self, outcome: Outcome, /) -> None:
-        """Nothing more will come: the run has ended, was stopped, or has failed."""
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from trainload.launching.sinks.sink import Outcome
+from trainload.launching.sinks.protocol import Outcome
 
 FOLDER = "tensorboard"
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from trainload.capture.errors import StorageError
-from trainload.packaging.credentials import check_no_credentials, resolve
 from trainload.packaging.manifest import FileEntry
 
 BLOCK = 8 * 2**20
@@ -79,33 +77,3 @@ class StoreFiles(Protocol):
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
         """A file's bytes in blocks, `size` in all, or fewer. IntegrityError: there is no such file."""
-
-
-def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> StoreFiles:
-    """The files that a path or fsspec URL names.
-
-    Args:
-        url: a folder, or s3://BUCKET/FOLDER, gs://..., memory://..., whatever fsspec and the libraries that are installed know.
-        options: for fsspec's file system of that kind, such as `endpoint_url` for S3. There, and in the URL, ${env:NAME} and ${file:/PATH}
-            stand for secrets.
-
-    Raises:
-        StorageError: no such kind is known, or the library for it is not installed; the URL holds credentials, or a reference to what is
-            not here.
-    """
-    text = str(url)
-    check_no_credentials(text)
-    if text.startswith("oci://"):
-        raise StorageError(
-            "a registry holds packages under tags: it has no lines and releases",
-            where=text,
-            cure="Use push and pull; its own tools list tags.",
-        )
-    if "://" not in text or text.startswith(("file://", "local://")):
-        from trainload.packaging.stores.folder import FolderFiles
-
-        path = text.partition("://")[2] if "://" in text else text
-        return FolderFiles(Path(resolve(path)), shown=path if "${" in path else None)
-    from trainload.packaging.stores.remote import RemoteFiles
-
-    return RemoteFiles(text, options)

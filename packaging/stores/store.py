@@ -25,7 +25,8 @@ from pydantic import ValidationError
 
 from trainload.capture.errors import ConflictError, IntegrityError, StorageError
 from trainload.packaging.manifest import FileEntry, Manifest
-from trainload.packaging.stores.places import NO_OPTIONS, open_files
+from trainload.packaging.stores.locations import open_files
+from trainload.packaging.stores.places import NO_OPTIONS
 from trainload.packaging.stores.releases import (
     MAX_RECORD,
     Mark,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,10 +12,7 @@ from trainload.sharding.nodes import arguments
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.place import Held, Lie
-from trainload.sharding.tensor.special import Results, special
-
-if TYPE_CHECKING:
-    from trainload.sharding.tensor.partition import _Partitioner as Partitioner
+from trainload.sharding.tensor.special import Partitioner, Results, special
 
 aten = torch.ops.aten
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -12,14 +12,26 @@ from torch.fx import Node
 from trainload.sharding.nodes import arguments
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
-from trainload.sharding.tensor.place import Held, Place
-
-if TYPE_CHECKING:
-    from trainload.sharding.tensor.partition import _Partitioner as Partitioner
+from trainload.sharding.tensor.place import Emitter, Held, Place
 
 aten = torch.ops.aten
 Results = list[tuple[Node, Place]]
-Special = Callable[["Partitioner", Node, Factor], Results]
+
+
+class Partitioner(Protocol):
+    """The rewriting of one graph for the ranks of a tensor axis."""
+
+    links: Links
+    emit: Emitter
+
+    def value(self, node: Node, place: Place) -> Node:
+        """Return a value of the whole graph as it is wanted at a place."""
+
+    def items(self, made: Node, places: Sequence[Place]) -> Results:
+        """Return the outputs of a node that has several, each with its place."""
+
+
+Special = Callable[[Partitioner, Node, Factor], Results]
 Fits = Callable[[Links, Node, Factor], bool]
 SPECIAL: dict[Any, Special] = {}
 """Operator -> how it is run on shares of a factor that it is special in."""

@@ -22,7 +22,7 @@ import click
 
 import trainload
 from trainload import view
-from trainload.capture.errors import CaptureError, RequestError, StorageError, TrainloadError
+from trainload.capture.errors import StorageError
 from trainload.capture.redaction import redacted
 from trainload.capture.versions import check_supported_torch
 from trainload.commands import (
@@ -41,7 +41,8 @@ from trainload.commands import (
     watching,
 )
 from trainload.commands.overview import Overview
-from trainload.commands.shared import DONE, FAILED, WRONG, json_option
+from trainload.commands.running import run_group
+from trainload.commands.shared import json_option
 from trainload.commands.shared import libraries as named_libraries
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
@@ -227,34 +228,9 @@ for _command in (
     commands.add_command(_command)
 
 
-def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:
-    """Say what went wrong, once: on stderr one line, a page if it has findings; or with --json an object on stdout. Returns `status`."""
-    message = redacted(message)
-    if "--json" in arguments:
-        _print_json({"error": {"kind": kind, "message": message, "exit": status, **{k: v for k, v in details.items() if v}}})
-    else:
-        sys.stderr.write(f"trainload: {message if details.get('findings') else ' '.join(message.split())}\n")
-    return status
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command line, without the program's name. Returns the exit status."""
-    try:
-        status = commands.main(list(arguments), prog_name="trainload", standalone_mode=False)
-    except TrainloadError as error:
-        status = WRONG if isinstance(error, RequestError) and not error.work_began else FAILED
-        details: dict[str, object] = {"where": error.where, "expected": error.expected, "got": error.got, "cure": error.cure}
-        if isinstance(error, CaptureError):
-            details["findings"] = [finding.as_json() for finding in error.findings]
-        return _report(arguments, type(error).__name__, str(error), status, problem=error.problem, **details)
-    except click.exceptions.NoArgsIsHelpError as error:
-        sys.stderr.write(error.format_message() + "\n")
-        return WRONG
-    except click.ClickException as error:
-        return _report(arguments, "UsageError", error.format_message(), WRONG)
-    except click.Abort:
-        return _report(arguments, "Interrupted", "interrupted", FAILED)
-    return status if isinstance(status, int) else DONE
+    return run_group(commands, arguments)
 
 
 def _complain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -22,7 +22,8 @@ from trainload.launching.data.run_data import check_run_data
 from trainload.launching.libraries import absolute, check_runnable
 from trainload.launching.overrides import Overrides
 from trainload.launching.result import check_output
-from trainload.launching.sinks.sink import SinkName, check_sink_libraries, check_sinks
+from trainload.launching.sinks.protocol import SinkName
+from trainload.launching.sinks.sink import check_sink_libraries, check_sinks
 from trainload.launching.spec import (
     RUN_FILE,
     RunSpec,

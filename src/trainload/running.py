@@ -13,6 +13,7 @@ from trainload.capture.ambient import neutrally
 from trainload.capture.errors import ClusterError, StorageError
 from trainload.core.atomic import replace_file
 from trainload.launching.build import is_compiled
+from trainload.launching.cache import default_cache_dir
 from trainload.launching.changes import changed
 from trainload.launching.checkpoints.place import place_of
 from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
@@ -22,12 +23,12 @@ from trainload.launching.opening import frozen_package
 from trainload.launching.overrides import Overrides
 from trainload.launching.processes import interrupted_by_signals
 from trainload.launching.result import RunResult, check_output, finish
-from trainload.launching.sinks.sink import SinkName, check_sink_libraries, check_sinks, told
+from trainload.launching.sinks.protocol import SinkName
+from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, told
 from trainload.launching.spec import (
     RUN_FILE,
     RunSpec,
     Weights,
-    default_cache_dir,
     least_plan,
     read_spec,
     write_spec,

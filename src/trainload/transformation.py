@@ -26,9 +26,9 @@ from trainload.capture.errors import PackageError, PassError, StorageError, Trai
 from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.synthesise import rows_of, synthesise
+from trainload.launching.cache import default_cache_dir
 from trainload.launching.data.dataset import Dataset
 from trainload.launching.data.run_data import open_run_data
-from trainload.launching.spec import default_cache_dir
 from trainload.operators import counts_of
 from trainload.packaging.canonical import sha256_file
 from trainload.packaging.graph_json import with_graph

@@ -10,7 +10,9 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import networkx as nx
 import pytest
+from tests.house.import_graph import cycles, import_graph
 from tests.house.source import (
     CORE,
     IMPORTED_AS,
@@ -134,6 +136,18 @@ def test_ray_is_imported_by_launch_alone() -> None:
     below = [path for path in stage_files() if path.relative_to(ROOT).parts[0] != "launch"]
     users = [str(path.relative_to(ROOT)) for path in below if any(name.split(".")[0] == "ray" for _, name in imports(path.read_text()))]
     assert users == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(import_graph()) == []
+
+
+def test_a_cycle_of_imports_is_seen() -> None:
+    graph = import_graph()
+    module = "trainload.capture.errors"
+    assert nx.ancestors(graph, module)
+    graph.add_edge(module, "trainload.cli")
+    assert any({module, "trainload.cli"} <= set(group) for group in cycles(graph))
 
 
 def test_only_the_command_line_imports_click() -> None:

@@ -20,8 +20,8 @@ from tests.packaging.tampering import edit_manifest, flip, reseal
 
 import trainload
 from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.launching.cache import default_cache_dir
 from trainload.launching.extensions import may_load_extensions
-from trainload.launching.spec import default_cache_dir
 from trainload.packaging.manifest import MANIFEST, Manifest
 from trainload.packaging.read import read_manifest
 from trainload.packaging.verify import verify_package

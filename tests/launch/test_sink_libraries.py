@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 
 from trainload.capture.errors import StorageError
-from trainload.launching.sinks.sink import SinkName, check_sink_libraries
+from trainload.launching.sinks.protocol import SinkName
+from trainload.launching.sinks.sink import check_sink_libraries
 
 LIBRARIES: dict[SinkName, tuple[str, str]] = {
     "tensorboard": ("tensorboardX", "tensorboard"),

@@ -15,7 +15,8 @@ from tensorboardX.proto.event_pb2 import Event as Record
 import trainload
 from trainload.launching.journal import Event, losses, read_events
 from trainload.launching.sinks import sink as sinks
-from trainload.launching.sinks.sink import Outcome, numbers_of, told
+from trainload.launching.sinks.protocol import Outcome
+from trainload.launching.sinks.sink import numbers_of, told
 from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 

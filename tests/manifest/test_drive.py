@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import click
 import pytest
 from tests.launch.forked import command, done
 from tests.laws.runs import wait_for_step
@@ -40,16 +41,13 @@ def driven(run_dir: Path, by: Driven, monkeypatch: pytest.MonkeyPatch) -> tuple[
     """A job's exit status, and what it has run."""
     run_dir.mkdir(exist_ok=True)
     words: list[list[str]] = []
-    outer = cli.run
 
-    def inner(arguments: Sequence[str]) -> int:
+    def inner(_group: click.Command, arguments: Sequence[str]) -> int:
         words.append(list(arguments))
         return by(run_dir)
 
-    monkeypatch.setattr(cli, "run", inner)
-    status = outer(["manifest", "drive", str(run_dir), "--", *LAUNCH])
-    monkeypatch.setattr(cli, "run", outer)
-    return status, words
+    monkeypatch.setattr(driving, "run_group", inner)
+    return cli.run(["manifest", "drive", str(run_dir), "--", *LAUNCH]), words
 
 
 def test_the_first_driver_launches_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from trainload import cli
 from trainload.capture import redaction
 from trainload.capture.errors import IntegrityError, StorageError, TrainingError
 from trainload.packaging.credentials import check_no_credentials, no_secrets_raised, resolve, resolve_options
-from trainload.packaging.stores.places import open_files
+from trainload.packaging.stores.locations import open_files
 
 SECRET = "hunter2000"
 

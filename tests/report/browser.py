@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from trainload.launching.spec import default_cache_dir
+from trainload.launching.cache import default_cache_dir
 from trainload.report.page import page_of
 from trainload.report.reading import read_run
 

@@ -24,7 +24,7 @@ from trainload.retraining import lease
 from trainload.retraining.config import Config, checked
 from trainload.retraining.gate import Verdict, decide
 from trainload.retraining.records import Ended, Evaluated, Scores, Trained
-from trainload.retraining.snapshot import Snapshot
+from trainload.retraining.snapshot_records import Snapshot
 from trainload.retraining.tick import Scheduler, Trail
 
 LINE = "main"

@@ -19,7 +19,8 @@ from trainload.launching.data.files import LocalFile
 from trainload.launching.data.run_data import open_run_data
 from trainload.packaging.read import Package
 from trainload.retraining.config import Config, checked
-from trainload.retraining.snapshot import Snapshot, check_unchanged, evaluation_source, newest, take, train_source
+from trainload.retraining.snapshot import check_unchanged, evaluation_source, newest, take, train_source
+from trainload.retraining.snapshot_records import Snapshot
 
 WHEN = datetime(2026, 3, 10, tzinfo=UTC)
 

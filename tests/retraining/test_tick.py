@@ -20,7 +20,7 @@ from trainload.retraining import lease, tick
 from trainload.retraining.config import Config
 from trainload.retraining.lease import LeaseLostError, LeaseTakenError
 from trainload.retraining.records import Begun, Decided, Ended, Pinned, Taken, Ticks, Trained, name_of
-from trainload.retraining.snapshot import Snapshot
+from trainload.retraining.snapshot_records import Snapshot
 from trainload.retraining.tick import Trail
 
 

@@ -11,6 +11,7 @@ import click
 
 from trainload.capture.errors import DivergedError, RunInterrupted
 from trainload.commands import watching
+from trainload.commands.running import run_group
 from trainload.commands.shared import DONE, FAILED, err, run_argument
 
 if TYPE_CHECKING:
@@ -23,20 +24,21 @@ _EVICTED = "evicted"
 @click.command(hidden=True)
 @run_argument
 @click.argument("launched", metavar="-- LAUNCH", nargs=-1, type=click.UNPROCESSED)
-def drive(run_dir: Path, launched: tuple[str, ...]) -> int:
+@click.pass_context
+def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> int:
     """Launch a run as LAUNCH says, or go on with it where it is there already. For the entrypoint of a job.
 
     Exit status 0 where another cluster would be of no use: the run has ended, or somebody has stopped it. One that has diverged fails, and
     is not tried again.
     """
-    from trainload import cli
     from trainload.launching.spec import RUN_FILE
     from trainload.launching.state import read_state
 
     _check_converging(read_state(run_dir), run_dir)
     evicted, began = run_dir / _EVICTED, time.time()
     evicted.unlink(missing_ok=True)  # of a head that ended before its driver did
-    status = cli.run(["resume", str(run_dir), "--address", "auto"] if (run_dir / RUN_FILE).exists() else launched)
+    resume = ["resume", str(run_dir), "--address", "auto"]
+    status = run_group(context.find_root().command, resume if (run_dir / RUN_FILE).exists() else launched)
     state = read_state(run_dir)
     if status != FAILED or evicted.exists() or state is None or state.time < began or not _was_stopped(state):
         evicted.unlink(missing_ok=True)

@@ -71,8 +71,8 @@ def schema(as_json: bool) -> None:
 def check(file: Path, as_json: bool) -> None:
     """Say whether FILE is right: keys, values, expressions, and what its package and store say."""
     check_supported_torch()
-    from trainload.retraining.checks import check as checked
     from trainload.retraining.config import read_config
+    from trainload.retraining.preflight import check as checked
 
     config = read_config(file)
     with redirect_stdout(sys.stderr):

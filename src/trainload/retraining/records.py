@@ -24,7 +24,7 @@ from trainload.packaging.manifest import Sha256
 from trainload.packaging.stores.releases import MAX_RECORD, Line, Nonce, ReleaseId, Sealed, Text, Time, now
 from trainload.packaging.stores.store import Store
 from trainload.retraining.gate import Check
-from trainload.retraining.snapshot import Snapshot
+from trainload.retraining.snapshot_records import Snapshot
 
 Outcome = Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"]
 """How a tick ended. conflict: another release was made current meanwhile, by hand; the challenger stays a candidate. replaced: a later tick

@@ -24,7 +24,7 @@ from trainload.retraining.config import Config
 from trainload.retraining.windows import TABLES
 
 if TYPE_CHECKING:
-    from trainload.retraining.snapshot import FileOf, Snapshot
+    from trainload.retraining.snapshot_records import FileOf, Snapshot
 
 Bools = npt.NDArray[np.bool_]
 

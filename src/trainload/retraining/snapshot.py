@@ -7,80 +7,28 @@ import json
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from trainload.capture.errors import DataError, MissingDataError
 from trainload.capture.program import InputSpec
 from trainload.core.atomic import replace_file
+from trainload.launching.cache import default_cache_dir
 from trainload.launching.data.columns import FileSchema, Sizes, check_file
 from trainload.launching.data.dataset import READERS
 from trainload.launching.data.files import DataFile, find_files, list_files
-from trainload.launching.spec import default_cache_dir
 from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.entries import data_specs
-from trainload.packaging.guards import Record
 from trainload.retraining.config import Config
 from trainload.retraining.drift import ColumnStatistics, Sampled
 from trainload.retraining.rows import HELD, TRAIN, RowFiles, TimeWindow, check_tables, chosen_rows, extra_columns
+from trainload.retraining.snapshot_records import LONGEST_WORDS, FileOf, Snapshot
 from trainload.retraining.windows import TABLES, files_of, one_format
 
 if TYPE_CHECKING:
     from trainload.packaging.read import Package
-
-_LONGEST = 8192
-Words = Annotated[str, Field(max_length=_LONGEST)]
-
-
-class FileOf(Record):
-    """A file of a snapshot.
-
-    Attributes:
-        name: its path or URL. identity: its sha256, or what a URL's file system says of its version; "": it could not be read.
-        size: bytes. rows: of it.
-        problem: why it cannot be trained on; "": it can.
-    """
-
-    name: Words
-    identity: Words
-    size: int
-    rows: int
-    problem: Words = ""
-
-
-class Snapshot(Record):
-    """The data of a tick.
-
-    Attributes:
-        files: that are trained on, and those that were left out since they are bad.
-        held_out: those that champion and challenger are compared on; () where a share of `files` is held out.
-        rows: that are trained on. held_out_rows: that are held out.
-        slices: value -> held-out rows that have it.
-        statistics: of the columns that are trained on.
-        made: whether rows were chosen, and written anew into the tick's folder.
-        first, stop: of a window by column: seconds since 1970, the first one of it, and the first one after it.
-        empty: why there is nothing new to train on; refused: why the data is not trained on. "": there is, and it is.
-    """
-
-    files: Annotated[tuple[FileOf, ...], Field(max_length=100_000)]
-    held_out: Annotated[tuple[FileOf, ...], Field(max_length=100_000)]
-    rows: int
-    held_out_rows: int
-    slices: dict[str, int]
-    statistics: dict[str, ColumnStatistics]
-    made: bool
-    first: float | None = None
-    stop: float | None = None
-    empty: Words = ""
-    refused: Words = ""
-
-    @property
-    def good(self) -> tuple[FileOf, ...]:
-        """The files that are trained on."""
-        return tuple(file for file in self.files if not file.problem)
 
 
 def take(config: Config, scheduled: datetime, package: Package, had: Collection[tuple[str, str]], folder: Path) -> Snapshot:
@@ -219,7 +167,7 @@ def _identity_or_none(file: DataFile) -> str:
 
 
 def _words(text: str) -> str:
-    return text[:_LONGEST]
+    return text[:LONGEST_WORDS]
 
 
 def _window(config: Config, scheduled: datetime) -> TimeWindow | None:

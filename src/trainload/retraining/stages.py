@@ -22,7 +22,8 @@ from trainload.retraining.gate import Verdict, decide
 from trainload.retraining.lineage import TICK
 from trainload.retraining.records import Ended, Evaluated, Scores, Taken, Ticks, Trained
 from trainload.retraining.rows import judged_slices
-from trainload.retraining.snapshot import Snapshot, check_evaluable, check_unchanged, evaluation_source, take
+from trainload.retraining.snapshot import check_evaluable, check_unchanged, evaluation_source, take
+from trainload.retraining.snapshot_records import Snapshot
 from trainload.retraining.tick import Say, Trail
 from trainload.retraining.training import TickRun, folder_of, plan_of, settings_of, training_plan
 

@@ -38,7 +38,7 @@ from trainload.retraining.records import (
     name_of,
     time_of,
 )
-from trainload.retraining.snapshot import Snapshot
+from trainload.retraining.snapshot_records import Snapshot
 from trainload.run_request import versions
 
 _POLL_SECONDS = 1.0

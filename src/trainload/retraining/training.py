@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trainload.capture.errors import RequestError
 from trainload.retraining.config import Config
 from trainload.retraining.lease import LeaseLostError
-from trainload.retraining.snapshot import Snapshot, evaluation_source, train_source
+from trainload.retraining.snapshot import evaluation_source, train_source
+from trainload.retraining.snapshot_records import Snapshot
 from trainload.retraining.tick import Say, Trail
 
 if TYPE_CHECKING:
