@@ -83,15 +83,21 @@ def run(cases: Sequence[Case], results: dict[str, Outcome], folder: Path, *, kee
         [*PRELOADED, "transformers.modeling_utils"] if any(c.family == "transformers" for c in cases) else PRELOADED
     )
     chunks = [cases[start : start + CHUNK] for start in range(0, len(cases), CHUNK)]
+    commit = head_commit()
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         runs = [pool.submit(run_chunk, chunk, folder / str(number), environment, context) for number, chunk in enumerate(chunks)]
         for finished in as_completed(runs):
-            results |= finished.result()
+            results |= {name: {**found, "commit": commit} for name, found in finished.result().items()}
             ordered = {case.name: results[case.name] for case in CASES if case.name in results}
             RESULTS.write_text(json.dumps({"versions": versions(), "cases": ordered}, indent=1) + "\n")
     finally:
         pool.shutdown(cancel_futures=True)  # after an interrupt no other chunk begins
+
+
+def head_commit() -> str:
+    """Return the commit of the checkout, abbreviated."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run_chunk(cases: Sequence[Case], folder: Path, environment: Environment, context: ForkServerContext) -> dict[str, Outcome]:

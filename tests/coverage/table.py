@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -121,8 +122,10 @@ def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None
 
 def _summary(results: Mapping[str, Outcome], used: Mapping[str, str]) -> str:
     told = ", ".join(f"{name} {value}" for name, value in used.items() if name not in ("cores",))
+    commits = Counter(found.get("commit", "before commits were recorded") for found in results.values())
+    when = ", ".join(f"{commit}: {count}" for commit, count in commits.items())
     lines = [
-        f"## Summary\n\n{told}.\n",
+        f"## Summary\n\n{told}. Cases by the commit at which each was run last: {when}.\n",
         "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients | not run "
         "| compiled | interpreted | right in bfloat16 | not in bfloat16 |",
     ]
