@@ -426,7 +426,7 @@ def test_the_command_line_trains_adapters(package: Package, alone: Path, rows: P
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (("adapters.rank=3",), "--set adapters: give adapters.layers as well."),
+        (("adapters.rank=3",), "--set adapters: give adapters.layers as well"),
         (("adapters.rank=0", "adapters.layers=*"), "--set adapters.rank=0: Input should be greater than or equal to 1"),
         (("adapters.dropout=0.1",), "there is no adapters.dropout; there are accumulate, adapters.alpha, adapters.also"),
     ],
