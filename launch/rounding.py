@@ -24,6 +24,10 @@ _RUNS = 2
 """The number of runs; the greatest distance counts."""
 _FACTOR = 10.0
 """A compiled graph may differ by this many times that distance: a sum of many terms rounds more than once."""
+_CANCELLED = 0.1
+"""Above this distance a value consists of rounding errors: what it is computed from has cancelled, as in the mean of a normalised batch."""
+_FACTOR_CANCELLED = 1000.0
+"""The same factor for such a value. Its size depends on the order of a sum, by up to the square root of the number of terms."""
 
 
 class Rounding(Interpreter):
@@ -87,4 +91,8 @@ def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tens
         expected: values of the interpreted graph.
         runs: the same values of `rounded_runs`.
     """
-    return [max(EXPLAINED, *(_FACTOR * relative_distance(value, run[at]) for run in runs)) for at, value in enumerate(expected)]
+    return [max(EXPLAINED, *(_explained(relative_distance(value, run[at])) for run in runs)) for at, value in enumerate(expected)]
+
+
+def _explained(distance: float) -> float:
+    return distance * (_FACTOR if distance < _CANCELLED else _FACTOR_CANCELLED)
