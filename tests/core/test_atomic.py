@@ -75,6 +75,13 @@ def test_a_file_of_the_same_content_counts_as_created(tmp_path: Path) -> None:
     assert not atomic.create_file(tmp_path / "file", b"else")
 
 
+def test_a_link_at_the_path_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"same")
+    (tmp_path / "file").symlink_to("elsewhere")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        atomic.create_file(tmp_path / "file", b"same")
+
+
 def test_a_file_is_created_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_source: Path, _target: Path) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")

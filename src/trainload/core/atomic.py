@@ -78,10 +78,15 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = temporary_beside(path)
     try:
         yield temporary
-        sync_file(temporary)
-        temporary.replace(path)
+        publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Bring a temporary file to disk and rename it to `path`. Raises: OSError."""
+    sync_file(temporary)
+    temporary.replace(path)
 
 
 def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
@@ -116,7 +121,9 @@ def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
 
 
 def _holds(path: Path, data: bytes) -> bool:
-    return path.lstat().st_size == len(data) and path.read_bytes() == data
+    """Return whether the file at `path` has this content. A link is not followed: others may be able to write to the folder."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        return file.read(len(data) + 1) == data
 
 
 def replace_link(path: Path, target: str) -> None:

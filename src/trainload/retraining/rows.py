@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainload.capture.errors import DataError, RequestError, StorageError
-from trainload.core.atomic import replace_file, sync_file, temporary_beside
+from trainload.core.atomic import publish, replace_file, temporary_beside
 from trainload.launching.data.columns_arrow import record_batches
 from trainload.launching.data.dataset import READERS
 from trainload.launching.data.files import DataFile, find_files
@@ -231,8 +231,7 @@ class _Writers:
         for writer in self._open.values():
             writer.close()
         for name, temporary in self._temporary.items():
-            sync_file(temporary)
-            temporary.replace(self._folder / _file(name))
+            publish(temporary, self._folder / _file(name))
         return dict(sorted(self._counts.items()))
 
     def _discard(self) -> None:
