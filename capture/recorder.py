@@ -22,10 +22,10 @@ class Recorder:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.quiet = False
-        """Whether changes of the grad mode go unmarked: they are the recorder's own."""
+        """Set while the recorder itself changes the grad mode, which is not marked."""
 
     def number(self) -> int:
-        """A number for a region."""
+        """Return a number for a region."""
         return next(self._numbers)
 
     def region(self, kind: str, text: str = "") -> int:
@@ -36,7 +36,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def quietly(self, enabled: bool) -> Iterator[None]:
-        """The grad mode, unmarked."""
+        """Set the grad mode inside the block without a mark."""
         before, self.quiet = self.quiet, True
         try:
             with torch.set_grad_enabled(enabled):
@@ -47,13 +47,13 @@ class Recorder:
             self.quiet = before
 
     def tangent(self, x: Tensor, number: int) -> Tensor:
-        """A stand-in for the gradient that arrives at x."""
+        """Return a stand-in for the gradient that arrives at x."""
         with self.quietly(False):
             result: Tensor = marks.TANGENT(x, number)
         return result
 
     def variable(self, x: Tensor, number: int) -> Tensor:
-        """X as a variable of a func_grad region, also where x itself has no gradient."""
+        """Return x as a variable of a func_grad region, also if x itself has no gradient."""
         result: Tensor = marks.VARIABLE(x, number)
         if not result.requires_grad:
             before, self.quiet = self.quiet, True
@@ -62,7 +62,7 @@ class Recorder:
         return result
 
     def passed(self, values: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
-        """The values, with their gradients passing through `change`."""
+        """Return the values, with their gradients passing through `change`."""
         places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
         if not places or not torch.is_grad_enabled():
             return values

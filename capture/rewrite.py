@@ -256,7 +256,7 @@ class _Numpy(ast.NodeTransformer):
     """numpy's functions and conversions to it written with torch."""
 
     copies = False
-    """Whether `copy` or `deepcopy` was replaced by `clone`, which only tensors have."""
+    """Set if `copy` or `deepcopy` was replaced by `clone`, which only tensors have."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)

@@ -32,7 +32,7 @@ _used: dict[Path, int] = {}
 
 
 def default_cache_dir() -> Path:
-    """Where a node keeps compiled graphs and converted data: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache folder."""
+    """Return the folder of a node's cache: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache folder."""
     named = os.environ.get("TRAINLOAD_CACHE_DIR")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainload"
 

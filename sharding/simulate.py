@@ -72,7 +72,7 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
 
 
 def check_meeting(everyones: Sequence[Calls], plan: Plan) -> None:
-    """Check that the collectives of all ranks of a plan match in every graph: no rank waits for ever, or receives another value.
+    """Check that the collectives of all ranks of a plan match in every graph: no rank would wait forever or receive another value.
 
     Args:
         everyones: what each rank calls, by rank, as `RankGraphs.collectives` tells it.

@@ -1,4 +1,4 @@
-"""What a sink is: its name in a run's settings, and its methods."""
+"""The interface of sinks, and their names in a run's settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Outcome = Literal["ended", "stopped", "failed"]
 
 
 class Sink(Protocol):
-    """Takes a run's numbers."""
+    """Receives a run's numbers."""
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Of the state after `step` updates. time: seconds since 1970."""
+        """Receive the numbers after `step` updates. time: seconds since 1970."""
 
     def text(self, kind: str, message: str, step: int, time: float) -> None:
-        """Something that happened after `step` updates."""
+        """Receive an event after `step` updates."""
 
     def close(self, outcome: Outcome, /) -> None:
-        """Nothing more will come: the run has ended, was stopped, or has failed."""
+        """Close the sink: the run has ended, was stopped, or has failed."""

@@ -40,8 +40,8 @@ from trainload.commands import (
     trust,
     watching,
 )
+from trainload.commands.execution import run_group
 from trainload.commands.overview import Overview
-from trainload.commands.running import run_group
 from trainload.commands.shared import json_option
 from trainload.commands.shared import libraries as named_libraries
 from trainload.commands.shared import out as _out

@@ -281,7 +281,7 @@ def _json_cases() -> Iterator[Case]:
         yield Case("UTF-16", file, text(file, lambda data: data.decode().encode("utf-16")))
         yield Case("no bytes", file, text(file, lambda data: b""))
         yield Case("another kind of value", file, text(file, lambda data: b"[]"))
-        yield Case("a field that there is not", file, text(file, lambda data: data[:-1] + b',"zz":1}'))
+        yield Case("an unknown field", file, text(file, lambda data: data[:-1] + b',"zz":1}'))
         yield Case("a key twice", file, text(file, lambda data: b'{"":1,"":2,' + data[1:]))
 
 
@@ -289,7 +289,7 @@ def _manifest_cases() -> Iterator[Case]:
     yield Case("a key twice, both known", MANIFEST, _key_twice_in_the_manifest)
     yield Case("another checksum", MANIFEST, _another_checksum)
     yield Case("a manifest of a terabyte", MANIFEST, _sparse(MANIFEST, 2**40))
-    yield Case("a field that there is not, sealed", MANIFEST, manifest(lambda fields: fields.update(guards_code=["x"])))
+    yield Case("an unknown field, sealed", MANIFEST, manifest(lambda fields: fields.update(guards_code=["x"])))
     yield Case("a newer format", MANIFEST, manifest(lambda fields: fields.update(format_version=999)))
     yield Case("a fraction for a count", MANIFEST, manifest(lambda fields: fields["recipe"].update(steps=8.0)))
     yield Case("a version that is no number", MANIFEST, manifest(lambda fields: fields.update(format_version=True)))
@@ -354,7 +354,7 @@ def _tensor_cases() -> Iterator[Case]:
         yield Case("sizes of a tensor with fractions", file, header(file, _as_fractions))
         yield Case("a tensor of no elements", file, tensor(file, shape=[0], data_offsets=[0, 0]))
         yield Case("another dtype", file, tensor(file, dtype="F64"))
-        yield Case("a dtype that there is not", file, tensor(file, dtype="PICKLE"))
+        yield Case("an unknown dtype", file, tensor(file, dtype="PICKLE"))
         yield Case(
             "one tensor more",
             file,
@@ -379,7 +379,7 @@ def _graph_cases() -> Iterator[Case]:
         yield Case(what, TRAIN, lambda package, change=change: edit_graph(package, change))  # type: ignore[misc]
         yield Case(what, STEP, lambda package, change=change: edit_step(package, change))  # type: ignore[misc]
     yield Case("a seal whose key is a path", SEAL, _seal_of_another_key)
-    yield Case("an input of a kind that there is not", STEP, _other_ports)
+    yield Case("an input of an unknown kind", STEP, _other_ports)
     yield Case("a tag that is not allowed", STEP, _other_tags)
 
 

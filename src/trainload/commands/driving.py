@@ -11,7 +11,7 @@ import click
 
 from trainload.capture.errors import DivergedError, RunInterrupted
 from trainload.commands import watching
-from trainload.commands.running import run_group
+from trainload.commands.execution import run_group
 from trainload.commands.shared import DONE, FAILED, err, run_argument
 
 if TYPE_CHECKING:

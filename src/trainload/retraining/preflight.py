@@ -19,7 +19,7 @@ _FILES = 10
 
 
 def check(config: Config, stages: Stages) -> dict[str, Any]:
-    """Everything that can be known of a retraining without running it. Returns: what there is to say.
+    """Check everything about a retraining that can be checked without running it, and return a summary.
 
     Raises:
         RequestError: something is wrong in the file.
@@ -46,7 +46,7 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
 
 
 def _data(config: Config, package: Package) -> str:
-    """What there is to say of the data of a tick that would be due now.
+    """Describe the data of a tick that would be due now.
 
     Raises:
         DataError: none of the last files can be trained on.

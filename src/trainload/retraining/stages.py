@@ -76,7 +76,7 @@ class Stages:
             push(path, config.store, line=config.line, only_if=NOBODY, message="the first of the line")
 
     def check_fitting(self, config: Config, release: str) -> None:
-        """As `Work.check_fitting`. Raises: as of `checks.check_known_names` and `training.training_plan`."""
+        """See `Work.check_fitting`. Raises: see `checks.check_known_names` and `training.training_plan`."""
         package = self._release(config, release)
         check_known_names(config, package)
         self._plan(config, package)

@@ -125,7 +125,7 @@ class TickRun:
 
     def _heard(self, event: Event) -> None:
         if self._trail.config.cluster.backend == "ray":  # there the driver itself asks; a run in this process ends as it would have
-            self._trail.held.check()  # else somebody else may have gone on with this very run, and writes into its folder
+            self._trail.held.check()  # without it another process may have resumed this run and be writing to its folder
         if event.kind == "step" and self.first_step is None:
             self.first_step = time.monotonic()
         self._on_event(event)
