@@ -25,8 +25,9 @@ from trainload.autograd_trace.low_rank import LowRank, adapt, uses_of
 from trainload.autograd_trace.precision import in_precision
 from trainload.capture.errors import JobError, PackageError, StorageError
 from trainload.capture.program import GraphCapture, Mode, ParameterSpec, Program
-from trainload.launching.adapters import Adapters, first_values
+from trainload.launching.adapter_weights import first_values
 from trainload.launching.cache import LOCK_SECONDS, make_room, private_folder, use
+from trainload.launching.settings.adapters import Adapters
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph, with_parameters

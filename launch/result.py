@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from trainload.capture.errors import StorageError, TrainingError, TrainloadError
-from trainload.launching.adapters import merged, write_adapters
-from trainload.launching.changes import settings_of
+from trainload.launching.adapter_weights import merged, write_adapters
 from trainload.launching.checkpoints.place import Where, place_of
 from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launching.journal import Event, stream_events
 from trainload.launching.probe import check_writable_folder
+from trainload.launching.settings.changes import settings_of
 from trainload.launching.spec import RunSpec
 from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.files import check_name

@@ -1,4 +1,4 @@
-"""What a run is, as data: written once when it is launched, read by every worker and by `resume`."""
+"""A run as data: written once when it is launched, read by every worker and by `resume`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainload.autograd_trace.graphs import MOST
 from trainload.capture.errors import PackageError, StorageError, first_line
 from trainload.core.atomic import create_file
 from trainload.launching.checkpoints.retention import Retention
-from trainload.launching.overrides import Overrides
 from trainload.launching.probe import check_writable_folder
 from trainload.launching.reading import reading
+from trainload.launching.settings.run import MAX_STEPS, RunSettings
 from trainload.launching.sinks.protocol import SinkName
 from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.files import check_name, check_outside_packages
@@ -24,12 +23,11 @@ from trainload.sharding.plan import Plan
 
 RUN_FILE = "run.json"
 _ELSEWHERE = "; or name another folder"
-Weights = Literal["mean", "last"]
 
 
 class Change(BaseModel):
-    """What was changed of a run when it was resumed: from a step on, settings by the names that --set has for them. The first one has
-    step 0, and what the run was launched with.
+    """Settings that apply from a step on, by the names that `--set` has for them. The first change has step 0 and the settings of the
+    launch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,10 +36,8 @@ class Change(BaseModel):
     settings: dict[str, bool | int | float | str | tuple[str, ...] | None]
 
 
-class RunSpec(BaseModel):
-    """One run. Paths are absolute; `run_dir` and the data are on storage that all nodes share."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class RunSpec(RunSettings):
+    """A run: its settings, and what they apply to. Paths are absolute; `run_dir` and the data are on storage that all nodes share."""
 
     version: int = 1
     package: str
@@ -51,52 +47,29 @@ class RunSpec(BaseModel):
     data: str
     run_dir: str
     checkpoints: str | None = None
-    """Where its checkpoints lie: a folder or fsspec URL; None: in the run's folder."""
-    steps: int = Field(ge=0, le=MOST)
-    """Updates; 0: the held-out data is evaluated, and that is all."""
+    optimizer_from: str | None = None
+    """The checkpoint of another run whose optimizer state it begins with."""
+    steps: int = Field(ge=0, le=MAX_STEPS)
+    """Updates. 0: the held-out data is evaluated, and nothing is trained."""
+    sinks: tuple[SinkName, ...] = ()
     eval_data: str | None = None
     made: dict[Literal["data", "eval_data"], str] = Field(default_factory=dict)
-    """Of data that was in no file, and lies in the run's folder: what it was made from."""
-    eval_every: int | None = Field(default=None, ge=1)
-    eval_batches: int | None = Field(default=None, ge=1)
-    checkpoint_every: int | None = Field(default=None, ge=1)
-    keep: int = Field(default=2, ge=1)
-    keep_best: int = Field(default=0, ge=0)
-    keep_every: int | None = Field(default=None, ge=1)
-    """Checkpoints that are kept: the newest, those with the lowest losses of evaluation, those at multiples of a step."""
-    compile: bool = True
-    require_compiled: bool = False
-    """True: a graph that would run interpreted ends the run."""
+    """Data that was in no file, and is stored in the run's folder: what it was made from."""
     output: str | None = None
-    weights: Weights = "mean"
-    """Which are evaluated and written: the running mean where the recipe keeps one, or the last ones."""
-    sinks: tuple[SinkName, ...] = ()
-    """Where its numbers go beside the journal."""
-    overrides: Overrides = Overrides()
-    """What of the package's training is changed."""
     changes: tuple[Change, ...] = ()
-    """In order; () where nothing was changed since the run was launched. `overrides` and the other fields have what holds now."""
-    max_failures: int = Field(default=3, ge=0)
-    """In a row, without a new checkpoint between them."""
-    hang_timeout: float = Field(default=300.0, gt=0)
-    start_timeout: float = Field(default=3600.0, gt=0)
-    storage_patience: float = Field(default=600.0, ge=0)
-    node_patience: float = Field(default=1800.0, ge=0)
-    """Seconds: without a sign of progress, in the loop and before it; of storage that fails; of nodes that are missing."""
+    """In order; () if nothing was changed since the launch. `overrides` and the other settings are those in effect now."""
     libraries: dict[str, str | None] = Field(default_factory=dict)
     """Namespaces of other libraries' operators that the package may call, and what every worker imports for them."""
     trust_extensions: bool = False
-    """Whether every worker loads the operator libraries that the package brings."""
+    """True if every worker loads the operator libraries that the package brings."""
     had_checkpoint: bool = False
-    """Whether the run has published one: then it does not begin again where none is found."""
-    optimizer_from: str | None = None
-    """The checkpoint of another run whose optimizer's state it begins with."""
+    """True if the run has published a checkpoint: it does not start from step 0 if none is found."""
     versions: dict[str, str] = Field(default_factory=dict)
-    """What it was launched with: python, trainload, torch, ray -> version. Empty in runs from before it was kept."""
+    """Versions at the launch: python, trainload, torch, ray. Empty in runs from before it was kept."""
     digest: str | None = None
-    """The package's; None in runs from before it was kept."""
+    """Digest of the package; None in runs from before it was kept."""
     policies: tuple[Policy, ...] = ()
-    """What the driver found. Every worker holds the package to them, and to its own machine's."""
+    """Policies that the driver found. Every worker checks the package against them, and against its own machine's."""
 
     @property
     def evaluates(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -371,3 +372,15 @@ class Plan(_Record):
 def shared_group(holders: Sequence[int]) -> str:
     """Logical name of the process groups of ranks that hold the same bucket, one for each of these ranks of the pipeline."""
     return f"trainload.shared.{'.'.join(map(str, holders))}"
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan that `trainload plan` wrote, perhaps edited since. Raises: PlanError: there is none, or it is malformed."""
+    if not path.is_file():
+        raise PlanError("there is no such plan", where=str(path), cure="Make one: trainload plan PKG -o FILE.")
+    try:
+        return Plan.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise PlanError(f"this is not a plan: {place}: {first['msg']}", where=str(path)) from error

@@ -14,7 +14,7 @@ from trainload.capture.errors import DataError, StorageError
 from trainload.core.atomic import replacing
 from trainload.launching.data.columns import DTYPES, Array, native
 
-Batch: TypeAlias = "Mapping[str, Any] | pa.Table | pa.RecordBatch"
+Batch: TypeAlias = Mapping[str, Any] | pa.Table | pa.RecordBatch
 """Some rows: column -> array or tensor of shape (n, *dims), or list; or what Arrow has for them."""
 
 

@@ -43,11 +43,12 @@ from .evaluating import EvaluationResult as EvaluationResult
 from .evaluating import evaluate as evaluate
 from .exporting import Exported as Exported
 from .exporting import export as export
-from .launching.adapters import Adapters as Adapters
 from .launching.data.arrow_file import write_rows as write_rows
 from .launching.journal import Event as Event
-from .launching.overrides import Overrides as Overrides
 from .launching.result import RunResult as RunResult
+from .launching.settings.adapters import Adapters as Adapters
+from .launching.settings.overrides import Overrides as Overrides
+from .launching.settings.run import RunSettings as RunSettings
 from .packaging.read import Package as Package
 from .passes import Pass as Pass
 from .recording import record as record

@@ -36,6 +36,7 @@ from trainload.commands import (
     reporting,
     retrain,
     runs,
+    settings,
     stores,
     trust,
     watching,
@@ -56,9 +57,9 @@ _OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
 
 @click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s", help="")
-@click.option("--library", multiple=True, metavar="NAMESPACE=MODULE", help="operators to import")
-@click.option("--trust-extensions", is_flag=True, help="that packages bring")
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="on packages")
+@click.option("--library", multiple=True, metavar="NS=MODULE", help="")
+@click.option("--trust-extensions", is_flag=True, help="")
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="")
 @click.pass_context
 def commands(
     context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None
@@ -203,6 +204,7 @@ for _command in (
     runs.launch,
     runs.evaluate,
     runs.resume,
+    settings.settings,
     watching.status,
     watching.logs,
     watching.stop,

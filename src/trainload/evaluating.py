@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any
 
 from trainload.capture.ambient import neutrally
 from trainload.capture.errors import RequestError, TrainingError
 from trainload.launching.journal import Event, stream_events
-from trainload.launching.overrides import Overrides
+from trainload.launching.settings.options import takes_options
+from trainload.launching.settings.run import EvaluationSettings
 from trainload.made_data import Data
-from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package
-from trainload.run_request import Backend, RunOptions, check_options, checked
+from trainload.run_request import ExecutionOptions, PackageOptions, RunRequest, checked
 from trainload.running import run_spec
 from trainload.sharding.plan import Plan
 
@@ -41,53 +41,36 @@ class EvaluationResult:
     seconds: Mapping[str, float]
 
 
-class EvaluationOptions(TypedDict, total=False):
-    """What `evaluate` takes beside package, plan and data: of `RunOptions`, with the same meaning.
+class EvaluationRequest(EvaluationSettings, ExecutionOptions, PackageOptions):
+    """What `evaluate` takes beside package, plan and data."""
 
-    run_dir: a folder to keep, on storage that all nodes share; None: one of this machine's, which goes again.
-    """
-
-    run_dir: str | Path | None
-    eval_batches: int | None
-    overrides: Overrides
-    compile: bool
-    max_failures: int
-    hang_timeout: float
-    start_timeout: float
-    node_patience: float
-    backend: Backend
-    address: str | None
-    libraries: Libraries
-    trust_extensions: bool
-    policy: str | Path | None
+    run_dir: str | Path | None = None
+    """Folder to keep, on storage that all nodes share. Default: one of this machine, which is removed afterwards."""
 
 
 @neutrally
-def evaluate(
-    package: Package, plan: Plan, data: Data, *, on_event: Callable[[Event], None] | None = None, **options: Unpack[EvaluationOptions]
-) -> EvaluationResult:
-    """Evaluates a package with its eval graphs: every row once, whatever the plan.
+@takes_options(EvaluationRequest)
+def evaluate(package: Package, plan: Plan, data: Data, request: EvaluationRequest) -> EvaluationResult:
+    """Evaluate a package with its eval graphs: every row once, under any plan.
 
-    It compiles what a training of the package under this plan compiles, and uses what one has left in the cache.
+    It compiles what a training of the package under this plan compiles, and reuses what one has left in the cache.
 
     Args:
-        package: what is evaluated.
-        plan: how; made for this package.
-        data: rows, as of `launch`; of a mixture, each part that has a name is told too.
-        on_event: told everything that happens.
-        options: see `EvaluationOptions`.
+        package: the package.
+        plan: made for this package.
+        data: rows, as of `launch`; of a mixture, each part that has a name is evaluated separately as well.
+        request: given as keyword arguments: the fields of `EvaluationRequest`.
 
     Raises:
-        RequestError: there is no run_dir, and a cluster's nodes need one that they share.
+        RequestError: an option is unknown or invalid; there is no run_dir, and a cluster's nodes need one that they share.
         TrainloadError: as `launch`.
     """
     began = time.perf_counter()
-    check_options(options, EvaluationOptions)
-    backend, address = options.get("backend", "ray"), options.get("address")
-    with _folder(options.pop("run_dir", None), address) as run_dir:
-        request = cast(RunOptions, {**options, "run_dir": run_dir, "eval_data": data, "steps": 0})
-        with checked(package, plan, data, request, least_steps=0) as (spec, _):
-            run_spec(spec, backend, address, on_event or _ignore, new=True)
+    options = {name: getattr(request, name) for name in request.model_fields_set - {"run_dir"}}
+    with _folder(request.run_dir, request.address) as run_dir:
+        run = RunRequest(run_dir=run_dir, eval_data=data, **options)
+        with checked(package, plan, data, run, evaluates_only=True) as (spec, _):
+            run_spec(spec, request.backend, request.address, request.on_event or _ignore, new=True)
         found = [event for event in stream_events(run_dir) if event.kind == "eval"]
     if not found:
         raise TrainingError("nothing was evaluated", where=str(data))

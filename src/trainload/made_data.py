@@ -35,8 +35,8 @@ class RayDataset(Protocol):
         """Its rows."""
 
 
-Rows: TypeAlias = "Iterable[Batch] | Batch | RayDataset"
-Data: TypeAlias = "str | Path | Callable[[], Rows] | RayDataset"
+Rows: TypeAlias = Iterable[Batch] | Batch | RayDataset
+Data: TypeAlias = str | Path | Callable[[], Rows] | RayDataset
 """A run's data: files (`launch.data.files.Source`) or a mixture; python:FILE.py:NAME; a function that gives rows; a ray.data.Dataset."""
 
 

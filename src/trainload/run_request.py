@@ -1,33 +1,30 @@
-"""What is asked of a run, and everything about it that can be known before anything starts."""
+"""Requests of runs, and all checks of a run that are possible before anything starts."""
 
 from __future__ import annotations
 
-import difflib
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, SkipValidation
 
 import trainload
-from trainload.capture.arguments import out_of_range, shown
 from trainload.capture.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
 from trainload.launching.checkpoints.place import place_of, whole_place
 from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launching.data.files import is_url, local_path
 from trainload.launching.data.run_data import check_run_data
+from trainload.launching.journal import Event
 from trainload.launching.libraries import absolute, check_runnable
-from trainload.launching.overrides import Overrides
 from trainload.launching.result import check_output
-from trainload.launching.sinks.protocol import SinkName
+from trainload.launching.settings.run import RunSettings, Settings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks
 from trainload.launching.spec import (
     RUN_FILE,
     RunSpec,
-    Weights,
     check_new_run,
     read_spec,
 )
@@ -45,126 +42,74 @@ from trainload.sharding.strategies import Strategy
 Backend = Literal["ray", "local", "torchrun"]
 
 
-class RunOptions(TypedDict, total=False):
-    """What `launch` and `dry_run` take beside package, plan and data.
+class ExecutionOptions(Settings):
+    """Where a run is executed, and who observes it."""
 
-    run_dir: the run's folder (journal, checkpoints); on storage that all nodes share. There must be no run in it. Required.
-    steps: optimizer updates; None: the recipe's.
-    eval_data: held-out data: evaluated before the first step and after the last one.
-    eval_every: and every so many steps.
-    eval_batches: at most so many global batches of each of its parts; None: all.
-    checkpoint_every: steps between checkpoints; there is always one at the end.
-    checkpoints: a folder or fsspec URL (s3://bucket/folder) for them, which all nodes reach and no other run uses; None: in the run's.
-    keep: how many of the newest checkpoints are kept; 2.
-    keep_best: so many more, whose evaluations had the lowest losses; 0.
-    keep_every: and those whose step is a multiple of it.
-    output: where to write a package with the trained weights.
-    sinks: where the run's numbers go beside its journal: "tensorboard" (files in the run's folder), "mlflow" (MLFLOW_TRACKING_URI),
-        "prometheus" (the endpoints of the Ray cluster: docs/watching.md).
-    optimizer_from: the folder of the run that made this package, or that of its checkpoints: the optimizer's state, running means and
-        losses' scales go on as they were at its end. The schedule begins anew, and so does the count of steps.
-    overrides: what of the package's training is changed: learning rates, schedule, clipping, frozen parameters, seed, adapters. Where
-        parameters are frozen or get adapters, `plan` is made for `overrides.apply(package)`.
-    weights: which are evaluated and written, where the job keeps a running mean: "mean" or "last"; "mean".
-    compile: False runs the graphs uncompiled.
-    require_compiled: True ends the run where a graph would run interpreted, since its compiled form differs or cannot be had.
-    max_failures: how often in a row workers are restarted, without a new checkpoint between, before the run is given up; 3.
-    hang_timeout: seconds without a sign of progress of a rank after which it is ended; 300. On Ray.
-    start_timeout: the same before the first step; 3600.
-    storage_patience: seconds for which storage may fail before the run is given up; 600.
-    plans: others for the package, of other numbers of ranks and the same global batch (`plans_of_sizes`): the run takes the largest that
-        there are nodes for, at its start and whenever nodes are lost or come. On Ray.
-    node_patience: seconds for which a run waits for nodes that were lost or are taken; 1800.
-    backend: "ray"; "local": one worker in this process; "torchrun": this process is one of torchrun's.
-    address: of a Ray cluster; None: the one that this process is connected to, or a local one for this run.
-    libraries: as for `open`; every worker imports them.
-    trust_extensions: as for `open`; every worker loads them.
-    policy: a policy file (docs/trust.md), beside the machine's and the environment's: the package must satisfy all of them, everywhere.
-    """
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    run_dir: Required[str | Path]
-    steps: int | None
-    eval_data: Data | None
-    eval_every: int | None
-    eval_batches: int | None
-    checkpoint_every: int | None
-    checkpoints: str | Path | None
-    keep: int
-    keep_best: int
-    keep_every: int | None
-    output: str | Path | None
-    sinks: Sequence[SinkName]
-    optimizer_from: str | Path | None
-    overrides: Overrides
-    weights: Weights
-    compile: bool
-    require_compiled: bool
-    max_failures: int
-    hang_timeout: float
-    start_timeout: float
-    storage_patience: float
-    node_patience: float
-    plans: Sequence[Plan]
-    backend: Backend
-    address: str | None
-    libraries: Libraries
-    trust_extensions: bool
-    policy: str | Path | None
+    backend: Annotated[Backend, SkipValidation()] = "ray"
+    """`ray`; `local`: one worker in this process; `torchrun`: this process is one of torchrun's."""
+    address: str | None = None
+    """Address of a Ray cluster. Default: the one that this process is connected to, or a local one for this run."""
+    policy: str | Path | None = None
+    """Policy file (docs/trust.md), in addition to those of the machine and the environment: the package must satisfy all of them."""
+    on_event: Callable[[Event], None] | None = None
+    """Receives every event of the run's journal."""
 
 
-_PATHS = ("run_dir", "output", "checkpoints", "optimizer_from", "policy")
-"""Options that are paths."""
+class PackageOptions(Settings):
+    """Operators that a package may call."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    libraries: Libraries = Field(default_factory=dict)
+    """As for `open`; every worker imports them."""
+    trust_extensions: bool = False
+    """As for `open`; every worker loads them."""
 
 
-def check_options(options: Mapping[str, Any], kind: type) -> None:
-    """Check the names of options against a TypedDict, and the types of those that are paths. Raises: RequestError: one is wrong."""
-    known = kind.__annotations__
-    for name in options:
-        if name not in known:
-            alike = difflib.get_close_matches(name, known)
-            raise RequestError(
-                "there is no such option",
-                where=name,
-                expected=f"one of {', '.join(sorted(known))}",
-                cure=f"Perhaps {alike[0]} is meant." if alike else "What of the training is changed goes into overrides.",
-            )
-    for name in _PATHS:
-        value = options.get(name)
-        if not (value is None or isinstance(value, str | Path)):
-            raise RequestError("is of the wrong type", where=name, expected="a path", got=shown(value))
+class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
+    """What `launch` and `dry_run` take beside package, plan and data."""
+
+    run_dir: str | Path
+    """Folder of the run (journal, checkpoints), on storage that all nodes share. There must be no run in it."""
+    eval_data: Annotated[Data | None, SkipValidation()] = None
+    """Held-out data: evaluated before the first step and after the last one."""
+    output: str | Path | None = None
+    """Path of the package with the trained weights."""
+    plans: Sequence[Plan] = ()
+    """Plans of the package for other numbers of ranks, with the same global batch (`plans_of_sizes`): the run uses the largest that
+    there are nodes for, at its start and whenever nodes are lost or added. On Ray."""
 
 
-def spec_of(package: Package, plan: Plan, data: InFiles, options: RunOptions) -> RunSpec:
-    """The run that is asked for. Raises: RequestError: an option is out of its range."""
-    policy, checkpoints = options.get("policy"), options.get("checkpoints")
-    given: dict[str, Any] = {name: value for name, value in options.items() if name in RunSpec.model_fields}
+def spec_of(package: Package, plan: Plan, data: InFiles, request: RunRequest, *, steps: int) -> RunSpec:
+    """Return the requested run."""
+    policy, checkpoints = request.policy, request.checkpoints
 
-    def whole(path: str | Path | None) -> str | None:
+    def absolute_path(path: str | Path | None) -> str | None:
         if path is not None:
             check_no_credentials(str(path))
         return None if path is None else str(path) if str(path).startswith("${") or is_url(path) else str(local_path(path).absolute())
 
-    given |= {
+    fields: dict[str, Any] = {name: getattr(request, name) for name in RunSettings.model_fields} | {
         "package": package.source or str(package.path),
         "plan": plan,
-        "data": whole(data.data),
+        "data": absolute_path(data.data),
         "made": data.made,
-        "run_dir": whole(options["run_dir"]),
+        "run_dir": absolute_path(request.run_dir),
         "checkpoints": None if checkpoints is None else whole_place(checkpoints),
-        "steps": package.recipe.steps if options.get("steps") is None else options["steps"],
-        "optimizer_from": _state_of(options.get("optimizer_from"), package),
-        "eval_data": whole(data.eval_data),
-        "output": whole(options.get("output")),
-        "plans": _in_order(plan, options.get("plans", ())),
-        "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(options.get("libraries", {}))},
+        "steps": steps,
+        "optimizer_from": _state_of(request.optimizer_from, package),
+        "eval_data": absolute_path(data.eval_data),
+        "output": absolute_path(request.output),
+        "plans": _in_order(plan, request.plans),
+        "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(request.libraries)},
+        "trust_extensions": request.trust_extensions,
         "digest": package.digest,
         "versions": versions(),
         "policies": find_policies(None if policy is None else Path(policy)),
     }
-    try:
-        return RunSpec(**given)
-    except ValidationError as error:
-        raise out_of_range(error, RequestError) from error
+    return RunSpec(**fields)
 
 
 def _state_of(source: str | Path | None, package: Package) -> str | None:
@@ -212,26 +157,23 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def checked(
-    package: Package, plan: Plan, data: Data, options: RunOptions, *, least_steps: int = 1
+    package: Package, plan: Plan, data: Data, request: RunRequest, *, evaluates_only: bool = False
 ) -> Iterator[tuple[RunSpec, tuple[int, int | None]]]:
-    """The run that is asked for, once its package may be run and fits plan and data; and what `check_rows` returns. It has
-    `least_steps` at least.
+    """Yield the requested run and what `check_rows` returns, once the package may be run and fits plan and data.
 
-    Within it the run is made, or the files of its data go that were made for it.
+    Inside, the run is made; otherwise the files that were made for its data are removed. With `evaluates_only` the run has no steps.
     """
-    check_options(options, RunOptions)
-    if not options.get("run_dir"):
+    backend = request.backend
+    if not request.run_dir:
         raise RequestError("is missing", where="run_dir", expected="a folder for the run", cure="Give it: run_dir='runs/first'.")
-    eval_data, backend = options.get("eval_data"), options.get("backend", "ray")
-    check_backend(backend, options.get("address"))
-    run_dir = Path(options["run_dir"]).absolute()
-    check_sinks(options.get("sinks", ()), backend)
-    if leads(backend) and not (options.get("address") or "").startswith(("http://", "https://")):  # the sinks of a job are its cluster's
-        check_sink_libraries(options.get("sinks", ()))
-    given = in_files(data, eval_data, run_dir, alone=backend != "torchrun")
-    spec = spec_of(package, plan, given, options)
-    if spec.steps < least_steps:
-        raise RequestError("a run has one step at least", where="steps", expected="1 or more", got=f"{spec.steps}", cure="Use evaluate.")
+    check_backend(backend, request.address)
+    run_dir = Path(request.run_dir).absolute()
+    check_sinks(request.sinks, backend)
+    if leads(backend) and not (request.address or "").startswith(("http://", "https://")):  # the sinks of a job are its cluster's
+        check_sink_libraries(request.sinks)
+    given = in_files(data, request.eval_data, run_dir, alone=backend != "torchrun")
+    steps = 0 if evaluates_only else request.steps or package.recipe.steps
+    spec = spec_of(package, plan, given, request, steps=steps)
     check_runnable(package, spec.policies)
     check_package(package, spec)
     if leads(backend):  # torchrun's other ranks may find it made already

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Annotated
+
+from pydantic import SkipValidation
 
 from trainload.capture.ambient import neutrally
 from trainload.capture.errors import ClusterError, StorageError
 from trainload.core.atomic import replace_file
 from trainload.launching.build import is_compiled
 from trainload.launching.cache import default_cache_dir
-from trainload.launching.changes import changed
 from trainload.launching.checkpoints.place import place_of
 from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launching.driver import check_no_driver, driving
 from trainload.launching.journal import Event, followed, stream_events
 from trainload.launching.opening import frozen_package
-from trainload.launching.overrides import Overrides
 from trainload.launching.processes import interrupted_by_signals
 from trainload.launching.result import RunResult, check_output, finish
-from trainload.launching.sinks.protocol import SinkName
+from trainload.launching.settings.changes import changed, changes_run
+from trainload.launching.settings.options import takes_options
+from trainload.launching.settings.run import RunSettings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, told
 from trainload.launching.spec import (
     RUN_FILE,
     RunSpec,
-    Weights,
     least_plan,
     read_spec,
     write_spec,
@@ -38,7 +39,17 @@ from trainload.made_data import Data
 from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.packaging.signatures.policy import find_policies
-from trainload.run_request import Backend, RunOptions, another_plan, check_backend, check_package, check_rows, checked, leads
+from trainload.run_request import (
+    Backend,
+    ExecutionOptions,
+    RunRequest,
+    another_plan,
+    check_backend,
+    check_package,
+    check_rows,
+    checked,
+    leads,
+)
 from trainload.sharding.plan import Cluster, Plan
 from trainload.sharding.replan import replan
 from trainload.sharding.simulate import simulate
@@ -46,20 +57,19 @@ from trainload.sharding.strategies import Strategy
 
 
 @neutrally
-def launch(
-    package: Package, plan: Plan, data: Data, *, on_event: Callable[[Event], None] | None = None, **options: Unpack[RunOptions]
-) -> RunResult:
-    """Trains a package.
+@takes_options(RunRequest)
+def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> RunResult:
+    """Train a package.
 
     Args:
-        package: what is trained.
-        plan: how; made for this package.
+        package: the package.
+        plan: made for this package.
         data: files with exactly the package's inputs as columns, or those of one of its variants, by path or URL: Parquet, Arrow, npz,
             safetensors, tar; a mixture of these, a file that ends in .json; a function or Ray data set that gives rows: docs/data.md.
-        on_event: told everything that happens.
-        options: see `RunOptions`.
+        request: given as keyword arguments: the fields of `RunRequest`, of which run_dir is required. docs/runs.md has a table of them.
 
     Raises:
+        RequestError: an option is unknown, missing or invalid.
         PolicyError: a policy does not let the package be run.
         PlanError: the plan is for another package, or was edited so that it does not fit.
         DataError: the data does not have the package's inputs.
@@ -68,72 +78,45 @@ def launch(
         RunInterrupted: Ctrl-C; the run can be resumed.
         TrainingError: the workers failed too often, or a loss or gradient is not finite.
     """
-    with checked(package, plan, data, options) as (spec, _):
-        backend = options.get("backend", "ray")
-        run_spec(spec, backend, options.get("address"), on_event or _ignore, new=True)
-        return _finished(spec, package, backend)
+    with checked(package, plan, data, request) as (spec, _):
+        run_spec(spec, request.backend, request.address, request.on_event or _ignore, new=True)
+        return _finished(spec, package, request.backend)
 
 
 @neutrally
-def prepare(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptions]) -> Path:
-    """Writes a run's folder, after all that `launch` checks before it starts anything but the cluster. `resume` then trains it.
+@takes_options(RunRequest)
+def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Path:
+    """Write a run's folder, after all that `launch` checks before it starts anything but the cluster. `resume` then trains it.
 
     Args: as of `launch`. Returns: the folder. Raises: as `launch`, but for what the cluster and the training raise.
     """
-    with checked(package, plan, data, options) as (spec, _):
+    with checked(package, plan, data, request) as (spec, _):
         write_spec(spec)
         return Path(spec.run_dir)
 
 
-class RunChanges(TypedDict, total=False):
-    """What `resume` may change of a run, from its last checkpoint on: of `RunOptions`, and of `Overrides`.
-
-    overrides: learning rates, schedule and clipping; what it does not name stays as it is. A schedule is one of the whole run.
+class ResumeRequest(RunSettings, ExecutionOptions):
+    """What `resume` takes beside the run's folder. Settings of the run apply from its last checkpoint on; those that are not given keep
+    their values, and so do overrides. A schedule is one of the whole run.
     """
 
-    steps: int
-    eval_every: int
-    eval_batches: int
-    checkpoint_every: int
-    keep: int
-    keep_best: int
-    keep_every: int
-    sinks: Sequence[SinkName]
-    weights: Weights
-    require_compiled: bool
-    max_failures: int
-    hang_timeout: float
-    start_timeout: float
-    storage_patience: float
-    node_patience: float
-    overrides: Overrides
+    workers: int | None = None
+    """Number of workers. Default: as before."""
+    strategy: Annotated[Strategy | None, SkipValidation()] = None
+    """Strategy of the new plan. Default: as before if that is possible for the number of workers."""
+    plan: Plan | None = None
+    """Another plan for the package, in place of both. Its global batch is the run's."""
 
 
 @neutrally
-def resume(
-    run_dir: str | Path,
-    *,
-    workers: int | None = None,
-    strategy: Strategy | None = None,
-    plan: Plan | None = None,
-    backend: Backend | None = None,
-    address: str | None = None,
-    policy: str | Path | None = None,
-    on_event: Callable[[Event], None] | None = None,
-    **changes: Unpack[RunChanges],
-) -> RunResult:
-    """Continues a run from its last whole checkpoint, on as many workers as there are now.
+@takes_options(ResumeRequest)
+def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
+    """Continue a run from its last whole checkpoint, on as many workers as there are now.
 
     Args:
         run_dir: the run's folder.
-        workers: None: as before.
-        strategy: None: as before where that is possible for the number of workers.
-        plan: another plan for the package, in place of both. Its global batch is the run's.
-        backend: None: Ray.
-        address: of a Ray cluster; None: a local one.
-        policy: a policy file, beside those that the run was launched under and those that hold here.
-        on_event: told everything that happens.
-        changes: see `RunChanges`. They are kept in run.json, with the step from which they hold.
+        request: given as keyword arguments: the fields of `ResumeRequest`. Changed settings are kept in run.json, with the step from
+            which they apply. Policies are checked in addition to those that the run was launched under.
 
     Raises:
         JobError: something that cannot be changed in the middle of a run.
@@ -141,21 +124,21 @@ def resume(
         PlanError: the plan has another global batch; otherwise as `launch`.
     """
     folder = Path(run_dir).absolute()
-    backend = backend or "ray"
-    check_backend(backend, address)
+    backend, policy, plan = request.backend, request.policy, request.plan
+    check_backend(backend, request.address)
     leading = leads(backend)
-    spec = change(folder, **changes) if changes and leading else _changed(read_spec(folder), changes)
+    spec = change(folder, request) if changes_run(request) and leading else _changed(read_spec(folder), request)
     if leading:  # torchrun's rank 0 may drive it by now
         check_no_driver(folder)
     policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
     spec = spec.model_copy(update={"policies": policies})
     package = frozen_package(spec)
     if plan is not None:
-        spec = spec.model_copy(update={"plan": another_plan(plan, spec.plan, workers, strategy), "plans": ()})
-    elif workers is not None or strategy is not None:
-        cluster = Cluster(nodes=1, devices_per_node=workers or spec.plan.world_size, device=spec.plan.cluster.device)
+        spec = spec.model_copy(update={"plan": another_plan(plan, spec.plan, request.workers, request.strategy), "plans": ()})
+    elif request.workers is not None or request.strategy is not None:
+        cluster = Cluster(nodes=1, devices_per_node=request.workers or spec.plan.world_size, device=spec.plan.cluster.device)
         spec = spec.model_copy(
-            update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, strategy), "plans": ()}
+            update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, request.strategy), "plans": ()}
         )
     check_sinks(spec.sinks, backend)
     if leading:
@@ -163,15 +146,15 @@ def resume(
     check_package(package, spec)
     check_rows(package, spec)
     check_output(spec, new=False)
-    run_spec(spec, backend, address, on_event or _ignore, new=False)
+    run_spec(spec, backend, request.address, request.on_event or _ignore, new=False)
     return _finished(spec, package, backend)
 
 
-def change(run_dir: Path, **changes: Unpack[RunChanges]) -> RunSpec:
-    """Changes a run that nobody drives, for whoever resumes it. Arguments and errors are those of `resume`. Returns: the run."""
+def change(run_dir: Path, settings: RunSettings) -> RunSpec:
+    """Change the settings of a run that nobody drives, for whoever resumes it. Errors are those of `resume`. Returns: the run."""
     before = read_spec(run_dir)
     check_no_driver(run_dir)
-    spec = _changed(before, changes)
+    spec = _changed(before, settings)
     check_sink_libraries(spec.sinks)
     package = frozen_package(spec)
     check_package(package, spec)
@@ -184,13 +167,11 @@ def change(run_dir: Path, **changes: Unpack[RunChanges]) -> RunSpec:
     return spec
 
 
-def _changed(spec: RunSpec, changes: RunChanges) -> RunSpec:
-    if not changes:
+def _changed(spec: RunSpec, settings: RunSettings) -> RunSpec:
+    if not changes_run(settings):
         return spec
     usable = usable_checkpoint(place_of(Path(spec.run_dir), spec.checkpoints)).path
-    step = 0 if usable is None else Checkpoint.open(usable).index.step
-    settings = {name: value for name, value in changes.items() if name != "overrides"}
-    return changed(spec, step, changes.get("overrides", Overrides()), settings)
+    return changed(spec, 0 if usable is None else Checkpoint.open(usable).index.step, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +201,21 @@ class DryRunReport:
 
 
 @neutrally
-def dry_run(package: Package, plan: Plan, data: Data, **options: Unpack[RunOptions]) -> DryRunReport:
-    """Does everything of a launch but train: package, policies, plan, the graphs of all ranks, data, cluster, paths, room on the disk, and
+@takes_options(RunRequest)
+def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> DryRunReport:
+    """Do everything of a launch but train: package, policies, plan, the graphs of all ranks, data, cluster, paths, room on the disk, and
     one compiled step on one node. Arguments and errors are those of `launch`.
     """
     seconds: dict[str, float] = {}
     began = time.perf_counter()
-    with checked(package, plan, data, options) as (spec, (rows, eval_rows)):
+    with checked(package, plan, data, request) as (spec, (rows, eval_rows)):
         seconds["checks"] = time.perf_counter() - began
         began = time.perf_counter()
         changed = spec.overrides.apply(package, spec.steps)
         simulate(changed, plan)
         seconds["simulate"] = time.perf_counter() - began
         already = plan.cluster.device == "cpu" and is_compiled(changed, plan, default_cache_dir(), evaluates=spec.evaluates)
-        trial = _tried_out(spec, options.get("backend", "ray"), options.get("address"))
+        trial = _tried_out(spec, request.backend, request.address)
         if trial is not None:
             seconds |= {name: value for name, value in asdict(trial).items() if name not in ("compiled", "interpreted")}
         return DryRunReport(

@@ -346,7 +346,7 @@ TRAINING: tuple[Mutation, ...] = (
     Mutation(
         3,
         "an adapter begins otherwise wherever it is made",
-        "launch/adapters.py",
+        "launch/adapter_weights.py",
         "        key = RandomKey.of(torch.tensor(seed), torch.tensor(0), torch.tensor(0), 1)\n",
         "        key = RandomKey.of(torch.randint(2**40, ()), torch.tensor(0), torch.tensor(0), 1)\n",
         "../launch/test_adapters.py::test_its_bytes_follow_from_the_package_and_the_seed",

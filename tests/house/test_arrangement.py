@@ -150,8 +150,10 @@ def test_a_cycle_of_imports_is_seen() -> None:
     assert any({module, "trainload.cli"} <= set(group) for group in cycles(graph))
 
 
-def test_only_the_command_line_imports_click() -> None:
-    users = [path.relative_to(ROOT) for path in (*stage_files(), *face_files()) if any(n == "click" for _, n in imports(path.read_text()))]
+@pytest.mark.parametrize("name", ["click", "trainload.commands"])
+def test_only_the_command_line_imports(name: str) -> None:
+    files = (*stage_files(), *face_files())
+    users = [path.relative_to(ROOT) for path in files if any(f"{n}.".startswith(f"{name}.") for _, n in imports(path.read_text()))]
     assert {str(path) for path in users if path.parts[-2] != "commands"} == {"src/trainload/cli.py"}
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from trainload import cli
 from trainload.capture.errors import PlanError, RunInterrupted
-from trainload.commands import planning, runs, shared
+from trainload.commands import runs, shared
+from trainload.sharding.plan import read_plan
 
 COMMANDS = (
     "freeze",
@@ -30,6 +31,7 @@ COMMANDS = (
     "profile",
     "launch",
     "resume",
+    "settings",
     "status",
     "logs",
     "stop",
@@ -179,7 +181,7 @@ def test_freeze_does_not_overwrite(empty: Path, capsys: pytest.CaptureFixture[st
 def test_a_file_that_is_no_plan_is_refused(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty / "plan.json").write_text('{"version": 1}')
     with pytest.raises(PlanError, match="this is not a plan"):
-        planning.read_plan(Path("plan.json"))
+        read_plan(Path("plan.json"))
 
 
 def test_ctrl_c_says_how_to_resume(empty: Path) -> None:

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import trainload
 from trainload import cli
 from trainload.capture.errors import JobError, PackageError, PlanError
-from trainload.launching.adapters import Adapters, first_values
+from trainload.launching.adapter_weights import first_values
 from trainload.launching.build import build_key
 from trainload.launching.journal import read_events
+from trainload.launching.settings.adapters import Adapters
 from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package

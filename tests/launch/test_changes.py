@@ -152,7 +152,7 @@ def test_the_command_line_changes_a_run(package: Package, begun: Path, capsys: C
         ("global_batch=16", "global_batch cannot be changed in the middle of a run"),
         ("accumulate=2", "accumulate cannot be changed in the middle of a run: it is part of the plan"),
         ("precision=bf16", "precision cannot be changed in the middle of a run"),
-        ("speed=2", "there is no speed to change; there are checkpoint_every, clip_norm, clip_value, eval_batches"),
+        ("speed=2", "there is no speed to change; there are checkpoint_every, clip_norm, clip_value, compile, eval_batches"),
         ("steps=0", "--set steps=0: Input should be greater than or equal to 1"),
     ],
 )

@@ -12,10 +12,10 @@ import trainload
 from trainload import cli
 from trainload.capture.errors import ClusterError, RequestError
 from trainload.commands import runs
-from trainload.evaluating import EvaluationOptions
+from trainload.launching.settings.parse import KEYS
+from trainload.launching.settings.run import EvaluationSettings
 from trainload.launching.spec import RunSpec
 from trainload.packaging.read import Package
-from trainload.settings import SETTINGS
 
 Capture = pytest.CaptureFixture[str]
 LAUNCH = ["launch", "none.tl", "--data", "d.parquet"]
@@ -43,11 +43,11 @@ def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsy
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted({*EvaluationOptions.__annotations__} & {*SETTINGS}))
+@pytest.mark.parametrize("name", [name for name in EvaluationSettings.model_fields if name in KEYS and not KEYS[name].info.option])
 def test_a_setting_of_an_evaluation_reaches_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: dict[str, Any] = {}
     monkeypatch.setattr("trainload.commands.shared.open_to_run", lambda package: NONE)
-    monkeypatch.setattr("trainload.launching.overrides.Overrides.apply", lambda *given: NONE)
+    monkeypatch.setattr("trainload.launching.settings.overrides.Overrides.apply", lambda *given: NONE)
     monkeypatch.setattr(runs, "make_plan", lambda *given, **options: NONE)
     monkeypatch.setattr(runs, "show_record", lambda *given: None)
     monkeypatch.setattr("trainload.evaluating.evaluate", lambda *given, **options: heard.update(options))

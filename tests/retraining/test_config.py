@@ -88,6 +88,7 @@ def test_settings_are_those_of_a_launch() -> None:
     [
         ({"train": {"set": {"dropout": 0.1}}}, ["train.set", "dropout cannot be set at a launch"]),
         ({"train": {"set": {"lrr": 0.1}}}, ["train.set", "there is no lrr"]),
+        ({"train": {"set": {"eval_batches": 3}}}, ["train.set.eval_batches", "a key of its own", "evaluation.batches"]),
         ({"gate": {"require": "eval.loss <"}}, ["gate.require", "no expression"]),
         ({"evaluation": {"hold_out": 0.1, "slices": {"column": "c", "require": "print(1)"}}}, ["evaluation.slices.require"]),
         ({"schedule": {"cron": "61 * * * *"}}, ["schedule.cron", "Bad minute"]),

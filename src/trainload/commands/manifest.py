@@ -17,7 +17,7 @@ from trainload.commands.driving import drive, evict
 from trainload.commands.planning import KINDS
 from trainload.commands.runs import launch
 from trainload.commands.shared import Command, CountOf, Span, json_option, write_text
-from trainload.settings import Settings
+from trainload.launching.settings.parse import parse_settings
 
 if TYPE_CHECKING:
     from trainload.kuberay import Pods
@@ -181,7 +181,7 @@ def _launch_options(given: Sequence[str], place: Callable[[str], str]) -> list[s
             continue
         for each in value if isinstance(value, list | tuple) else (value,):
             found += [option.opts[0], place(each) if option.name in _PATHS else each]
-    Settings([each for option, each in pairwise(found) if option == "--set"])
+    parse_settings([each for option, each in pairwise(found) if option == "--set"])
     return found
 
 

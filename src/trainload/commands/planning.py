@@ -119,12 +119,12 @@ def plan(
 
 def changed_by(given: tuple[str, ...], package: Package) -> Package:
     """The package as --set has a launch train it; there it must be given the same settings."""
-    from trainload.settings import Settings
+    from trainload.launching.settings.parse import parse_settings
 
-    chosen = Settings(given)
+    chosen = parse_settings(given)
     if others := [*chosen.run, *chosen.batch]:
         raise click.UsageError(f"--set {others[0]}: a plan is made for what is trained; give it to the launch, or as an option.")
-    return chosen.changes.apply(package)
+    return chosen.overrides.apply(package)
 
 
 def make_plan(package: Package, nodes: int, devices: int, device: str, strategy: Strategy | None, **options: Any) -> Plan:
@@ -134,22 +134,6 @@ def make_plan(package: Package, nodes: int, devices: int, device: str, strategy:
 
     cluster = Cluster.model_validate({"nodes": nodes, "devices_per_node": devices, "device": device})
     return api.plan(package, cluster, strategy, **options)
-
-
-def read_plan(path: Path) -> Plan:
-    """A plan that `plan` wrote, perhaps edited since."""
-    from pydantic import ValidationError
-
-    from trainload.sharding.plan import Plan
-
-    if not path.is_file():
-        raise PlanError("there is no such plan", where=str(path), cure="Make one: trainload plan PKG -o FILE.")
-    try:
-        return Plan.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise PlanError(f"this is not a plan: {place}: {first['msg']}", where=str(path)) from error
 
 
 def _described(made: Plan) -> list[tuple[str, Any]]:
@@ -206,6 +190,7 @@ def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bo
 
     Shows the collectives that stand in them: what would hang, or train on another's values, is refused here.
     """
+    from trainload.sharding.plan import read_plan
     from trainload.sharding.simulate import simulate
 
     made = read_plan(plan_file)

@@ -20,9 +20,11 @@ from trainload.capture.errors import ClusterError, LostClusterError, RunInterrup
 from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
-from trainload.commands.planning import KINDS, make_plan, read_plan
+from trainload.commands.planning import KINDS, make_plan
 from trainload.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
-from trainload.settings import BATCH, SETTINGS, Settings
+from trainload.launching.settings.info import info_of
+from trainload.launching.settings.parse import GivenSettings, parse_settings
+from trainload.launching.settings.run import BatchSettings, EvaluationSettings, RunSettings
 from trainload.sharding.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -43,6 +45,13 @@ def strategy_option(command: Command) -> Command:
     return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help="One of single, zero0..zero3, hybrid.")(command)
 
 
+def setting_option(name: str) -> Callable[[Command], Command]:
+    """Add the option of a setting that is a positive number. Its help is the first sentence of the setting's description."""
+    field = RunSettings.model_fields[name]
+    text = (field.description or "").partition(". ")[0].rstrip(".")
+    return click.option(info_of(field).option, name, type=positive, metavar="N", help=f"{text}.")
+
+
 @click.command(short_help="Train a package.")
 @click.argument("package", metavar="PKG")
 @click.option("--data", required=True, metavar="DATA", help="Rows: see docs/data.md.")
@@ -50,11 +59,11 @@ def strategy_option(command: Command) -> Command:
 @click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
 @strategy_option
 @click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or from A to B as they come and go.")
-@click.option("--steps", type=positive, metavar="N", help="Updates. Default: the job's.")
+@setting_option("steps")
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="What the run keeps. Default: in runs/.")
 @click.option("--eval-data", metavar="DATA", help="Held-out data.")
-@click.option("--eval-every", type=positive, metavar="N", help="Updates between two evaluations.")
-@click.option("--checkpoint-every", type=positive, metavar="N", help="Updates between two checkpoints.")
+@setting_option("eval_every")
+@setting_option("checkpoint_every")
 @click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Where to write the trained package.")
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
@@ -90,18 +99,20 @@ def launch(
     _check_ray(backend, address, detach=detach)
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
-    chosen = Settings(given)
+    chosen = parse_settings(given)
     _check_one_plan(plan_file, workers, strategy, chosen, nodes if nodes is None or nodes[0] == nodes[1] else None)
     from trainload.launching.fetching import run_name
 
     opened = shared.open_to_run(package)
-    overrides = chosen.changes
+    overrides = chosen.overrides
     changed = overrides.apply(opened, steps)
     if workers is None and backend == "torchrun":
         workers = (int(os.environ.get("WORLD_SIZE", "1")), "cpu")
     least, most = nodes or (1, 1)
     per_node, device = workers or (1, "cpu")
     if plan_file is not None:
+        from trainload.sharding.plan import read_plan
+
         made = read_plan(plan_file)
     else:
         made = make_plan(changed, _largest(changed, least, most, per_node, chosen), per_node, device, strategy, **chosen.batch)
@@ -175,14 +186,16 @@ def evaluate(
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
     _check_ray(backend, address)
-    chosen = Settings(given)
+    chosen = parse_settings(given)
     settings = _of_an_evaluation(chosen)
     if eval_batches is not None and settings.setdefault("eval_batches", eval_batches) != eval_batches:
         raise click.UsageError("--batches and --set eval_batches say different things: give one of them.")
     _check_one_plan(plan_file, workers, strategy, chosen, nodes)
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
-    changed = chosen.changes.apply(opened)
+    changed = chosen.overrides.apply(opened)
+    from trainload.sharding.plan import read_plan
+
     made = read_plan(plan_file) if plan_file is not None else make_plan(changed, nodes or 1, per_node, device, strategy, **chosen.batch)
     from trainload import evaluating
 
@@ -192,7 +205,7 @@ def evaluate(
             made,
             data,
             run_dir=run_dir,
-            overrides=chosen.changes,
+            overrides=chosen.overrides,
             compile=not no_compile,
             backend=backend,
             address=address,
@@ -204,19 +217,18 @@ def evaluate(
     show_record(result, as_json)
 
 
-def _of_an_evaluation(chosen: Settings) -> dict[str, Any]:
-    """Return the settings of a run that an evaluation has as well; those that would have no effect are refused."""
-    from trainload.evaluating import EvaluationOptions
-
-    known = {*(name for name in SETTINGS if name in EvaluationOptions.__annotations__), "precision", "seed"}
-    wrong = next((name for name in (*chosen.run, *chosen.overrides) if name not in known), None)
+def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
+    """Return the settings of a run that an evaluation has as well. Raises: UsageError: another one is given."""
+    known = {*(name for name, field in EvaluationSettings.model_fields.items() if not info_of(field).option), "precision", "seed"}
+    known.remove("overrides")
+    wrong = next((name for name in (*chosen.run, *sorted(chosen.overrides.model_fields_set)) if name not in known), None)
     if wrong is not None:
-        there = ", ".join(sorted({*known, *BATCH}))
+        there = ", ".join(sorted({*known, *BatchSettings.model_fields}))
         raise click.UsageError(f"--set {wrong}: an evaluation has no such setting; there are {there}.")
     return dict(chosen.run)
 
 
-def _largest(package: Package, least: int, most: int, per_node: int, chosen: Settings) -> int:
+def _largest(package: Package, least: int, most: int, per_node: int, chosen: GivenSettings) -> int:
     """The greatest number of nodes that a run can be planned for: the plans of the other sizes are made from that one."""
     if least == most:
         return most
@@ -239,7 +251,7 @@ def _check_one_plan(
     plan_file: Path | None,
     workers: tuple[int, str] | None,
     strategy: Strategy | None,
-    chosen: Settings,
+    chosen: GivenSettings,
     nodes: int | tuple[int, int] | None,
 ) -> None:
     """Check that no option is given that the plan decides. `nodes`: a number of them, not a range."""
@@ -353,12 +365,14 @@ def resume(
         if changes:
             from trainload.running import change
 
-            change(run_dir.absolute(), **changes)
+            change(run_dir.absolute(), RunSettings(**changes))
         asked = {"--workers": workers, "--strategy": strategy, "--plan": None if plan_file is None else plan_file.absolute()}
         others = [word for option, value in asked.items() if value is not None for word in (option, str(value))]
         if detach:
             return _detach(_Prepared(run_dir.absolute()), address, as_json, others)
         return _keep(run_dir.absolute(), address, as_json, others)
+    from trainload.sharding.plan import read_plan
+
     plan = read_plan(plan_file) if plan_file is not None else None
     from trainload import api
 
@@ -374,13 +388,9 @@ def resume(
 
 
 def _changes(given: tuple[str, ...]) -> dict[str, Any]:
-    """What --set changes of a run."""
-    from trainload.launching.changes import UNCHANGEABLE
-
-    chosen = Settings(given, resumed=True)
-    if wrong := next((name for name in (*chosen.overrides, *chosen.batch) if name in UNCHANGEABLE), None):
-        raise click.UsageError(f"{wrong} cannot be changed in the middle of a run: {UNCHANGEABLE[wrong]}.")
-    return {**chosen.run, **({"overrides": chosen.changes} if chosen.overrides else {})}
+    """Return the settings of a run that `--set` changes."""
+    chosen = parse_settings(given, resuming=True)
+    return {**chosen.run, **({"overrides": chosen.overrides} if chosen.overrides.model_fields_set else {})}
 
 
 def _leads(backend: Backend) -> bool:

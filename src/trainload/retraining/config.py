@@ -25,10 +25,13 @@ from pydantic import (
 )
 
 from trainload.capture.errors import RequestError
+from trainload.launching.settings.describe import settings_schema
 from trainload.packaging.stores.releases import Line
 from trainload.sharding.strategies import Strategy
 
 MOST_BYTES = 2**20
+KEYS_ELSEWHERE = {"eval_batches": "evaluation.batches", "optimizer_from": "train.optimizer"}
+"""Settings of a run that have a key of their own in the file."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,9}) ?([smhdw])")
 _LONGEST = timedelta(days=36500)
@@ -191,7 +194,9 @@ class Train(_Section):
     start: Literal["current", "first"] = "current"
     checkpoint_every: Positive | None = None
     optimizer: Literal["fresh", "kept"] = "fresh"
-    settings: dict[str, str | int | float | bool | tuple[str, ...]] = Field(default_factory=dict, alias="set")
+    settings: Annotated[dict[str, str | int | float | bool | tuple[str, ...]], WithJsonSchema(settings_schema(without=KEYS_ELSEWHERE))] = (
+        Field(default_factory=dict, alias="set")
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Train:

@@ -285,12 +285,12 @@ class Stages:
 
     def _evaluate(self, trail: Trail, snapshot: Snapshot, release: str) -> Scores:
         from trainload.evaluating import evaluate
-        from trainload.launching.overrides import Overrides
+        from trainload.launching.settings.overrides import Overrides
 
         package = self._release(trail.config, release)
         cluster, settings = trail.config.cluster, settings_of(trail.config)
         # Champion and challenger are scored alike: in the precision in which a run of this retraining evaluates what it trains.
-        overrides = Overrides(precision=settings.changes.precision)
+        overrides = Overrides(precision=settings.overrides.precision)
         check_evaluable(trail.config, snapshot, folder_of(trail))
         source = evaluation_source(trail.config, snapshot, folder_of(trail))
         self._say(f"tick {trail.name}: evaluating release {shown(release)}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainload.capture.errors import RequestError
-from trainload.retraining.config import Config
+from trainload.retraining.config import KEYS_ELSEWHERE, Config
 from trainload.retraining.lease import LeaseLostError
 from trainload.retraining.snapshot import evaluation_source, train_source
 from trainload.retraining.snapshot_records import Snapshot
@@ -20,6 +20,7 @@ from trainload.retraining.tick import Say, Trail
 if TYPE_CHECKING:
     from trainload.launching.journal import Event
     from trainload.launching.result import RunResult
+    from trainload.launching.settings.parse import GivenSettings
     from trainload.packaging.read import Package
     from trainload.sharding.plan import Plan
 
@@ -110,7 +111,7 @@ class TickRun:
             checkpoint_every=config.train.checkpoint_every,
             output=self.folder.with_name(f"{self.folder.name}.tl"),
             compile=config.cluster.compile,
-            overrides=self._settings.changes,
+            overrides=self._settings.overrides,
             optimizer_from=optimizer_from,
             **place,
             **self._options,
@@ -131,16 +132,18 @@ class TickRun:
         self._on_event(event)
 
 
-def settings_of(config: Config) -> Any:
-    """What `train.set` says.
+def settings_of(config: Config) -> GivenSettings:
+    """Return the settings in `train.set`.
 
     Raises:
-        RequestError: a setting is not allowed.
+        RequestError: a setting is unknown, not valid, or has a key of its own.
     """
-    from trainload.settings import Settings
+    from trainload.launching.settings.parse import parse_settings
 
+    if taken := next((name for name in KEYS_ELSEWHERE if name in config.train.settings), None):
+        raise RequestError("a setting has a key of its own", where=f"train.set.{taken}", expected=KEYS_ELSEWHERE[taken])
     try:
-        return Settings(config.train.given)
+        return parse_settings(config.train.given)
     except RequestError as error:
         raise RequestError("a setting is not allowed", where="train.set", got=str(error).removeprefix("--set ")) from error
 
@@ -154,14 +157,13 @@ def training_plan(config: Config, package: Package) -> Plan:
         PlanError: no plan of these settings fits it.
     """
     settings = settings_of(config)
-    return plan_of(config, settings.changes.apply(package, config.train.steps), settings.batch)
+    return plan_of(config, settings.overrides.apply(package, config.train.steps), settings.batch)
 
 
-def plan_of(config: Config, package: Package, batch: dict[str, Any]) -> Plan:
+def plan_of(config: Config, package: Package, batch: Mapping[str, Any]) -> Plan:
     """The plan for a package on the retraining's cluster."""
     from trainload.api import plan
-    from trainload.commands.planning import read_plan
-    from trainload.sharding.plan import Cluster
+    from trainload.sharding.plan import Cluster, read_plan
 
     cluster = config.cluster
     if cluster.plan is not None:

@@ -1,4 +1,4 @@
-"""What of a package's training may be changed when it is launched, without a new freeze: its recipe, and which parameters it trains."""
+"""Changes of a package's training at launch, without a new freeze: its recipe, and which parameters it trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trainload.capture.errors import JobError
-from trainload.launching.adapters import Adapters
+from trainload.launching.settings.adapters import Adapters
+from trainload.launching.settings.info import SettingInfo
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trainload.packaging.read import Package
 
 _SHAPES = ("constant", "linear", "cosine")
+LAW = "every step's rows follow from it, and those of the steps that were done would be others: launch a new run"
 _UPDATE = "it is a constant of the captured update: freeze the job again with another"
 _GRAPH = "it is part of the captured graph: freeze the job again with another, or rewrite the graph with `trainload transform`"
 FIXED: Mapping[str, str] = {
@@ -27,7 +29,7 @@ FIXED: Mapping[str, str] = {
     "ema_decay": _UPDATE,
     "autocast": "set precision=bf16 or precision=fp32",
 }
-"""What people want to change and cannot, and why."""
+"""Settings that other tools have and a launch cannot change, and why."""
 
 
 def _schedule(text: str) -> str:
@@ -38,35 +40,45 @@ def _schedule(text: str) -> str:
 
 
 class Overrides(BaseModel):
-    """Changes of a recipe. None: as it was frozen.
+    """Changes of a package's recipe, and of which parameters it trains. None: as it was frozen.
 
-    Attributes:
-        lr: the greatest learning rate of the first group; those of the others keep their ratio to it.
-        group_lr: group -> its greatest learning rate.
-        schedule: the learning rate's course over the run's steps, as a share of its greatest: "constant", "linear" or "cosine" (to zero),
-            with ":N" after N updates of rising from zero, fewer than the run has.
-        clip_norm, clip_value: what the gradient is clipped by; 0: not.
-        frozen: patterns, as in a shell, of names of parameters that are not trained.
-        seed: of the order of rows, and of random numbers.
-        adapters: low-rank matrices that are trained in place of whole parameters.
-        precision: "bf16": all graphs under autocast to bfloat16, parameters and the optimizer's state as they were; "fp32": without
-            autocast.
+    >>> Overrides(lr=1e-4, frozen=("embed.*",)).settings()
+    {'frozen': ('embed.*',), 'lr': 0.0001}
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Peak learning rate of the first parameter group; those of the other groups keep their ratio to it."""
     group_lr: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """Peak learning rate by parameter group."""
     schedule: Annotated[str, AfterValidator(_schedule)] | None = None
+    """Learning rate over the run's steps: `constant`, `linear` or `cosine` (to zero). `cosine:100`: after a warmup of 100 updates,
+    which must be fewer than the run has."""
     clip_norm: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Maximum norm of the gradient; 0 switches clipping off."""
     clip_value: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    frozen: tuple[str, ...] = ()
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    adapters: Adapters | None = None
-    precision: Literal["bf16", "fp32"] | None = None
+    """Maximum absolute value of the gradient's elements; 0 switches clipping off."""
+    frozen: Annotated[
+        tuple[str, ...], SettingInfo(fixed="the run's checkpoints hold the optimizer's state of what was trained so far: launch a new run")
+    ] = ()
+    """Shell patterns of names of parameters that are not trained: they have no gradient and no optimizer state."""
+    seed: Annotated[int | None, SettingInfo(fixed=LAW)] = Field(default=None, ge=0, lt=2**63)
+    """Seed of the order of rows and of random numbers."""
+    adapters: Annotated[
+        Adapters | None,
+        SettingInfo(fixed="the run's checkpoints hold other parameters: launch a new run, from the package that this one writes"),
+    ] = None
+    """Low-rank adapters that are trained in place of whole parameters."""
+    precision: Annotated[
+        Literal["bf16", "fp32"] | None,
+        SettingInfo(fixed="the run's checkpoints are of its package in the precision that it began with: launch a new run"),
+    ] = None
+    """`bf16`: all graphs run under autocast to bfloat16, while parameters and optimizer state keep their dtypes. `fp32`: without
+    autocast."""
 
     def settings(self) -> dict[str, Option]:
-        """What is changed, by the names that --set has for it."""
+        """Return the changes by the names that `--set` has for them."""
         found: dict[str, Option] = {}
         for name in sorted(type(self).model_fields):
             value = getattr(self, name)

@@ -1,54 +1,42 @@
-"""Low-rank adapters (Hu et al. 2021): which parameters get one, what it begins with, and what becomes of it when a run has ended."""
+"""Low-rank adapters (Hu et al. 2021) as a setting: which parameters get one, of which rank."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
-from trainload.autograd_trace.low_rank import LowRank
-from trainload.autograd_trace.random import RandomKey
 from trainload.capture.errors import JobError
-from trainload.core.atomic import replacing
-from trainload.launching.checkpoints.load import full_parameters
-from trainload.launching.checkpoints.read import Checkpoint
-from trainload.launching.checkpoints.state import MEAN, PARAM
-from trainload.packaging.manifest import Manifest, ParameterEntry
-from trainload.packaging.tensors import write_tensors
 
-ADAPTERS_FILE = "adapters.safetensors"
-"""Of a run's folder: the adapters that it has trained."""
-_PEFT = "base_model.model."
-"""What the names of peft's files begin with."""
+if TYPE_CHECKING:
+    from trainload.autograd_trace.low_rank import LowRank
+    from trainload.packaging.manifest import Manifest, ParameterEntry
 
 
 class Adapters(BaseModel):
-    """Low-rank adapters in place of the training of whole parameters: W becomes W + alpha / rank * B A, and only A and B are trained.
+    """Low-rank adapters in place of whole parameters: W becomes W + alpha / rank * B A, and only A and B are trained.
 
-    Attributes:
-        rank: rows of A (rank, in) and columns of B (out, rank).
-        layers: patterns, as in a shell, of names of parameters W (out, in), each the weight of linear layers and nothing else.
-        alpha: None: the rank, so that B A counts as it is.
-        also: patterns of names of other parameters that are trained as the package says (norms, heads); all others stay as they are.
+    >>> Adapters(rank=8, layers=("*.q_proj.weight",)).scale
+    1.0
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     rank: int = Field(ge=1)
+    """Rows of A (rank, in) and columns of B (out, rank)."""
     layers: tuple[str, ...] = Field(min_length=1)
+    """Shell patterns of names of parameters W (out, in), each used as the weight of linear layers only."""
     alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Scale of B A, times the rank. Default: the rank."""
     also: tuple[str, ...] = ()
+    """Shell patterns of names of other parameters that are trained (norms, heads). All others keep their values."""
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor of B A."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def chosen(self, manifest: Manifest) -> tuple[LowRank, ...]:
@@ -92,6 +80,8 @@ class Adapters(BaseModel):
         return found
 
     def _of(self, entry: ParameterEntry, tied: Mapping[str, str]) -> LowRank:
+        from trainload.autograd_trace.low_rank import LowRank  # it imports torch, which `--help` must not
+
         other = entry.alias_of or tied.get(entry.name)
         if other is not None:
             raise JobError(
@@ -132,66 +122,3 @@ def _matched(patterns: Sequence[str], names: Sequence[str], like: Sequence[str],
                 cure="Patterns are those of a shell: `*.q_proj.weight`. `trainload inspect --json` lists the names.",
             )
     return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
-
-
-def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> dict[str, Tensor]:
-    """What adapters begin with: A uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft; B zero. A
-    value follows from the seed, the parameter's name and its place alone.
-
-    Args:
-        adapters: of a package's parameters.
-        manifest: the package's.
-        seed: the run's.
-
-    Returns:
-        By name, tensors of the adapted parameter's dtype: A (rank, in), B (out, rank).
-    """
-    entries = {entry.name: entry for entry in manifest.parameters}
-    found: dict[str, Tensor] = {}
-    for each in adapters:
-        rows, columns = entries[each.weight].shape
-        dtype: torch.dtype = getattr(torch, entries[each.weight].dtype)
-        site = int.from_bytes(hashlib.sha256(each.down.encode()).digest()[:4])
-        key = RandomKey.of(torch.tensor(seed), torch.tensor(0), torch.tensor(0), 1)
-        uniform = key.uniform(site, (each.rank, columns), None, torch.float32).to(torch.float64)
-        found[each.down] = ((2.0 * uniform - 1.0) / math.sqrt(columns)).to(dtype)
-        found[each.up] = torch.zeros(rows, each.rank, dtype=dtype)
-    return found
-
-
-def merged(checkpoint: Checkpoint, adapters: Sequence[LowRank], *, mean: bool) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a run's package as it was frozen: each adapter's W + scale B A in place of W. Otherwise as `full_parameters`."""
-    own = {name for each in adapters for name in (each.down, each.up)}
-    adapted = {each.weight: each for each in adapters}
-    for name, tensor in full_parameters(checkpoint, mean=mean):
-        if name in own:
-            continue
-        each = adapted.get(name)
-        if each is None:
-            yield name, tensor
-            continue
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        up, down = (_parameter(checkpoint, part, mean=mean).to(wide) for part in (each.up, each.down))
-        yield name, (tensor.to(wide) + each.scale * (up @ down)).to(tensor.dtype)
-
-
-def write_adapters(checkpoint: Checkpoint, adapters: Sequence[LowRank], run_dir: Path, *, mean: bool) -> Path:
-    """Writes a checkpoint's adapters into the run's folder, under peft's names for them, in place of what lies there.
-
-    Raises:
-        CheckpointError: a shard has changed.
-        OSError: the disk is full.
-    """
-    names = [name for each in adapters for name in (each.down, each.up)]
-    path = run_dir / ADAPTERS_FILE
-    with replacing(path) as temporary:
-        write_tensors(temporary, {_PEFT + name: _parameter(checkpoint, name, mean=mean) for name in names})
-    return path
-
-
-def _parameter(checkpoint: Checkpoint, name: str, *, mean: bool) -> Tensor:
-    """One parameter, as `full_parameters` gives it."""
-    bucket, _ = checkpoint.bucket_of(name)
-    entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
-    shape = checkpoint.shape(name)
-    return checkpoint.parameter_interval(name, entry, 0, math.prod(shape)).reshape(shape)

@@ -1,0 +1,78 @@
+"""Descriptions of all settings, for `trainload settings`, docs/runs.md and JSON schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from trainload.launching.settings.parse import GROUP_LR, KEYS, Key, adapter_of
+from trainload.launching.settings.run import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A setting as people read it.
+
+    Attributes:
+        key: as `--set` names it.
+        option: option of `trainload launch` that sets it; "" if there is none.
+        default: "" if the package, the plan or the job decides.
+        unit: of its value, or "".
+        at_resume: True if `resume` can change it.
+        of_run: True for a setting of the run, False for one of what is trained.
+        text: what it does.
+    """
+
+    key: str
+    option: str
+    default: str
+    unit: str
+    at_resume: bool
+    of_run: bool
+    text: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The key, and the option if there is one."""
+        return (self.key, self.option) if self.option else (self.key,)
+
+
+def descriptions() -> tuple[Description, ...]:
+    """Return all settings, in the order of their keys."""
+    return tuple(_described(KEYS[name]) for name in sorted(KEYS))
+
+
+def _described(key: Key) -> Description:
+    default = key.field_info.get_default(call_default_factory=False)
+    shown = "" if key.field_info.is_required() or not isinstance(default, bool | int | float | str) else f"{default}".lower()
+    return Description(
+        key=key.name,
+        option=key.info.option,
+        default=shown.removesuffix(".0"),
+        unit=key.info.unit,
+        at_resume=not key.info.fixed,
+        of_run=key.model is RunSettings,
+        text=" ".join((key.field_info.description or "").split()),
+    )
+
+
+def settings_schema(without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the JSON schema of an object with settings by key, as `train.set` of a retraining takes them.
+
+    Args:
+        without: keys that are excluded, beside those that have an option of their own.
+
+    >>> settings_schema()["properties"]["keep"]["minimum"]
+    1
+    """
+    properties = {name: _schema(key) for name, key in KEYS.items() if not key.info.option and name not in (GROUP_LR, *without)}
+    group = {**_schema(KEYS["lr"]), "description": _described(KEYS[GROUP_LR]).text}
+    return {"type": "object", "properties": properties, "patternProperties": {r"^lr\..+": group}, "additionalProperties": False}
+
+
+def _schema(key: Key) -> dict[str, Any]:
+    schema = adapter_of(key.field_info).json_schema()
+    if key.holds_several or "float" in str(key.field_info.annotation):  # 1e-4 is a string in YAML 1.1
+        schema = {"anyOf": [schema, {"type": "string"}]}
+    return {**schema, "description": _described(key).text}
