@@ -62,10 +62,10 @@ from trainload.autograd_trace.operands import keep_operands_apart
 from trainload.autograd_trace.remat import Regions, recompute, regions_of
 from trainload.autograd_trace.step_module import StepModule, is_functional, placeholders, trainable_parameters
 from trainload.capture.ambient import neutrally, one_at_a_time
-from trainload.capture.errors import CaptureError, raised
 from trainload.capture.higher_order import differentiates, has_checkpoints
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.capture.program import GraphCapture, Program
+from trainload.core.errors import CaptureError, raised
 
 _C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.keyed import KEYED
 from trainload.autograd_trace.random import Size
-from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import CHECKPOINT, SELECTIVE
 from trainload.capture.operators import bodies_of, graphs_in, is_overload
+from trainload.core.errors import CaptureError
 
 _HOP = torch.ops.higher_order
 _WITH_BODIES = (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled, CHECKPOINT, SELECTIVE, *KEYED)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.state_leaves import copied, rebuilt
-from trainload.capture.errors import CaptureError, JobError
+from trainload.core.errors import CaptureError, JobError
 
 _LEAST_RATE = 1e-30
 """Stands for a learning rate of 0: no parameter moves by it."""

@@ -12,11 +12,11 @@ from torch import Tensor
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.autograd_trace.step_module import StepModule, output_ports, trainable_parameters
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
-from trainload.capture.errors import CaptureError, first_line
 from trainload.capture.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.parity import tolerance_of
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.replays import Check, Replayed, replay_batches
+from trainload.core.errors import CaptureError, first_line
 
 _STEP = 3
 

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from trainload.autograd_trace.draws import is_random
-from trainload.capture.errors import CaptureError
 from trainload.capture.operators import graphs_in, is_overload
+from trainload.core.errors import CaptureError
 
 _DEVICE = re.compile(r"(^|_)(cpu|cuda|cudnn|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient)(_|$)")
 _ROUNDS = 16

@@ -13,12 +13,12 @@ from torch.export.graph_signature import InputKind
 
 from trainload.autograd_trace.aot import size_conditions
 from trainload.capture.dispatch import Dispatcher
-from trainload.capture.errors import JobError
 from trainload.capture.guards import Guard, InputGuard, fixed_value
 from trainload.capture.inputs import constants_of
 from trainload.capture.program import GraphCapture, Mode, Program, SizeLike
 from trainload.capture.size_expressions import GrammarError, parse
 from trainload.capture.targets import Target
+from trainload.core.errors import JobError
 
 _SIZE = re.compile(r"L\['batch'\]\['([\w.]+)'\]\.size\(\)\[(\d+)\]")
 _EXTREME = re.compile(r"torch\.sym_(max|min)\(")

@@ -21,10 +21,10 @@ from trainload.autograd_trace.draws import RANDOM, is_random
 from trainload.autograd_trace.keyed import KEYED
 from trainload.autograd_trace.random import RandomKey
 from trainload.autograd_trace.remat import Region, Regions, marking
-from trainload.capture.errors import CaptureError
 from trainload.capture.higher_order import CHECKPOINT, SELECTIVE, Call, evaluate, is_ours
 from trainload.capture.operators import draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded, nodes_in
 from trainload.capture.place import place_of_node
+from trainload.core.errors import CaptureError
 
 aten = torch.ops.aten
 _HOP = torch.ops.higher_order

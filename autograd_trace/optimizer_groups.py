@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from trainload.autograd_trace.graphs import GroupRecipe
-from trainload.capture.errors import JobError
 from trainload.capture.program import Program
+from trainload.core.errors import JobError
 
 
 def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainload.autograd_trace.bound_optimizer import bound, step, wrapped
 from trainload.autograd_trace.state_leaves import copied, leaves, rebuilt
-from trainload.capture.errors import CaptureError
+from trainload.core.errors import CaptureError
 
 _RATES = (1.0, 0.5, 2.0)
 """Of the group's own, at the steps that show what changes: what follows the learning rate changes too."""

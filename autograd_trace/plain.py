@@ -17,10 +17,10 @@ from trainload.autograd_trace.draws import RANDOM
 from trainload.autograd_trace.interpret import GraphInterpreter
 from trainload.autograd_trace.step_module import batch_symbol, placeholders
 from trainload.capture import ctc, gamma  # noqa: F401 - their operators must be registered before they are named
-from trainload.capture.errors import PackageError, first_line
 from trainload.capture.higher_order import differentiates, is_ours
 from trainload.capture.operators import calls_in, graphs_in, is_overload, is_seeded, nodes_in
 from trainload.capture.program import GraphCapture
+from trainload.core.errors import PackageError, first_line
 
 _HOP: Any = torch.ops.higher_order
 _NAMESPACE = "trainload"

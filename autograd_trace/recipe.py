@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from trainload.autograd_trace.graphs import GraphRecipe, GroupRecipe, LossScale, Recipe, TurnRecipe
 from trainload.autograd_trace.trainers import Trainer, main_of
-from trainload.capture.arguments import out_of_range
-from trainload.capture.errors import JobError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Ema, Job
 from trainload.capture.program import Mode, Program
+from trainload.core.arguments import out_of_range
+from trainload.core.errors import JobError
 
 _FIELDS = {"clip_norm": "clip_norm", "clip_value": "clip_value", "ema_decay": "ema", "loss_scale": "loss_scaling"}
 """Field of a recipe -> of a job, where they differ or may be wrong."""

@@ -21,8 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import get_current_meta
 
 from trainload.autograd_trace.graphs import TANGENT
-from trainload.capture.errors import CaptureError
 from trainload.capture.selective import kept_operators
+from trainload.core.errors import CaptureError
 
 RECOMPUTES = "trainload_recomputes"
 """In the metadata of a node that computes a value of forward again: that forward node's name."""

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 
 from trainload.autograd_trace.guards import dispatcher_of
-from trainload.capture.errors import DataError, JobError
 from trainload.capture.higher_order import differentiates
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
@@ -14,6 +13,7 @@ from trainload.capture.parity import check_parity
 from trainload.capture.program import Mode, Program, graph_name
 from trainload.capture.state import modes_kept, state_kept
 from trainload.capture.targets import targets_of
+from trainload.core.errors import DataError, JobError
 
 
 def check_replays(job: Job, program: Program) -> None:

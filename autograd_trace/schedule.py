@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainload.capture.errors import JobError
 from trainload.capture.job import ScheduleFunction, SchedulerFactory
+from trainload.core.errors import JobError
 
 Schedule = ScheduleFunction | SchedulerFactory
 

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from trainload.autograd_trace.graphs import TurnRecipe
 from trainload.autograd_trace.rounds import turns_before
 from trainload.autograd_trace.schedule import Schedule
-from trainload.capture.arguments import out_of_range
-from trainload.capture.errors import JobError, RequestError, raised
 from trainload.capture.job import Graph, Job, OptimizerFactory, Turn
 from trainload.capture.place import place_of_error
 from trainload.capture.program import MAIN, Mode, Program
 from trainload.capture.targets import graphs_of
+from trainload.core.arguments import out_of_range
+from trainload.core.errors import JobError, RequestError, raised
 
 
 @dataclass(frozen=True, slots=True)

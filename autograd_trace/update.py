@@ -23,9 +23,9 @@ from trainload.autograd_trace.schedule import learning_rates
 from trainload.autograd_trace.trainers import Optimizers, make_loop, trainers_of
 from trainload.autograd_trace.update_check import check_alike, check_separate, check_update
 from trainload.autograd_trace.update_graph import EXAMPLE, capture_update, checked_shape
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
+from trainload.core.errors import CaptureError, JobError
 
 _FLAT_SHAPES = ((EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
 """Of parameters on which an update over flat tensors must be the optimizer's own; for a class that is not torch's, the group's beside."""

@@ -13,8 +13,8 @@ from trainload.autograd_trace.bound_optimizer import bound, step
 from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.autograd_trace.optimizer_state import kept
 from trainload.autograd_trace.update_graph import checked_shape
-from trainload.capture.errors import CaptureError
 from trainload.capture.operators import calls_in
+from trainload.core.errors import CaptureError
 
 _RATES = (0.1, 0.05, 0.2)
 """Learning rates that differ, so that one that was frozen into a graph shows, and are large enough for an error to show."""

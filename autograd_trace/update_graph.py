@@ -17,8 +17,8 @@ from trainload.autograd_trace.graphs import StateSpec, UpdateGraph
 from trainload.autograd_trace.optimizer_state import StateNames, state_names
 from trainload.autograd_trace.python_numbers import as_number, numbers_stay_tensors, standing_for_number
 from trainload.autograd_trace.ways import Decide, Results, Ways
-from trainload.capture.errors import CaptureError, first_line
 from trainload.capture.quiet import quiet_torch
+from trainload.core.errors import CaptureError, first_line
 
 EXAMPLE = 64
 """Elements of the flat tensor that an update is traced on."""

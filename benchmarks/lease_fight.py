@@ -62,8 +62,8 @@ def prepare(folder: str, store: str) -> None:
 
 def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: float) -> None:
     """What each process does until there were so many leases."""
-    from trainload.capture.errors import ConflictError
-    from trainload.launching import processes
+    from trainload.core import processes
+    from trainload.core.errors import ConflictError
     from trainload.packaging.stores.store import Store
     from trainload.retraining import lease
     from trainload.retraining.lease import Held, Leases
@@ -111,7 +111,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
 
 def promote(place: Any, held: Any, out: Any, who: str) -> None:
     """Promotes without a look at the lease."""
-    from trainload.capture.errors import ConflictError
+    from trainload.core.errors import ConflictError
 
     try:
         pointer = place.promote("main", 1 + int(held.id) % 2, after=held.after, reason=f"owner of {int(held.id)}")

@@ -77,7 +77,7 @@ def write(folder: Path, count: int) -> dict[str, float]:
 def manifest_of(folder: Path, count: int) -> Any:
     """A manifest that lists these weights. Only what a reader of weights asks is in it."""
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
-    from trainload.packaging.canonical import sha256_file
+    from trainload.core.canonical_json import sha256_file
     from trainload.packaging.manifest import FileEntry, Manifest, ParameterEntry
 
     names = list(Made(count))

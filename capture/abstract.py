@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.hollow import hollow
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Batch, Job
@@ -15,6 +14,7 @@ from trainload.capture.program import GraphCapture, Program
 from trainload.capture.structure import difference, parameter_count, pattern, structure_of, trainable_patterns
 from trainload.capture.tensor_classes import has_values
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from trainload.capture.errors import RequestError
 from trainload.capture.torch_modes import active_modes
+from trainload.core.errors import RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")

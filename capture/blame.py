@@ -41,8 +41,6 @@ from trainload.capture.causes import (
     Cause,
     cause_of,
 )
-from trainload.capture.errors import CaptureError, first_line, raised
-from trainload.capture.finding import Finding, Place
 from trainload.capture.function import Traced
 from trainload.capture.job import Job
 from trainload.capture.kernels import without_kernel
@@ -50,6 +48,8 @@ from trainload.capture.place import chain, place_here, place_of_error, place_of_
 from trainload.capture.program import GraphCapture
 from trainload.capture.rerun import Answers, Deed, Watched, watch
 from trainload.capture.shape_guards import listening
+from trainload.core.errors import CaptureError, first_line, raised
+from trainload.core.finding import Finding, Place
 
 Attempt = Callable[[AbstractContextManager[object]], object]
 """Captures once more, within a context."""

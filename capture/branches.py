@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainload.capture import marks
-from trainload.capture.errors import CaptureError
 from trainload.capture.nest import mapped
 from trainload.capture.patched import renamed
 from trainload.capture.place import place_here
 from trainload.capture.recorder import Recorder
+from trainload.core.errors import CaptureError
 
 Branch = Callable[..., Any]
 _ORIGINAL = (torch.cond,)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from trainload.capture.causes import BRANCH, DATA, NO_FAKE_KERNEL, NUMBER, SPECIALISED, VALUES, cause_of
-from trainload.capture.errors import RequestError
 from trainload.capture.patched import replaced
 from trainload.capture.place import chain, is_users
+from trainload.core.errors import RequestError
 
 _OF_TRACING = (BRANCH, NUMBER, VALUES, NO_FAKE_KERNEL, DATA, SPECIALISED)
 _CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__")

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance
-from trainload.capture.errors import CaptureError, DataError, raised
 from trainload.capture.parity import replaying, tolerance_of
 from trainload.capture.program import GraphCapture, OutputRole, Program
+from trainload.core.errors import CaptureError, DataError, raised
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainload.capture import marks
 from trainload.capture.blame import own_backward
-from trainload.capture.errors import CaptureError
 from trainload.capture.recorder import Recorder
+from trainload.core.errors import CaptureError
 
 
 class Context:

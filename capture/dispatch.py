@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainload.capture.errors import DataError
 from trainload.capture.guards import FixedValue, Guard, fixed_value, limits_text
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.size_expressions import Expression, parse
+from trainload.core.errors import DataError
 
 Facts = Mapping[str, "tuple[torch.dtype, Sequence[int]]"]
 """Input name -> its dtype and sizes."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainload.capture.errors import JobError
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Loss, LossFunction
 from trainload.capture.job import PredictFunction as TensorsOf
 from trainload.capture.program import OutputRole, OutputSpec
+from trainload.core.errors import JobError
 
 
 class Signature:

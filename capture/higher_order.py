@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.operators import HIGHER_ORDER_OPERATOR, nodes_in
+from trainload.core.errors import CaptureError
 
 Call = Callable[[Any, Sequence[Any]], tuple[Any, ...]]
 """Runs a graph (a GraphModule) on operands."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainload.capture.errors import StorageError
 from trainload.capture.tensor_classes import has_values
+from trainload.core.errors import StorageError
 
 
 @contextmanager

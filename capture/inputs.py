@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainload.capture.errors import JobError
 from trainload.capture.names import is_part
 from trainload.capture.tensor_classes import check_tensors, has_values
+from trainload.core.errors import JobError
 
 Constant = int | float | str | bool | enum.Enum | None
 """What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainload.capture.arguments import check_fields
-from trainload.capture.errors import JobError
+from trainload.core.arguments import check_fields
+from trainload.core.errors import JobError
 
 Batch = Mapping[Any, Any]
 """Input name (a string or an integer) -> value."""

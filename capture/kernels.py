@@ -14,11 +14,11 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from trainload.capture.causes import OWN_KERNEL
-from trainload.capture.errors import CaptureError, raised
-from trainload.capture.finding import Finding, Place
 from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.place import place_here, place_of_node
 from trainload.capture.rewrite import operator_name
+from trainload.core.errors import CaptureError, raised
+from trainload.core.finding import Finding, Place
 
 _BUILT_IN = frozenset({"aten", "prims", "trainload"})
 _RAW = (

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainload.capture.causes import GLOBAL
-from trainload.capture.errors import CaptureError
-from trainload.capture.finding import Finding, Place
 from trainload.capture.place import place_here
 from trainload.capture.tensor_classes import is_fake
+from trainload.core.errors import CaptureError
+from trainload.core.finding import Finding, Place
 
 _SENTENCE = "forward keeps a tensor outside of the model from one call to the next, and has the one that was made while it was captured"
 _ADVICE = "Call the model once before the freeze, so that the kept tensor has values; or make it a buffer of the model."

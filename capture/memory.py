@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.place import place_of_node
+from trainload.core.errors import CaptureError
 
 _OTHER_MEMORY = frozenset({torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_})
 _USED = "tensor that forward uses"

@@ -6,7 +6,7 @@ import unicodedata
 
 from torch import nn
 
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 
 LONGEST = 512
 """Characters of a dotted name."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 
 
 def parameter_groups(

@@ -16,7 +16,6 @@ from torch.export.graph_signature import InputKind
 from trainload.capture.ambient import default_dtype_hint, outside_dtype
 from trainload.capture.blame import replay_error
 from trainload.capture.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
-from trainload.capture.errors import CaptureError, JobError, RequestError
 from trainload.capture.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.function import Traced
 from trainload.capture.higher_order import has_branches, has_checkpoints
@@ -30,6 +29,7 @@ from trainload.capture.python_state import Holder, drawn_from, generators, kept_
 from trainload.capture.quiet import ignore_torchs_warnings
 from trainload.capture.replays import Replayed
 from trainload.capture.saved_tensors import given_back
+from trainload.core.errors import CaptureError, JobError, RequestError
 
 FULL_PRECISION_TOLERANCE = 1e-5
 """Greatest L2 distance between a captured and an eager tensor, relative to the eager tensor's norm."""

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch.fx import Node
 
-from trainload.capture.finding import Place
+from trainload.core.finding import Place
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LIBRARIES = (

@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from trainload.capture import higher_order, marks
-from trainload.capture.errors import CaptureError
 from trainload.capture.operators import base_of, written_by
 from trainload.capture.place import place_of_node
+from trainload.core.errors import CaptureError
 
 _HOP = torch.ops.higher_order
 _SWITCHES = frozenset({"_enter_autocast", "_exit_autocast", "_set_grad_enabled"})

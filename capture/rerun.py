@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainload.capture.causes import ASKS, BACKWARD, BRANCH, DATA, GLOBAL, INPUT_WRITE, MODULE, NUMBER, PARAMETER_WRITE, VALUES, Cause
-from trainload.capture.finding import Place
 from trainload.capture.function import Traced
 from trainload.capture.place import is_users, place_here, place_in, place_of_frame
 from trainload.capture.python_state import kept_by
 from trainload.capture.rewrite import operator_name
+from trainload.core.finding import Place
 
 _CONVERSIONS = {
     "__bool__": BRANCH,

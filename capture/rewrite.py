@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainload.capture.finding import Place
 from trainload.capture.place import place_at
+from trainload.core.finding import Place
 
 _WHERE = (
     "torch.where(condition, when_true, when_false)               # both are computed, one is taken\n"

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.export import Dim
 
-from trainload.capture.errors import JobError
 from trainload.capture.inputs import Placed, leaves_of, with_tensors
 from trainload.capture.job import Batch, Job, check_job
 from trainload.capture.shapes import dims_said, is_hint
+from trainload.core.errors import JobError
 
 _USUAL = "batch"
 """The batch dim's name where no leading dim has another."""

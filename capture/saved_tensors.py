@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trainload.capture.blame import own_backward
-from trainload.capture.errors import CaptureError
 from trainload.capture.patched import replaced
+from trainload.core.errors import CaptureError
 
 CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _HOOKS = torch.autograd.graph.saved_tensors_hooks

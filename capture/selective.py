@@ -14,8 +14,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trainload.capture import marks
-from trainload.capture.errors import CaptureError
 from trainload.capture.operators import is_overload
+from trainload.core.errors import CaptureError
 
 SELECTIVE: Any = type(create_selective_checkpoint_contexts([])[0])  # type: ignore[no-untyped-call]  # torch's own
 """The class of the context that asks a policy in forward."""

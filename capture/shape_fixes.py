@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job
 from trainload.capture.shapes import Shapes, affine, is_hint, limits_of, spelled
 from trainload.capture.state import check_model, modes_kept, state_kept
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import export_graph
+from trainload.core.errors import CaptureError
 
 MOST_ROUNDS = 8
 """Exports of one graph before its sizes are given up. torch finds most of what contradicts a declaration at once, so two are usual."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from trainload.capture.ambient import neutrally, one_at_a_time
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.rows import arranged
 from trainload.capture.shape_fixes import refusals, suggested_fixes
@@ -20,6 +19,7 @@ from trainload.capture.shapes import Shapes, is_hint, limits_of, spelled
 from trainload.capture.state import check_model, modes_kept, state_kept
 from trainload.capture.targets import Target, example_of, targets_of
 from trainload.capture.trace import export_graph
+from trainload.core.errors import CaptureError, JobError
 
 Place = tuple[str, int]
 """A dim of an input."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.export import Dim
 
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 
 Shapes = dict[str, dict[int, Any]]
 """Input name -> {dim: torch.export.Dim, or one of its hints}. A dim that is not named is fixed. This is torch.export's `dynamic_shapes`."""

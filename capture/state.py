@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from trainload.capture.errors import CaptureError, JobError, raised
 from trainload.capture.memory import check_sharing
 from trainload.capture.names import check_names
 from trainload.capture.place import place_of_error
 from trainload.capture.program import BufferSpec, ParameterSpec
 from trainload.capture.tensor_classes import check_tensors, fake_attributes
+from trainload.core.errors import CaptureError, JobError, raised
 
 
 def check_model(model: object) -> nn.Module:

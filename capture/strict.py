@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from trainload.capture import marks
 from trainload.capture.causes import BREAK, CONSTRAINT, SPECIALISED, VALUES
-from trainload.capture.errors import CaptureError, raised
-from trainload.capture.finding import Place
 from trainload.capture.function import Traced
 from trainload.capture.kernels import check_no_wrapped_kernels
 from trainload.capture.operators import calls_in, is_higher_order
@@ -36,6 +34,8 @@ from trainload.capture.shapes import Shapes, is_hint, spelled
 from trainload.capture.state import state_kept
 from trainload.capture.targets import Target
 from trainload.capture.watch import Watch
+from trainload.core.errors import CaptureError, raised
+from trainload.core.finding import Place
 
 _HELPED = frozenset(cause.anchor for cause in (SPECIALISED, CONSTRAINT, VALUES, BREAK))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

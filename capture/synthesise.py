@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.errors import DataError
 from trainload.capture.program import GraphCapture, InputSpec, Program
+from trainload.core.errors import DataError
 
 QUANTILES = 17
 """How many values of an input are kept: the smallest, the greatest and what lies at each sixteenth between."""

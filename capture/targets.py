@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainload.capture.errors import JobError
 from trainload.capture.function import StepFunction, TensorsFunction, Traced
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.job import Graph, Job
@@ -18,6 +17,7 @@ from trainload.capture.parity import replaying
 from trainload.capture.program import MAIN, RESERVED, Mode, OutputRole, graph_name
 from trainload.capture.shapes import Shapes, declared_shapes
 from trainload.capture.state import modes_kept, state_kept
+from trainload.core.errors import JobError
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 

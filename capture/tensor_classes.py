@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainload.capture.causes import NO_VALUES, TENSOR_CLASS, Cause
-from trainload.capture.errors import CaptureError
-from trainload.capture.finding import Finding, Place
+from trainload.core.errors import CaptureError
+from trainload.core.finding import Finding, Place
 
 _HARMLESS = frozenset({"__init__", "__new__", "__repr__", "__str__", "__doc__", "__module__", "__dict__", "__weakref__", "__slots__"}) | {
     "__deepcopy__",

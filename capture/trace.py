@@ -15,7 +15,6 @@ from torch.export.graph_signature import InputKind
 
 from trainload.capture.blame import capture_error, explained, no_gradient, of_hook
 from trainload.capture.branches import branches_may_write
-from trainload.capture.errors import CaptureError, JobError, RequestError, raised
 from trainload.capture.function import Around, Traced, nothing_around
 from trainload.capture.higher_order import differentiates
 from trainload.capture.job import Job
@@ -34,6 +33,7 @@ from trainload.capture.state import buffer_specs, check_model, modes_kept, param
 from trainload.capture.strict import could_help, export_strictly, tried_too
 from trainload.capture.targets import Target, example_of, targets_of
 from trainload.capture.watch import Watch
+from trainload.core.errors import CaptureError, JobError, RequestError, raised
 
 _PREFIX = "model."
 

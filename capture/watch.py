@@ -23,7 +23,6 @@ from trainload.capture.bodies import bodies
 from trainload.capture.branches import traced_by
 from trainload.capture.caught import Raised
 from trainload.capture.custom_function import call_function
-from trainload.capture.errors import CaptureError
 from trainload.capture.func_transforms import autograd_grad, transforms
 from trainload.capture.gamma import dirichlet_rsample
 from trainload.capture.kernels import no_raw_kernels
@@ -36,6 +35,7 @@ from trainload.capture.saved_tensors import CHECKPOINT_MODULE, is_own
 from trainload.capture.selective import SELECTIVE, Answers
 from trainload.capture.substitutes import SUBSTITUTES, decoder_forward, encoder_forward, module_to
 from trainload.capture.tensor_classes import check_traceable_arguments
+from trainload.core.errors import CaptureError
 
 
 class Watch(Recorder):

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from trainload.capture.errors import DataError
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import DataError
 from trainload.launching.groups import gathered
-from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.sharding.collectives import Collective, as_json, of_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.simulate import check_meeting

@@ -22,12 +22,12 @@ from torch.fx import GraphModule
 
 from trainload.autograd_trace.aot import NotCompiled, compile_graph, has_cpp_compiler, load_compiled
 from trainload.autograd_trace.graphs import Port, Role
-from trainload.capture.errors import StorageError
 from trainload.core.atomic import new_folder, remove_temporaries
+from trainload.core.canonical_json import canonical_json, sha256_file
+from trainload.core.errors import StorageError
 from trainload.launching.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.determinism import deterministic
 from trainload.launching.utilisation import Work, work_of
-from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective, as_json, of_json

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trainload.capture.errors import RequestError, StorageError
+from trainload.core.errors import RequestError, StorageError
 
 LOCK_SECONDS = 3600.0
 """How long a process waits for another one of the node that makes what both need."""

@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainload.capture.errors import LostClusterError, StorageError
+from trainload.core.errors import LostClusterError, StorageError
 from trainload.launching.activity import Activity
 from trainload.launching.journal import Event, Journal, last_word
 from trainload.launching.state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state

@@ -23,12 +23,12 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, Role, StepGraph
 from trainload.autograd_trace.low_rank import LowRank, adapt, uses_of
 from trainload.autograd_trace.precision import in_precision
-from trainload.capture.errors import JobError, PackageError, StorageError
 from trainload.capture.program import GraphCapture, Mode, ParameterSpec, Program
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import JobError, PackageError, StorageError
 from trainload.launching.adapter_weights import first_values
 from trainload.launching.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.settings.adapters import Adapters
-from trainload.packaging.canonical import canonical_json
 from trainload.packaging.derived import write_derived
 from trainload.packaging.graph_json import with_graph, with_parameters
 from trainload.packaging.manifest import Option, PassEntry

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.state import STATE_FILE, RunState, Summary, put_state, read_state, write_state
 
 LOCK_FILE = "driver.lock"

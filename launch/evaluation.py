@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainload.capture.errors import DataError
+from trainload.core.errors import DataError
 from trainload.launching.calls import Microbatch
 from trainload.launching.data.run_data import OpenPart, RunData
 from trainload.launching.data.sampler import sequential

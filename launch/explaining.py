@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainload.capture.errors import DataError, TrainingError, TrainloadError, raised
+from trainload.core.errors import DataError, TrainingError, TrainloadError, raised
 from trainload.launching.calls import Microbatch
 from trainload.launching.data.run_data import RunData
 from trainload.launching.engine import Engine

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import filelock
 
-from trainload.capture.errors import PackageError, StorageError
 from trainload.core.atomic import temporary_folder
+from trainload.core.errors import PackageError, StorageError
 from trainload.launching.cache import LOCK_SECONDS, default_cache_dir, private_folder
 from trainload.packaging.files import copy_checked
 from trainload.packaging.graph_json import running_schema

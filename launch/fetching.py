@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from trainload.capture.errors import IntegrityError, StorageError
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import IntegrityError, StorageError
 from trainload.launching.cache import LOCK_SECONDS, default_cache_dir, make_room, private_folder, use
-from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.derived import share_derived
 from trainload.packaging.manifest import MANIFEST, Manifest
 from trainload.packaging.read import read_manifest

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import RunInterrupted, StorageError
-from trainload.capture.redaction import redacted_data
+from trainload.core.errors import RunInterrupted, StorageError
+from trainload.core.redaction import redacted_data
 from trainload.launching.reading import reading
 
 JOURNAL = "events.jsonl"

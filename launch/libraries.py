@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainload.capture.errors import IntegrityError, PackageError
+from trainload.core.errors import IntegrityError, PackageError
 from trainload.launching.extensions import load_extensions, may_load_extensions
 from trainload.packaging.manifest import EXTENSIONS, MANIFEST, Manifest
 from trainload.packaging.op_libraries import Libraries, differences

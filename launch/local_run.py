@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainload.capture.errors import ClusterError
-from trainload.capture.redaction import redacted
+from trainload.core.errors import ClusterError
+from trainload.core.processes import in_main_thread, is_nobodys
+from trainload.core.redaction import redacted
 from trainload.launching.contact import FileContact, Request, clear_requests, take_back
 from trainload.launching.groups import leave_groups
 from trainload.launching.journal import append_log, stream_events, tracebacks_to
-from trainload.launching.processes import in_main_thread, is_nobodys
 from trainload.launching.spec import RunSpec
 from trainload.launching.state import Summary
 from trainload.launching.worker import Place, run_worker

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from trainload.capture.errors import ClusterError
+from trainload.core.errors import ClusterError
 from trainload.launching.groups import leave_groups
 from trainload.sharding.plan import DeviceKind
 from trainload.sharding.planner.device import DeviceProfile, Link, Measured

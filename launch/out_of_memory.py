@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from trainload.capture.errors import OutOfMemoryError, PlanError
+from trainload.core.errors import OutOfMemoryError, PlanError
 from trainload.launching.rank_state import RankState
 from trainload.launching.utilisation import used_bytes
 from trainload.packaging.read import Package

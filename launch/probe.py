@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 
 
 def existing_folder(path: Path) -> Path:

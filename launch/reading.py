@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 
 
 @contextmanager

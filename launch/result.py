@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from trainload.capture.errors import StorageError, TrainingError, TrainloadError
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import StorageError, TrainingError, TrainloadError
+from trainload.core.paths import check_name
 from trainload.launching.adapter_weights import merged, write_adapters
 from trainload.launching.checkpoints.place import Where, place_of
 from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
@@ -20,8 +22,6 @@ from trainload.launching.journal import Event, stream_events
 from trainload.launching.probe import check_writable_folder
 from trainload.launching.settings.changes import settings_of
 from trainload.launching.spec import RunSpec
-from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.files import check_name
 from trainload.packaging.manifest import MANIFEST, Manifest, TrainingEntry
 from trainload.packaging.read import Package, open_package, read_manifest
 from trainload.packaging.write import with_weights

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from trainload.capture.errors import CheckpointError, StorageError, TrainloadError
+from trainload.core.errors import CheckpointError, StorageError, TrainloadError
 from trainload.launching.checkpoints.index import DataPosition
 from trainload.launching.checkpoints.state import ShardedState
 from trainload.launching.checkpoints.writer import CheckpointWriter

@@ -9,15 +9,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainload.capture.errors import PackageError, StorageError, first_line
 from trainload.core.atomic import create_file
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import PackageError, StorageError, first_line
+from trainload.core.paths import check_name
 from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.probe import check_writable_folder
 from trainload.launching.reading import reading
 from trainload.launching.settings.run import MAX_STEPS, RunSettings
 from trainload.launching.sinks.protocol import SinkName
-from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import check_name, check_outside_packages
+from trainload.packaging.files import check_outside_packages
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plan import Plan
 

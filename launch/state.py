@@ -12,10 +12,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
+from trainload.core.processes import has_ended, this_process
 from trainload.launching.activity import Doing
 from trainload.launching.journal import Event
-from trainload.launching.processes import has_ended, this_process
-from trainload.packaging.canonical import canonical_json
 
 STATE_FILE = "state.json"
 STATE_SECONDS = 1.0

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from trainload.autograd_trace.aot import alone_of, bind_groups
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.launching.build import device_of
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import run_dispatcher

@@ -15,9 +15,9 @@ from trainload.autograd_trace.graphs import Recipe, StepGraph
 from trainload.autograd_trace.rounds import calls_of
 from trainload.capture.program import Mode, graph_name
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
 from trainload.launching.cache import private_folder
 from trainload.launching.measure import products
-from trainload.packaging.canonical import canonical_json
 from trainload.sharding.plan import Plan
 from trainload.sharding.planner.costs import sizes_of
 from trainload.sharding.planner.device import profile_of_product

@@ -23,15 +23,15 @@ from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.distance import relative_distance
-from trainload.capture.errors import CompileError, PackageError, raised
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import CompileError, PackageError, raised
 from trainload.launching.build import Built, BuiltGraph, Call, uncompiled_graphs
 from trainload.launching.departures import departing, named, recorded
 from trainload.launching.groups import gathered
 from trainload.launching.out_of_memory import is_out_of_memory
 from trainload.launching.room import fitting_rows
 from trainload.launching.rounding import EXPLAINED, explained_distances, rounded_runs
-from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.read import Package
 from trainload.sharding.collectives import Collective
 from trainload.sharding.plan import Bucket, Plan

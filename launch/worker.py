@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trainload.autograd_trace.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.rounds import draws_before
-from trainload.capture.errors import CheckpointError, CompileError, DataError, DivergedError, RunInterrupted
+from trainload.core.errors import CheckpointError, CompileError, DataError, DivergedError, RunInterrupted
 from trainload.launching.activity import Activity, Phase
 from trainload.launching.agreement import check_same_collectives, check_same_data
 from trainload.launching.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainload.capture.errors import PackageError, StorageError
 from trainload.capture.job import Asset, AssetLike
-from trainload.packaging.files import copy_checked, new_file, new_folder, write_bytes, write_copy
+from trainload.core.errors import PackageError, StorageError
+from trainload.core.paths import write_bytes, write_copy
+from trainload.packaging.files import copy_checked, new_file, new_folder
 from trainload.packaging.manifest import Manifest, MediaType, safe_path
 
 ASSETS = "assets/"

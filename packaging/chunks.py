@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import BinaryIO, Protocol
 
-from trainload.capture.errors import TrainloadError
+from trainload.core.errors import TrainloadError
 
 CHUNK = 4 * 2**20
 """Bytes under one digest, unless a file says otherwise."""

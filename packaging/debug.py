@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainload.capture.errors import IntegrityError, PackageError
-from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
-from trainload.packaging.files import open_inside, read_checked, walk, write_bytes
+from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError
+from trainload.core.paths import open_inside, write_bytes
+from trainload.packaging.files import read_checked, walk
 from trainload.packaging.manifest import FileEntry
 
 INDEX = "debug/index.json"

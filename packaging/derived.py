@@ -20,10 +20,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
-from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.core.atomic import temporary_folder
-from trainload.packaging.canonical import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
-from trainload.packaging.files import link_or_copy, open_inside, walk, write_bytes
+from trainload.core.canonical_json import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.paths import link_or_copy, open_inside, write_bytes
+from trainload.packaging.files import walk
 from trainload.packaging.graph_json import flat_from_json, flat_to_json, running_schema
 from trainload.packaging.read import Package
 from trainload.packaging.user_key import user_key

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainload.capture.errors import UnsafePackageError
+from trainload.core.errors import UnsafePackageError
 
 FUNCTIONS = frozenset(
     {"Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "floor", "ceiling", "Abs"}

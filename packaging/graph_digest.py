@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainload.capture.program import Program
-from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.packaging.graph_json import graph_to_json
 
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from trainload.capture.errors import PackageError
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import PackageError
 from trainload.packaging.validate import MODULE_TYPE
 
 _CALL = re.compile(r"@\d{1,6}$")

@@ -50,9 +50,9 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from trainload.capture import ctc, gamma, higher_order  # noqa: F401 - their operators must be registered before a graph that is read names them
-from trainload.capture.errors import PackageError
 from trainload.capture.operators import calls_in, nodes_in
 from trainload.capture.quiet import quiet_torch
+from trainload.core.errors import PackageError
 from trainload.packaging.graph_fields import plain_treespec, strip_graph
 
 _DIALECT = "TRAINING"

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainload.capture.errors import PackageError
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import PackageError
 from trainload.packaging.manifest import Manifest
 
 SCALAR_TYPES = {

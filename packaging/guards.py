@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from trainload.autograd_trace.graphs import LeanRecord
-from trainload.capture.errors import PackageError
 from trainload.capture.guards import FixedValue, Guard, InputGuard
 from trainload.capture.size_expressions import MAX_LENGTH, Expression, GrammarError, parse
+from trainload.core.errors import PackageError
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 InputName = Annotated[str, Field(min_length=1, max_length=256)]

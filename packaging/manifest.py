@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from trainload.autograd_trace.graphs import Recipe
-from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.capture.names import is_dotted_name
 from trainload.capture.program import (
     Mode,
@@ -22,7 +21,8 @@ from trainload.capture.program import (
     variant_of,
 )
 from trainload.capture.synthesise import QUANTILES
-from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.packaging.guards import GuardEntry, InputName, Record, Size, check_guard
 from trainload.packaging.upgrade import oldest_form, upgraded
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainload.packaging.canonical import sha256_file
+from trainload.core.canonical_json import sha256_file
 from trainload.packaging.graph_json import registered_by, triton_kernels
 from trainload.packaging.manifest import KernelEntry, Manifest, OpLibraryEntry
 from trainload.packaging.providers import Provider, import_name, module_of_file, provider_of

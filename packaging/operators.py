@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 
-from trainload.capture.errors import UnsafePackageError
+from trainload.core.errors import UnsafePackageError
 from trainload.packaging.manifest import BUILT_IN_NAMESPACES
 
 HIGHER_ORDER = frozenset(

@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from urllib.parse import unquote, urlparse
 
-from trainload.capture.errors import PackageError
-from trainload.packaging.canonical import canonical_json, sha256_bytes, sha256_file
+from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_file
+from trainload.core.errors import PackageError
 
 _OF_INSTALLERS = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"})
 

@@ -13,13 +13,14 @@ from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.capture.dispatch import Dispatcher
-from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.paths import open_inside
 from trainload.packaging.assets import ASSETS, AssetFile, assets_of, no_such_asset, save_assets
-from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.compat import Verdict, compare_operators
 from trainload.packaging.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
-from trainload.packaging.files import open_inside, read_checked, walk
+from trainload.packaging.files import read_checked, walk
 from trainload.packaging.graph_json import graph_from_json
 from trainload.packaging.graph_signature import check_signature
 from trainload.packaging.manifest import CONSTANTS, MANIFEST, MAX_MANIFEST, OUTSIDE, BufferEntry, Manifest, OpLibraryEntry, ParameterEntry

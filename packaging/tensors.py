@@ -18,8 +18,8 @@ from typing import BinaryIO, Self
 
 import torch
 
-from trainload.capture.errors import IntegrityError, PackageError
-from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import IntegrityError, PackageError
 
 CODES: Mapping[str, str] = {
     "float64": "F64",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainload.capture.errors import PackageError
+from trainload.core.errors import PackageError
 
 Fields = dict[str, Any]
 """manifest.json without its checksum."""

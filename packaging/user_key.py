@@ -7,8 +7,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from trainload.capture.errors import StorageError
 from trainload.core.atomic import create_file
+from trainload.core.errors import StorageError
 
 STATE_DIR = "TRAINLOAD_STATE_DIR"
 """Environment variable: the folder of the user's key. By default ~/.local/state/trainload."""

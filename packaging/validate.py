@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from trainload.capture.errors import PackageError, UnsafePackageError
 from trainload.capture.names import is_dotted_name
-from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import PackageError, UnsafePackageError
 from trainload.packaging.expressions import check_expression
 from trainload.packaging.graph_schema import (
     ARGUMENT,

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainload.capture.errors import PackageError, StorageError, UnsafePackageError
-from trainload.packaging.canonical import sha256_bytes, sha256_file
+from trainload.core.canonical_json import sha256_bytes, sha256_file
+from trainload.core.errors import PackageError, StorageError, UnsafePackageError
+from trainload.core.paths import open_inside
 from trainload.packaging.debug import debug_problems
 from trainload.packaging.derived import derived_problems
-from trainload.packaging.files import open_inside, walk
+from trainload.packaging.files import walk
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.read import check_graph, read_graph, read_manifest
 from trainload.packaging.signatures.file import Kind, read_signature, signature_paths

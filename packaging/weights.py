@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from trainload.capture.errors import IntegrityError, PackageError
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import IntegrityError, PackageError
+from trainload.core.paths import open_inside, write_bytes
 from trainload.packaging import chunks
-from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import open_inside, read_checked, write_bytes
+from trainload.packaging.files import read_checked
 from trainload.packaging.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
 from trainload.packaging.tensors import (
     DTYPES,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainload.capture.errors import PackageError, StorageError, UnsafePackageError
+from trainload.core.errors import PackageError, StorageError, UnsafePackageError
 from trainload.packaging.manifest import SAFE_PART
 from trainload.packaging.providers import Provider, digest_of
 

@@ -12,14 +12,15 @@ from pydantic import ValidationError
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
-from trainload.capture.errors import IntegrityError, PackageError
 from trainload.capture.job import AssetLike
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
+from trainload.core.canonical_json import canonical_json, sha256_file
+from trainload.core.errors import IntegrityError, PackageError
+from trainload.core.paths import link_or_copy, write_bytes
 from trainload.packaging.assets import ASSETS, media_type_of, write_assets
-from trainload.packaging.canonical import canonical_json, sha256_file
 from trainload.packaging.debug import read_debug, write_debug
 from trainload.packaging.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
-from trainload.packaging.files import link_or_copy, new_folder, walk, write_bytes
+from trainload.packaging.files import new_folder, walk
 from trainload.packaging.graph_json import graph_to_json, operator_namespaces, running_schema
 from trainload.packaging.manifest import (
     BUILT_IN_NAMESPACES,

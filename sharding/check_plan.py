@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trainload.capture.errors import PlanError
 from trainload.capture.guards import limits_text
+from trainload.core.errors import PlanError
 from trainload.packaging.entries import graph_guard
 from trainload.packaging.read import Package
 from trainload.sharding.pipeline.schedule import instructions

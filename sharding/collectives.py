@@ -14,9 +14,9 @@ from typing import Any
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.capture.errors import PlanError
 from trainload.capture.operators import body_at, is_overload
-from trainload.packaging.canonical import sha256_bytes
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import PlanError
 
 _SYMBOL = re.compile(r"\b[a-z]+[0-9]+\b")
 _UNBACKED = re.compile(r"\bu[0-9]+\b")

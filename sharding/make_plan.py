@@ -10,9 +10,9 @@ from typing import Annotated
 from pydantic import Field
 
 from trainload.capture.ambient import neutrally
-from trainload.capture.arguments import check_arguments
-from trainload.capture.errors import PlanError
 from trainload.capture.program import ParameterSpec
+from trainload.core.arguments import check_arguments
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes, make_buckets
 from trainload.sharding.check_plan import check_batch, rows_of_update

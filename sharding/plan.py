@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trainload.capture.arguments import out_of_range
-from trainload.capture.errors import PlanError
+from trainload.core.arguments import out_of_range
+from trainload.core.errors import PlanError
 from trainload.sharding.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
 
 DeviceKind = Literal["cpu", "cuda"]

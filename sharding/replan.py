@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_batch, rows_of_update
 from trainload.sharding.make_plan import make_plan

@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.operators import is_overload, is_seeded
+from trainload.core.errors import PlanError
 from trainload.sharding.nodes import LazyGraphModule, append, computed_from, ends, mode_of
 from trainload.sharding.plan import DATA, REPLICATE, Bucket, Plan
 

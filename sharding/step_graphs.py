@@ -9,8 +9,8 @@ import torch
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import StorageError
 from trainload.capture.program import Program
+from trainload.core.errors import StorageError
 from trainload.packaging.derived import read_derived, write_derived
 from trainload.packaging.read import Package
 from trainload.packaging.source_map import restore_traces, users_line

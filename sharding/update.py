@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from trainload.autograd_trace.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.operators import written_by
+from trainload.core.errors import PlanError
 from trainload.sharding.liveness import Storages
 from trainload.sharding.plan import DATA, PIPELINE, REPLICATE, TENSOR, Bucket, Plan, shared_group
 from trainload.sharding.rewrite import accumulated_length, update_length

@@ -11,7 +11,7 @@ import pytest
 from tests.selection import mark_items, may_be_selected, unmatched_patterns
 from tests.timings import add_limit_option, report_timings
 
-from trainload.launching.processes import in_main_thread
+from trainload.core.processes import in_main_thread
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 """An example takes as long as the machine is busy, and the same ones are tried each time; `make fuzz` looks for new ones."""

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from trainload.capture.errors import StorageError
 from trainload.core.atomic import replace_file, sync_folder
+from trainload.core.errors import StorageError
 from trainload.launching.checkpoints.index import DRAFT, INDEX, CheckpointIndex, checkpoints_in, decode_index, encode_index, folder_name
 from trainload.launching.probe import check_writable_folder, existing_folder
 from trainload.packaging.chunks import Ranges, ranges_of

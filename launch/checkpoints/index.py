@@ -8,9 +8,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trainload.capture.errors import CheckpointError, PackageError
+from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
+from trainload.core.errors import CheckpointError, PackageError
 from trainload.packaging import chunks
-from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
 from trainload.sharding.plan import Bucket, Shard
 from trainload.sharding.strategies import Strategy
 

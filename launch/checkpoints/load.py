@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainload.capture.errors import CheckpointError
+from trainload.core.errors import CheckpointError
 from trainload.launching.checkpoints.read import Checkpoint
 from trainload.launching.checkpoints.state import MEAN, PARAM, ShardedState, held
 from trainload.packaging.tensors import to_fill

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from trainload.core.credentials import check_no_credentials
+from trainload.core.storage.files import Sink
 from trainload.launching.checkpoints.index import CHECKPOINTS, CheckpointIndex
 from trainload.packaging.chunks import Ranges
-from trainload.packaging.credentials import check_no_credentials
-from trainload.packaging.stores.places import Sink
 
 Where: TypeAlias = Path | str
 """A checkpoint: its folder, or its URL."""

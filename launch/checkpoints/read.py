@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainload.capture.errors import CheckpointError, StorageError, UnsafePackageError
+from trainload.core.errors import CheckpointError, StorageError, UnsafePackageError
 from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, scalar_key
 from trainload.launching.checkpoints.place import CheckpointPlace, Where, files_at
 from trainload.launching.checkpoints.shard import CURE, ShardReader

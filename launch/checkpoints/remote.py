@@ -20,12 +20,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainload.capture.errors import CheckpointError, IntegrityError, StorageError
+from trainload.core.canonical_json import MAX_BYTES
+from trainload.core.errors import CheckpointError, IntegrityError, StorageError
+from trainload.core.storage.files import NO_OPTIONS, Sink
+from trainload.core.storage.remote import RemoteFiles, Upload
 from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, decode_index, encode_index, folder_name, step_of
-from trainload.packaging.canonical import MAX_BYTES
 from trainload.packaging.chunks import Ranges
-from trainload.packaging.stores.places import NO_OPTIONS, Sink
-from trainload.packaging.stores.remote import RemoteFiles, Upload
 
 _ANSWER_SECONDS = 120.0
 """How long a place may take for one answer: to a question, or to a part of a file."""

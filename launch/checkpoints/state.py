@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from trainload.capture.errors import CheckpointError
+from trainload.core.errors import CheckpointError
 from trainload.sharding.plan import Bucket, Plan
 
 PARAM = "param"

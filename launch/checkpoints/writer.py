@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from trainload.capture.errors import CheckpointError, PackageError, StorageError, TrainloadError
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import CheckpointError, PackageError, StorageError, TrainloadError
+from trainload.core.paths import is_full
 from trainload.launching.checkpoints.index import (
     CheckpointIndex,
     DataPosition,
@@ -33,8 +35,6 @@ from trainload.launching.checkpoints.read import Checkpoint
 from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.checkpoints.shard import write_shard
 from trainload.launching.checkpoints.state import ShardedState, owned_slices
-from trainload.packaging.canonical import canonical_json, parse_canonical
-from trainload.packaging.files import is_full
 from trainload.sharding.plan import Bucket, Plan
 
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")

@@ -23,13 +23,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainload.capture.errors import RunInterrupted, TrainloadError
+from trainload.core.credentials import no_secrets_raised
+from trainload.core.errors import RunInterrupted, TrainloadError
 from trainload.launching.cluster.mailbox import Mailbox, RayContact
 from trainload.launching.cluster.nodes import NODE_LABEL, resource_of
 from trainload.launching.cluster.output import heard
 from trainload.launching.journal import POLL_SECONDS, tracebacks_to
 from trainload.launching.spec import RunSpec
-from trainload.packaging.credentials import no_secrets_raised
 
 _ANSWER_SECONDS = 3.0
 _END_SECONDS = 15.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.journal import Event, Journal, append_log, stream_events
 from trainload.launching.state import Summary
 

@@ -17,7 +17,7 @@ import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray.exceptions import AuthenticationError
 
-from trainload.capture.errors import ClusterError, first_line
+from trainload.core.errors import ClusterError, first_line
 
 _LISTEN_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import AuthenticationError
 
-from trainload.capture.errors import ClusterError, LostClusterError, TrainingError, first_line
+from trainload.core.errors import ClusterError, LostClusterError, TrainingError, first_line
 from trainload.launching.cluster.connection import check_listener, show_token, turned_away
 from trainload.launching.state import read_state
 

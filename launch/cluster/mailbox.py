@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from trainload.capture.errors import TrainloadError
+from trainload.core.errors import TrainloadError
 from trainload.launching.activity import Activity, Doing
 from trainload.launching.contact import Request
 from trainload.launching.journal import Event

@@ -12,7 +12,7 @@ import ray
 import ray._private.state
 from ray.autoscaler.sdk import request_resources
 
-from trainload.capture.errors import ClusterError, LostClusterError
+from trainload.core.errors import ClusterError, LostClusterError
 from trainload.sharding.plan import DeviceKind, Plan
 
 NODE_LABEL = "ray.io/node-id"

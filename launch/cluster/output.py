@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from trainload.capture.redaction import redacted
+from trainload.core.redaction import redacted
 
 _LOOK_SECONDS = 0.2
 _READ_BYTES = 1 << 16

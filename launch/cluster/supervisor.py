@@ -15,7 +15,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
-from trainload.capture.errors import (
+from trainload.core.atomic import replace_file
+from trainload.core.errors import (
     CheckpointError,
     ClusterError,
     LostClusterError,
@@ -26,7 +27,6 @@ from trainload.capture.errors import (
     TrainloadError,
     first_line,
 )
-from trainload.core.atomic import replace_file
 from trainload.launching.activity import Phase
 from trainload.launching.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launching.cluster.book import Book

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from trainload.capture.errors import ClusterError, TrainingError, TrainloadError
+from trainload.core.credentials import no_secrets_raised
+from trainload.core.errors import ClusterError, TrainingError, TrainloadError
 from trainload.launching.cluster.nodes import NODE_LABEL
-from trainload.packaging.credentials import no_secrets_raised
 
 if TYPE_CHECKING:
     from trainload.launching.spec import RunSpec

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trainload.capture.errors import DataError, StorageError
 from trainload.core.atomic import replacing
+from trainload.core.errors import DataError, StorageError
 from trainload.launching.data.columns import DTYPES, Array, native
 
 Batch: TypeAlias = Mapping[str, Any] | pa.Table | pa.RecordBatch

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainload.capture.errors import DataError
+from trainload.core.errors import DataError
 from trainload.launching.data.columns import Array, ColumnType, Sizes
 
 _SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}

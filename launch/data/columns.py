@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec, SizeLike
+from trainload.core.errors import DataError
 from trainload.launching.data.files import DataFile
 
 Array = npt.NDArray[np.generic]

@@ -10,8 +10,8 @@ from typing import IO
 
 import numpy as np
 
-from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
+from trainload.core.errors import DataError
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, one_length, unreadable
 from trainload.launching.data.files import DataFile
 

@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from trainload.capture.errors import DataError, IntegrityError
 from trainload.capture.program import InputSpec
+from trainload.core.errors import DataError, IntegrityError
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
 from trainload.launching.data.files import DataFile
 from trainload.packaging.tensors import CODES, DTYPES, Place, header_length

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
+from trainload.core.errors import DataError
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, unreadable
 from trainload.launching.data.files import DataFile
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
+from trainload.core.errors import DataError
 from trainload.launching.data import columns_arrow, columns_npz, columns_parquet, columns_safetensors, columns_tar
 from trainload.launching.data.columns import Array, FileSchema, Reader, Sizes, check_file, check_inputs
 from trainload.launching.data.columns_cache import CachedColumns, make_cached

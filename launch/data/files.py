@@ -14,12 +14,12 @@ from typing import IO, Any, Protocol
 
 from fsspec.core import has_magic
 
-from trainload.capture.errors import DataError, MissingDataError
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_file
+from trainload.core.credentials import without_secrets
+from trainload.core.errors import DataError, MissingDataError
+from trainload.core.storage.filesystem import failures, file_system, unreachable
 from trainload.launching.reading import reading
-from trainload.packaging.canonical import canonical_json, sha256_bytes, sha256_file
-from trainload.packaging.credentials import without_secrets
-from trainload.packaging.stores.filesystem import failures, file_system, unreachable
 
 Source = str | Path | Sequence[str | Path]
 """Files, folders of them, glob patterns, each a path or an fsspec URL; one of these, or several. The files of a folder or pattern are

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainload.capture.errors import DataError, MissingDataError
+from trainload.core.errors import DataError, MissingDataError
 from trainload.launching.data.files import Source, is_url
 from trainload.launching.reading import reading
 

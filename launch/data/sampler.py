@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trainload.capture.errors import DataError
+from trainload.core.errors import DataError
 
 Rows = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.low_rank import LowRank

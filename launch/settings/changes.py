@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 from trainload.launching.settings.info import info_of
 from trainload.launching.settings.overrides import Overrides
 from trainload.launching.settings.run import RunSettings

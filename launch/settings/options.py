@@ -11,8 +11,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, ove
 
 from pydantic import BaseModel, ValidationError
 
-from trainload.capture.arguments import out_of_range, shown
-from trainload.capture.errors import RequestError
+from trainload.core.arguments import out_of_range, shown
+from trainload.core.errors import RequestError
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=BaseModel)

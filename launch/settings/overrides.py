@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 from trainload.launching.settings.adapters import Adapters
 from trainload.launching.settings.info import SettingInfo
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.launching.settings.adapters import Adapters
 from trainload.launching.settings.info import SettingInfo, info_of
 from trainload.launching.settings.overrides import FIXED, Overrides

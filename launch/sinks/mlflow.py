@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
-from trainload.capture.errors import StorageError, first_line
+from trainload.core.errors import StorageError, first_line
 from trainload.launching.sinks.protocol import Outcome
 from trainload.launching.spec import read_spec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 from ray.util.metrics import Counter, Gauge
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.journal import stream_events
 from trainload.launching.sinks.measures import (
     CHECKPOINT_STEP,

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from trainload.capture.errors import ClusterError, StorageError
+from trainload.core.errors import ClusterError, StorageError
 from trainload.launching.journal import Event
 from trainload.launching.sinks.protocol import Outcome, Sink, SinkName
 

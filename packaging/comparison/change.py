@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
 
 _KEYS = ("name", "group", "graph")
 """Fields that name an object in a list of them."""

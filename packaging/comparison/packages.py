@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainload.packaging.canonical import parse_canonical
+from trainload.core.canonical_json import parse_canonical
 from trainload.packaging.comparison.change import ABSENT, Change, changes
 from trainload.packaging.comparison.graph_lines import GraphLines, graph_lines
 from trainload.packaging.comparison.graphs import GraphDifference, graph_difference

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from trainload.capture.errors import IntegrityError, UnsafePackageError
-from trainload.packaging.canonical import nesting
-from trainload.packaging.files import open_inside, walk
+from trainload.core.canonical_json import nesting
+from trainload.core.errors import IntegrityError, UnsafePackageError
+from trainload.core.paths import open_inside
+from trainload.packaging.files import walk
 from trainload.packaging.manifest import MANIFEST, Manifest, SafePath, Sha256
 
 FOLDER = "signatures"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainload.capture.errors import SignatureError, StorageError, first_line
+from trainload.core.errors import SignatureError, StorageError, first_line
 
 PASSWORD = "TRAINLOAD_KEY_PASSWORD"
 """Environment variable: the password of a private key."""

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trainload.capture.errors import PolicyError
-from trainload.packaging.canonical import sha256_bytes
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import PolicyError
 from trainload.packaging.manifest import MANIFEST, Identifier, Manifest, Sha256
 from trainload.packaging.signatures.keys import identity_of, read_pem
 from trainload.packaging.signatures.vouching import Refused, vouched_for

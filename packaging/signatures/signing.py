@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainload.capture.errors import SignatureError, StorageError
 from trainload.core.atomic import create_file, sync_folder
-from trainload.packaging.canonical import sha256_bytes
-from trainload.packaging.files import is_full
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import SignatureError, StorageError
+from trainload.core.paths import is_full
 from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.read import read_manifest
 from trainload.packaging.signatures.file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import PackageError, SignatureError
-from trainload.packaging.files import write_bytes
+from trainload.core.errors import PackageError, SignatureError
+from trainload.core.paths import write_bytes
 from trainload.packaging.manifest import OUTSIDE, Manifest
 from trainload.packaging.signatures.file import FOLDER, SignatureFile, read_signature, signature_paths, signed_files
 from trainload.packaging.signatures.keys import Identity, certificate_key, library

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainload.capture.errors import IntegrityError, UnsafePackageError
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import IntegrityError, UnsafePackageError
 from trainload.packaging.assets import media_type_of
-from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.manifest import MANIFEST, FileEntry, Manifest, SafePath
 from trainload.packaging.stores.releases import check_files
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import PackageError, StorageError
+from trainload.core.canonical_json import sha256_bytes, sha256_file
+from trainload.core.errors import PackageError, StorageError
+from trainload.core.storage.files import NO_OPTIONS, Expected
 from trainload.packaging.assets import media_type_of
-from trainload.packaging.canonical import sha256_bytes, sha256_file
 from trainload.packaging.files import walk
 from trainload.packaging.manifest import MANIFEST, FileEntry, Manifest, SafePath
 from trainload.packaging.read import check_tree, read_manifest
 from trainload.packaging.stores.leases import Lease, leased
-from trainload.packaging.stores.places import NO_OPTIONS
 from trainload.packaging.stores.releases import TRAVELLING, Release, Verdict, check_files, shown
 from trainload.packaging.stores.store import Store, blob_path
 
@@ -199,7 +199,7 @@ def _send(store: Store, local: LocalPackage, lease: Lease, on_progress: OnProgre
         if there[digest] == entry.size:
             moved(entry.size)
             continue
-        store.files.send(blob_path(digest), local.path / path, entry, moved)
+        store.files.send(blob_path(digest), local.path / path, Expected(entry.size, entry.sha256), moved)
         sent.append(digest)
     on_progress(total, total)
     return sent

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
-from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
+from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.packaging.guards import Record
 from trainload.packaging.manifest import MANIFEST, FileEntry, SafePath, Sha256
 

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from trainload.capture.errors import ConflictError, IntegrityError, StorageError
+from trainload.core.errors import ConflictError, IntegrityError, StorageError
+from trainload.core.storage.files import NO_OPTIONS
+from trainload.core.storage.open import open_files
 from trainload.packaging.manifest import FileEntry, Manifest
-from trainload.packaging.stores.locations import open_files
-from trainload.packaging.stores.places import NO_OPTIONS
 from trainload.packaging.stores.releases import (
     MAX_RECORD,
     Mark,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.size_expressions import parse
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.pipeline.balance import Homes, choose_stages

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.nodes import ends
 from trainload.sharding.pipeline.items import updated_buffers
 from trainload.sharding.work import bytes_of, flops, moved_bytes

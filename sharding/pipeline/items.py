@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.operators import body_at, is_overload
+from trainload.core.errors import PlanError
 from trainload.sharding.nodes import computed_from, ends
 from trainload.sharding.work import bytes_of
 

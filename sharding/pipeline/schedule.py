@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import pipelining
 
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.pipeline.stages import Part
 from trainload.sharding.strategies import Schedule
 

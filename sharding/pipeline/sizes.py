@@ -12,7 +12,7 @@ from torch import SymInt
 from torch.fx import Graph, Node
 
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.nodes import LazyGraphModule, ends
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.plan import DeviceKind
 
 FOLDER = Path(__file__).parent / "devices"

@@ -15,7 +15,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.buckets import item_bytes
 from trainload.sharding.check_plan import rows_of_update
 from trainload.sharding.estimate import state_counts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Replicated, Shard
 from trainload.sharding.strategies import Divide

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.nodes import ends
 from trainload.sharding.plan import Shard
 from trainload.sharding.tensor.factors import Factor

@@ -19,8 +19,8 @@ import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
 import trainload.sharding.tensor.rules  # noqa: F401 - these three declare what operators do
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.operators import bodies_of
+from trainload.core.errors import PlanError
 from trainload.sharding.nodes import LazyGraphModule, arguments, ends, holds_tensors, mode_of
 from trainload.sharding.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor

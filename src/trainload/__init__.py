@@ -12,7 +12,7 @@ from typing import Any
 
 import lazy_loader
 
-from trainload.capture.versions import check_supported_torch as _check_supported_torch
+from trainload.core.versions import check_supported_torch as _check_supported_torch
 
 __version__ = "0.1.0"
 

@@ -13,13 +13,13 @@ from trainload.autograd_trace.optimizer_groups import with_trained
 from trainload.autograd_trace.trainers import make_optimizers
 from trainload.autograd_trace.update import capture_optimizer
 from trainload.capture.abstract import capture_abstract, with_real_batch
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.replays import Check
 from trainload.capture.rows import arranged
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
+from trainload.core.errors import CaptureError, JobError
 from trainload.packaging.graph_digest import graphs_digest
 from trainload.packaging.manifest import AbstractEntry
 from trainload.packaging.op_libraries import Libraries

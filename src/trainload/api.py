@@ -12,8 +12,6 @@ from typing import Literal
 from trainload.abstract import freeze_abstract
 from trainload.bundling import Bundler, given_wheel
 from trainload.capture.ambient import neutrally, one_at_a_time, warned_of_autocast
-from trainload.capture.arguments import check_arguments
-from trainload.capture.errors import JobError, StorageError
 from trainload.capture.inputs import constants_of, leaves_of
 from trainload.capture.job import Job, check_job
 from trainload.capture.program import Program
@@ -22,10 +20,12 @@ from trainload.capture.rows import arranged
 from trainload.capture.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.capture.shape_report import explain_shapes
 from trainload.capture.shapes import declared_shapes, spelled
+from trainload.core.arguments import check_arguments
+from trainload.core.errors import JobError, StorageError
+from trainload.core.paths import check_name
 from trainload.launching.fetching import here
 from trainload.launching.libraries import import_libraries, library_warnings, open_with
 from trainload.packaging.assets import asset_sources
-from trainload.packaging.files import check_name
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package
 from trainload.packaging.write import write_package

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainload.capture.errors import PackageError, StorageError
+from trainload.core.errors import PackageError, StorageError
 from trainload.packaging.manifest import EXTENSIONS, Manifest, OpLibraryEntry
 from trainload.packaging.op_libraries import Libraries, modules_of, one_provider, spelled_library
 from trainload.packaging.providers import Provider

@@ -22,9 +22,6 @@ import click
 
 import trainload
 from trainload import view
-from trainload.capture.errors import StorageError
-from trainload.capture.redaction import redacted
-from trainload.capture.versions import check_supported_torch
 from trainload.commands import (
     compare,
     exports,
@@ -47,6 +44,9 @@ from trainload.commands.shared import json_option
 from trainload.commands.shared import libraries as named_libraries
 from trainload.commands.shared import out as _out
 from trainload.commands.shared import print_json as _print_json
+from trainload.core.errors import StorageError
+from trainload.core.redaction import redacted
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.capture.job import Job

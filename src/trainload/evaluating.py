@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.capture.ambient import neutrally
-from trainload.capture.errors import RequestError, TrainingError
+from trainload.core.errors import RequestError, TrainingError
 from trainload.launching.journal import Event, stream_events
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run import EvaluationSettings

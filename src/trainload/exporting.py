@@ -21,12 +21,12 @@ from trainload.autograd_trace.size_checks import size_checks
 from trainload.autograd_trace.step_module import draws
 from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.distance import relative_distance
-from trainload.capture.errors import ClusterError, DataError, PackageError, raised
 from trainload.capture.parity import replaying, tolerance_of
 from trainload.capture.program import GraphCapture, Mode
 from trainload.capture.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.synthesise import synthesise
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import ClusterError, DataError, PackageError, raised
 from trainload.packaging.files import new_file, new_folder, walk
 from trainload.packaging.graph_json import serialisable_values, with_graph
 from trainload.packaging.read import Package, check_weights

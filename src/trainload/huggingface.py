@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainload.capture.errors import JobError
 from trainload.capture.job import AssetLike, Job, Loss, SchedulerFactory
+from trainload.core.errors import JobError
 
 IGNORED = -100
 """A label of this value is not counted."""

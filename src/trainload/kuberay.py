@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
-from trainload.capture.errors import RequestError
-from trainload.capture.redaction import HIDDEN, is_secret_name, redacted
+from trainload.core.errors import RequestError
+from trainload.core.redaction import HIDDEN, is_secret_name, redacted
 
 Kind = Literal["RayJob", "RayCluster"]
 Json = dict[str, Any]

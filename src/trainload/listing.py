@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from trainload.autograd_trace.decompose import spelled
-from trainload.capture.errors import PackageError
+from trainload.core.errors import PackageError
 from trainload.packaging.read import Package
 from trainload.packaging.source_map import SourceMap, named_nodes, users_path
 

@@ -18,10 +18,10 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
-from trainload.capture.errors import DataError, JobError, StorageError, TrainloadError
+from trainload.core.credentials import resolve
+from trainload.core.errors import DataError, JobError, StorageError, TrainloadError
 from trainload.launching.data.arrow_file import Batch, write_rows
 from trainload.launching.spec import RUN_FILE, made_file
-from trainload.packaging.credentials import resolve
 from trainload.spec import describe, load_module, user_line
 
 PYTHON = "python:"

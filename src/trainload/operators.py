@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.decompose import becomes, is_core, is_device_specific, spelled
-from trainload.capture.errors import PassError
 from trainload.capture.operators import calls_in, is_higher_order, is_overload
 from trainload.capture.program import Program
+from trainload.core.errors import PassError
 from trainload.packaging.derived import read_derived
 from trainload.packaging.graph_json import running_schema
 from trainload.packaging.read import Package

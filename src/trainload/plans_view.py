@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trainload.capture.errors import PlanError
 from trainload.columns_view import Columns
+from trainload.core.errors import PlanError
 from trainload.sharding.planner.costs import Memory, StepTime
 from trainload.sharding.planner.search import Candidate, Found
 from trainload.view import size

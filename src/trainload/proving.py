@@ -20,7 +20,6 @@ from trainload.autograd_trace.replays import check_replays
 from trainload.autograd_trace.step_module import is_plain
 from trainload.autograd_trace.trainers import make_optimizers
 from trainload.autograd_trace.update import capture_optimizer
-from trainload.capture.errors import StorageError
 from trainload.capture.job import Job
 from trainload.capture.program import Program, Tracing
 from trainload.capture.replays import Check, Replayed, replay_batches
@@ -29,6 +28,7 @@ from trainload.capture.strict import tried_too
 from trainload.capture.synthesise import with_quantiles
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
+from trainload.core.errors import StorageError
 from trainload.packaging.derived import write_derived
 from trainload.packaging.read import Package
 from trainload.sharding.step_graphs import derived_key

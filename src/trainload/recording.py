@@ -18,7 +18,6 @@ from torch.export import Dim
 from trainload.autograd_trace.guards import size_guard
 from trainload.capture.ambient import neutrally
 from trainload.capture.dispatch import Dispatcher
-from trainload.capture.errors import JobError
 from trainload.capture.guards import Guard
 from trainload.capture.job import Job, LossFunction
 from trainload.capture.program import GraphCapture
@@ -27,6 +26,7 @@ from trainload.capture.rows import arranged
 from trainload.capture.state import modes_kept, state_kept
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import export_graph, input_specs
+from trainload.core.errors import JobError
 
 __all__ = ["Recording", "record"]
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, SkipValidation
 
 import trainload
-from trainload.capture.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
+from trainload.core.credentials import check_no_credentials
+from trainload.core.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
 from trainload.launching.checkpoints.place import place_of, whole_place
 from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launching.data.files import is_url, local_path
@@ -29,7 +30,6 @@ from trainload.launching.spec import (
     read_spec,
 )
 from trainload.made_data import Data, InFiles, in_files, written
-from trainload.packaging.credentials import check_no_credentials
 from trainload.packaging.op_libraries import Libraries
 from trainload.packaging.read import Package, check_weights
 from trainload.packaging.signatures.policy import find_policies

@@ -12,8 +12,10 @@ from typing import Annotated
 from pydantic import SkipValidation
 
 from trainload.capture.ambient import neutrally
-from trainload.capture.errors import ClusterError, StorageError
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import ClusterError, StorageError
+from trainload.core.processes import interrupted_by_signals
 from trainload.launching.build import is_compiled
 from trainload.launching.cache import default_cache_dir
 from trainload.launching.checkpoints.place import place_of
@@ -21,7 +23,6 @@ from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launching.driver import check_no_driver, driving
 from trainload.launching.journal import Event, followed, stream_events
 from trainload.launching.opening import frozen_package
-from trainload.launching.processes import interrupted_by_signals
 from trainload.launching.result import RunResult, check_output, finish
 from trainload.launching.settings.changes import changed, changes_run
 from trainload.launching.settings.options import takes_options
@@ -36,7 +37,6 @@ from trainload.launching.spec import (
 )
 from trainload.launching.trial import Trial, try_out
 from trainload.made_data import Data
-from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.packaging.signatures.policy import find_policies
 from trainload.run_request import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from trainload.capture.errors import JobError, TrainloadError
+from trainload.core.errors import JobError, TrainloadError
 
 if TYPE_CHECKING:
     from trainload.capture.job import Job

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
+from trainload.core.storage.files import NO_OPTIONS
 from trainload.launching.fetching import is_reference, parts_of
 from trainload.packaging.files import check_outside_packages
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.oci import OciPushReport, is_oci, pull_oci, push_oci
-from trainload.packaging.stores.places import NO_OPTIONS
 from trainload.packaging.stores.pull import PullReport
 from trainload.packaging.stores.pull import pull as pull_from_store
 from trainload.packaging.stores.push import OnProgress, PushReport, unwatched

@@ -22,15 +22,15 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.capture.ambient import neutrally, one_at_a_time
 from trainload.capture.compare import Difference, compare
-from trainload.capture.errors import PackageError, PassError, StorageError, TrainloadError, first_line
 from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.synthesise import rows_of, synthesise
+from trainload.core.canonical_json import sha256_file
+from trainload.core.errors import PackageError, PassError, StorageError, TrainloadError, first_line
 from trainload.launching.cache import default_cache_dir
 from trainload.launching.data.dataset import Dataset
 from trainload.launching.data.run_data import open_run_data
 from trainload.operators import counts_of
-from trainload.packaging.canonical import sha256_file
 from trainload.packaging.graph_json import with_graph
 from trainload.packaging.manifest import PassEntry
 from trainload.packaging.providers import distributions_with

@@ -17,10 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainload.capture.errors import PackageError
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import PackageError
+from trainload.core.paths import write_bytes
 from trainload.packaging.assets import ASSETS, assets_of
-from trainload.packaging.canonical import canonical_json
-from trainload.packaging.files import copy_checked, write_bytes
+from trainload.packaging.files import copy_checked
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package
 from trainload.packaging.tensors import TensorFileWriter, TensorSpec

@@ -15,11 +15,11 @@ from torch import nn
 from trainload.autograd_trace import check
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job, Loss
 from trainload.capture.program import Program
 from trainload.capture.replays import Replayed
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 
 def weighted(model: nn.Module, batch: Batch) -> Loss:

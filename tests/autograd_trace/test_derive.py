@@ -22,10 +22,10 @@ from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.autograd_trace.interpret import GraphInterpreter
-from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job, Loss
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 import trainload
 from trainload import Job
 from trainload.autograd_trace.graphs import Role
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 
 
 class Model(nn.Module):

@@ -16,12 +16,12 @@ from torch.export import Dim
 
 from trainload.autograd_trace.guards import with_guards
 from trainload.capture.dispatch import Dispatcher
-from trainload.capture.errors import DataError
 from trainload.capture.guards import FixedValue, Guard
 from trainload.capture.job import Job
 from trainload.capture.program import Program
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
+from trainload.core.errors import DataError
 
 Function = Callable[..., Tensor]
 AUTO = Dim.AUTO

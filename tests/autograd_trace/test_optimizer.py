@@ -21,11 +21,11 @@ from torch.export import ExportedProgram
 from trainload.autograd_trace import update_graph
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.optimizer_groups import with_trained
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.parameter_groups import parameter_groups
 from trainload.capture.program import GraphCapture, OutputRole, OutputSpec, ParameterSpec, Program
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 
 Make = Callable[[Any], optim.Optimizer]
 ELEMENTWISE: dict[str, Make] = {

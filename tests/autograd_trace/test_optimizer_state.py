@@ -34,9 +34,9 @@ from torch import Tensor, nn, optim
 
 from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.autograd_trace.state_leaves import leaves, rebuilt
-from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 
 @pytest.fixture(scope="module")

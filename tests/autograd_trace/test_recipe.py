@@ -12,8 +12,8 @@ import trainload
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe
 from trainload.autograd_trace.recipe import make_recipe
 from trainload.autograd_trace.trainers import make_optimizers, trainers_of
-from trainload.capture.errors import JobError
 from trainload.capture.program import GraphCapture, OutputRole, OutputSpec, Program
+from trainload.core.errors import JobError
 
 PROGRAM = Program({"train": GraphCapture("train", cast(ExportedProgram, None), (), (OutputSpec("loss", OutputRole.LOSS),))}, (), (), {}, {})
 

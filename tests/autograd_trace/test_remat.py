@@ -22,9 +22,9 @@ from trainload.autograd_trace.check import check_step
 from trainload.autograd_trace.graphs import TANGENT, StepGraph
 from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.remat import RECOMPUTES, REPEATED
-from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
+from trainload.core.errors import CaptureError
 from trainload.packaging.derived import read_derived, write_derived
 from trainload.packaging.write import write_package
 

@@ -12,8 +12,8 @@ from torch import Tensor, optim
 
 from trainload.autograd_trace import ways
 from trainload.autograd_trace.ways import TooManyWays, Ways
-from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
+from trainload.core.errors import CaptureError
 
 STEPS = 12
 FEW = 2

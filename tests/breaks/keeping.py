@@ -258,7 +258,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a driver whose number another process has is taken for alive",
-        "launch/processes.py",
+        "src/trainload/core/processes.py",
         "        return _began(int(parts[2])) != parts[3]\n",
         "        return not _began(int(parts[2]))\n",
         "../launch/test_processes.py::test_a_process_whose_number_is_used_again_has_ended",

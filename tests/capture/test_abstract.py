@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import fake_mode
 from trainload.capture.abstract import AbstractProof, capture_abstract
-from trainload.capture.errors import CaptureError
 from trainload.capture.hollow import hollow
 from trainload.capture.job import Job
 from trainload.capture.program import Program
 from trainload.capture.structure import difference, pattern, structure_of
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings("ignore:1 parameters get no gradient")
 

@@ -15,9 +15,9 @@ from tests.trained import UPDATES, assert_trains_as_eager
 from torch import Tensor, nn
 
 import trainload
-from trainload.capture.errors import CaptureError
 from trainload.capture.patched import replaced
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 from trainload.launching.journal import read_events
 
 ROWS = 4

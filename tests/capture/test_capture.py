@@ -11,10 +11,10 @@ from tests.capture.jobs import Batch, Model, job, mean_square
 from torch import Tensor, nn
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Loss
 from trainload.capture.program import OutputRole, Program
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 
 
 @pytest.fixture(scope="module")

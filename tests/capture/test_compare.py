@@ -14,9 +14,9 @@ from tests.packaging.jobs import Job, batch_of
 from torch.fx import GraphModule, Node
 
 from trainload.capture.compare import Difference, compare
-from trainload.capture.errors import CaptureError, DataError
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, DataError
 from trainload.packaging.graph_json import with_graph
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainload.capture.dispatch import Dispatcher
-from trainload.capture.errors import DataError
 from trainload.capture.guards import FixedValue, Guard, InputGuard, fixed_value
+from trainload.core.errors import DataError
 
 X = InputGuard("x", "float32", ("batch", "x_1"))
 RANGES = {"batch": (1, None), "x_1": (2, 8)}

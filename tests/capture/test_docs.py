@@ -17,9 +17,9 @@ from tests.house.source import ROOT
 from torch import Tensor, nn
 
 from trainload.capture.causes import CAUSES
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 
 TEXT = (ROOT / "docs" / "capture.md").read_text()
 ANCHORS = {title.lower().replace(" ", "-") for title in re.findall(r"^## (.*)$", TEXT, re.MULTILINE)}

@@ -18,10 +18,10 @@ from tests.capture.refused import CAPTURED, REFUSED, Refused
 from tests.capture.test_docs import ANCHORS
 from torch import nn
 
-from trainload.capture.errors import CaptureError
-from trainload.capture.finding import LINES, LONGEST, WIDTH, Finding, Place, page
 from trainload.capture.place import place_of_error
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
+from trainload.core.finding import LINES, LONGEST, WIDTH, Finding, Place, page
 
 one_of_each_cause = pytest.mark.matrix(kind=lambda case: case.cause)
 every = pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.function.__name__)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch._export.db.examples import all_examples  # private: there is no other way to its cases
 from torch.utils._pytree import tree_leaves
 
-from trainload.capture.errors import CaptureError
-from trainload.capture.finding import LINES
 from trainload.capture.job import Job
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
+from trainload.core.finding import LINES
 
 
 class Trained(nn.Module):

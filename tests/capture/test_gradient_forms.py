@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.capture.errors import CaptureError
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 Middle = Callable[[Any, Tensor], Any]
 

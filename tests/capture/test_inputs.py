@@ -15,10 +15,10 @@ from tests.capture.jobs import Model, job, mean_square
 from torch import Tensor, nn
 from torch.export import Dim
 
-from trainload.capture.errors import JobError
 from trainload.capture.inputs import constants_of, leaves_of, rebuild
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
+from trainload.core.errors import JobError
 
 
 @dataclass

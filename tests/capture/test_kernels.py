@@ -11,9 +11,9 @@ import torch
 from tests.capture.jobs import Model, job
 from torch import Tensor
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.replays import Check
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 from trainload.proving import prove
 
 

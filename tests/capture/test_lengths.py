@@ -13,10 +13,10 @@ from tests.capture.jobs import Model, job
 from torch import Tensor
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.lengths import lengths
 from trainload.capture.replays import Check
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 from trainload.proving import prove
 
 

@@ -9,8 +9,8 @@ from tests.optimizers import optimizer_of
 from torch import nn
 
 import trainload
-from trainload.capture.errors import JobError
 from trainload.capture.trace import capture
+from trainload.core.errors import JobError
 
 NO_DECAY = {"weight_decay": 0.0}
 

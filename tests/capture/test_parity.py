@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional
 
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Loss
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 
 
 def doubled(_: Any, x: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from trainload.capture import redaction
-from trainload.capture.errors import StorageError
-from trainload.capture.redaction import hide, redacted, redacted_data
+from trainload.core import redaction
+from trainload.core.errors import StorageError
+from trainload.core.redaction import hide, redacted, redacted_data
 
 
 @pytest.fixture(autouse=True)

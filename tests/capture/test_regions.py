@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.check import check_step
-from trainload.capture.errors import CaptureError
 from trainload.capture.job import Job
 from trainload.capture.operators import graphs_in
 from trainload.capture.program import Program
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 from trainload.packaging.write import write_package
 
 expected_warnings = pytest.mark.filterwarnings("ignore:2 parameters get no gradient", "ignore:None of the inputs have requires_grad")

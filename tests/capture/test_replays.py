@@ -11,10 +11,10 @@ from tests.capture.jobs import Batch, Model, job
 from torch import Tensor, nn
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
 from trainload.capture.replays import Check, replay_batches
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 SEQ = {"x": {1: Dim("seq", min=2, max=9)}, "y": {1: Dim("seq", min=2, max=9)}}
 

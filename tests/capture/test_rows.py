@@ -17,10 +17,10 @@ from torch.export import Dim
 
 import trainload
 from trainload import Job, JobError
-from trainload.capture.errors import CaptureError
 from trainload.capture.inputs import leaves_of, rebuild
 from trainload.capture.rows import arranged
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 from trainload.launching.journal import losses, read_events
 
 ROWS, STEPS = 4, 3

@@ -12,10 +12,10 @@ from tests.capture.jobs import Model, job
 from torch import Tensor
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.patched import OPERATORS
 from trainload.capture.replays import Check
 from trainload.capture.scan import replacements
+from trainload.core.errors import CaptureError
 from trainload.proving import prove
 
 scan: Any = vars(sys.modules[OPERATORS])["associative_scan"]

@@ -11,10 +11,10 @@ from tests.capture.jobs import Batch
 from tests.capture.shape_jobs import added, asked, asserting, branching, free, positioned, reshaped, strided
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.shape_fixes import Fix, apply_fixes, suggested_fixes, with_suggested_fixes
 from trainload.capture.shapes import spelled
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* get no gradient")  # each loss uses a part of the model
 

@@ -26,8 +26,8 @@ from tests.capture.shape_jobs import (
 )
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.shape_report import DimReport, ShapeReport, explain_shapes
+from trainload.core.errors import CaptureError
 
 
 def dim(report: ShapeReport, name: str, number: int) -> DimReport:

@@ -11,9 +11,9 @@ from tests.capture.jobs import Batch, Model, job, mean_square
 from torch import Tensor, nn
 from torch.export import Dim
 
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.shapes import declared_shapes, spelled
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 
 X = {"x": torch.randn(4, 6, 8)}
 PAIR = {"x": torch.randn(4, 6, 8), "y": torch.randn(4, 12)}

@@ -18,12 +18,12 @@ from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 from trainload import proving
-from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
 from trainload.capture.replays import Check
 from trainload.capture.strict import export_strictly
 from trainload.capture.targets import example_of, targets_of
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 from trainload.proving import prove
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ from tests.capture.jobs import Batch, Model, job
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainload.capture.errors import CaptureError
 from trainload.capture.program import Program
 from trainload.capture.substitutes import SUBSTITUTES
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 ROWS = (2, 11, 31)
 Loss = Callable[[nn.Module, Batch], Any]

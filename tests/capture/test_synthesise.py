@@ -10,11 +10,11 @@ from tests.capture.jobs import Model, job
 from torch import Tensor
 from torch.export import Dim
 
-from trainload.capture.errors import DataError
 from trainload.capture.job import Job
 from trainload.capture.program import GraphCapture, InputSpec, Program
 from trainload.capture.synthesise import QUANTILES, quantiles_of, rows_of, synthesise, with_quantiles
 from trainload.capture.trace import capture
+from trainload.core.errors import DataError
 
 
 def known(made: Job) -> Program:

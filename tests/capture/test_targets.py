@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from trainload import Graph, Job, Loss, Turn
 from trainload.autograd_trace.trainers import make_loop
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.program import Program
 from trainload.capture.targets import targets_of
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

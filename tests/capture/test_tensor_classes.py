@@ -13,10 +13,10 @@ from tests.capture.jobs import Model, job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainload.capture.errors import CaptureError
-from trainload.capture.finding import LINES
 from trainload.capture.tensor_classes import behaviour_of
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
+from trainload.core.finding import LINES
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse CSR tensor support", "ignore:The PyTorch API of MaskedTensors", "ignore:The PyTorch API of nested", "ignore:.*[Qq]uantiz"

@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 
 from trainload.autograd_trace.trainers import make_optimizers
 from trainload.autograd_trace.update import capture_optimizer
-from trainload.capture.errors import CaptureError, raised
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, raised
 
 
 class Listed(nn.Module):

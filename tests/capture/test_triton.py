@@ -15,8 +15,8 @@ from torch.library import triton_op, wrap_triton
 
 import trainload
 from trainload.autograd_trace.aot import derive
-from trainload.capture.errors import CaptureError
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError
 
 triton: Any = pytest.importorskip("triton")
 tl: Any = pytest.importorskip("triton.language")

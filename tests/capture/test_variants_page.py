@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import Dim
 
 import trainload
-from trainload.capture.errors import DataError
+from trainload.core.errors import DataError
 from trainload.launching.data.mixture import parts_of
 
 TEXT = (ROOT / "docs" / "variants.md").read_text()

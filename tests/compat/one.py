@@ -19,7 +19,7 @@ from tests.golden.jobs import CASES
 from tests.golden.make import make
 
 import trainload
-from trainload.capture.errors import TrainloadError
+from trainload.core.errors import TrainloadError
 
 
 def freeze(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import fork_server
 
 from trainload.core import atomic
-from trainload.packaging.files import LONGEST_NAME
+from trainload.core.paths import LONGEST_NAME
 
 SIZE, TIMES, WRITERS = 200_000, 40, 4
 

@@ -26,10 +26,10 @@ from torch.fx import GraphModule
 
 import trainload
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import DataError, RequestError
 from trainload.capture.inputs import leaves_of
 from trainload.capture.job import Job
 from trainload.capture.rows import arranged
+from trainload.core.errors import DataError, RequestError
 from trainload.launching.journal import read_events
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package

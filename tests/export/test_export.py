@@ -20,7 +20,7 @@ from torch.export import Dim
 import trainload
 from trainload import cli, exporting
 from trainload.autograd_trace.plain import own_operators
-from trainload.capture.errors import ClusterError, IntegrityError, PackageError, StorageError
+from trainload.core.errors import ClusterError, IntegrityError, PackageError, StorageError
 from trainload.packaging.read import Package
 
 X = {"x": torch.randn(7, 8, generator=torch.Generator().manual_seed(3))}

@@ -20,7 +20,7 @@ from tests.selection import selected
 from torch import Tensor, nn
 
 import trainload
-from trainload.capture.errors import JobError, PackageError
+from trainload.core.errors import JobError, PackageError
 from trainload.huggingface import assets_of, job_of
 from trainload.packaging.read import Package
 from trainload.packaging.write import with_weights

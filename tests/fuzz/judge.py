@@ -11,8 +11,8 @@ import torch
 from tests.fuzz.mutants import Files, Mutant, files_of
 from tests.hostile.guarded import watched
 
-from trainload.capture.errors import TrainloadError
-from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import TrainloadError
 from trainload.packaging.derived import read_derived
 from trainload.packaging.graph_json import flat_to_json, graph_to_json
 from trainload.packaging.manifest import NON_PERSISTENT, OUTSIDE

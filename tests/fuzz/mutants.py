@@ -16,7 +16,7 @@ from typing import Any
 from tests.hostile.packages import MANIFEST, SEAL, STEP, reseal_step
 from tests.packaging.tampering import rechunk, reseal, write_manifest
 
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
 
 Files = Mapping[str, bytes]
 

@@ -28,7 +28,7 @@ from tests.fuzz.judge import judge
 from tests.fuzz.mutants import files_of, mutant, restore
 from tests.hostile.prepared import make_base
 
-from trainload.packaging.canonical import sha256_bytes
+from trainload.core.canonical_json import sha256_bytes
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"

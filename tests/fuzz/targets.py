@@ -22,13 +22,13 @@ with atheris.instrument_imports(include=["trainload.packaging", "trainload.captu
     from tests.hostile.prepared import make_base
 
     from trainload.capture.size_expressions import GrammarError, parse
-    from trainload.packaging.canonical import canonical_json, parse_canonical, sha256_bytes
+    from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
     from trainload.packaging.expressions import check_expression
     from trainload.packaging.manifest import Manifest
     from trainload.packaging.tensors import TensorSpec, tensor_places
     from trainload.packaging.validate import parse_graph, validate_graph
 
-from trainload.capture.errors import PackageError
+from trainload.core.errors import PackageError
 
 Target = Callable[[bytes], None]
 

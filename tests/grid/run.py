@@ -21,7 +21,7 @@ from tests.grid.models import MODELS, STEPS, Model
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.strategies import BatchNorm, Strategy
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainload.capture.errors import PackageError
+from trainload.core.errors import PackageError
 from trainload.packaging.derived import read_derived
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package

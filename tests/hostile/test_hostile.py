@@ -11,7 +11,7 @@ import pytest
 from tests.hostile.guarded import checked, refusal, watched
 from tests.hostile.packages import CASES, FIRST, KEY, Case
 
-from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.packaging.derived import read_derived
 from trainload.packaging.verify import verify_package
 

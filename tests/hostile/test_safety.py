@@ -13,8 +13,8 @@ import torch
 from tests.hostile.graphs import ATTACKS, CODE, Change, Document, first_symbol, nodes
 from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest, write_manifest
 
-from trainload.capture.errors import PackageError, UnsafePackageError
-from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import PackageError, UnsafePackageError
 from trainload.packaging.graph_json import graph_from_json
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package, open_package

@@ -23,7 +23,8 @@ def stage_files() -> list[Path]:
 
 def face_files() -> list[Path]:
     face = ROOT / "src" / "trainload"
-    return sorted(path for folder in (".", CORE, "commands", "report", "retraining") for path in face.glob(f"{folder}/*.py"))
+    stages = {face / name for name in IMPORTED_AS.values()}
+    return sorted(path for path in face.rglob("*.py") if not stages & set(path.parents))
 
 
 Names = tuple[tuple[int, str], ...]

@@ -112,8 +112,8 @@ TEMPORARY_ELSEWHERE = {
     "capture/hollow.py": "a file that nothing replaces",
     "launch/build.py": "kernels that two folders share",
     "launch/probe.py": "whether a folder can be written",
-    "packaging/files.py": "files that two packages share",
-    "packaging/stores/folder.py": "whether the file system has hard links",
+    "src/trainload/core/paths.py": "files that two packages share",
+    "src/trainload/core/storage/folder.py": "whether the file system has hard links",
 }
 
 
@@ -144,7 +144,7 @@ def test_no_modules_import_each_other() -> None:
 
 def test_a_cycle_of_imports_is_seen() -> None:
     graph = import_graph()
-    module = "trainload.capture.errors"
+    module = "trainload.core.errors"
     assert nx.ancestors(graph, module)
     graph.add_edge(module, "trainload.cli")
     assert any({module, "trainload.cli"} <= set(group) for group in cycles(graph))

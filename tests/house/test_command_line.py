@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trainload import cli
-from trainload.capture.errors import PlanError, RunInterrupted
 from trainload.commands import runs, shared
+from trainload.core.errors import PlanError, RunInterrupted
 from trainload.sharding.plan import read_plan
 
 COMMANDS = (

@@ -15,7 +15,7 @@ import pytest
 import trainload
 import trainload.spec
 from trainload import cli
-from trainload.packaging.canonical import parse_canonical
+from trainload.core.canonical_json import parse_canonical
 
 JOB = """
 import torch

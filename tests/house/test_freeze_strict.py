@@ -14,9 +14,9 @@ from torch import Tensor
 
 import trainload
 from trainload import cli, passes
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
 from trainload.capture.trace import capture
+from trainload.core.errors import CaptureError, JobError
 from trainload.packaging.debug import read_debug
 from trainload.packaging.read import Package
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 from trainload.spec import load_job
 
 GOOD = """

@@ -19,7 +19,7 @@ from tests.shared import frozen_once
 from torch import Tensor, nn
 
 import trainload
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 from trainload.huggingface import job_of
 from trainload.packaging.read import Package
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tests.launch.checkpoint_cases import make_plan, save_all, writers
 
-from trainload.capture.errors import CheckpointError
+from trainload.core.errors import CheckpointError
 from trainload.launching.checkpoints.index import published
 from trainload.launching.checkpoints.read import Checkpoint
 

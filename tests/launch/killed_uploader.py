@@ -21,9 +21,9 @@ import torch
 from tests.launch.checkpoint_cases import make_plan, save_in, writers
 from tests.launch.checkpoint_places import Kept
 
-from trainload.capture.errors import CheckpointError
+from trainload.core.errors import CheckpointError
+from trainload.core.storage.remote import RemoteFiles, Upload
 from trainload.launching.checkpoints.read import Checkpoint
-from trainload.packaging.stores.remote import RemoteFiles, Upload
 
 PLAN = make_plan("zero3", 2)
 

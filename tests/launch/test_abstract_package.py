@@ -20,7 +20,7 @@ from tests.packaging.tampering import edit_manifest
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import CaptureError, JobError, PackageError
+from trainload.core.errors import CaptureError, JobError, PackageError
 from trainload.operators import operator_uses
 from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package

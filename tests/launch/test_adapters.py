@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import JobError, PackageError, PlanError
+from trainload.core.errors import JobError, PackageError, PlanError
 from trainload.launching.adapter_weights import first_values
 from trainload.launching.build import build_key
 from trainload.launching.journal import read_events

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.ranks import on_ranks
 from tests.sharding.cases import make_plan
 
-from trainload.capture.errors import DataError, PlanError
+from trainload.core.errors import DataError, PlanError
 from trainload.launching.agreement import check_same_collectives, check_same_data
 from trainload.sharding.collectives import Collective
 from trainload.sharding.plan import DATA

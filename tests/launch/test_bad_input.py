@@ -280,7 +280,7 @@ def test_a_torch_outside_the_supported_range(version: str, command: list[str | P
 def test_the_supported_range_is_the_one_that_is_installed_by() -> None:
     import tomllib
 
-    from trainload.capture.versions import BEYOND, OLDEST
+    from trainload.core.versions import BEYOND, OLDEST
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (wanted,) = (entry for entry in project["dependencies"] if entry.startswith("torch"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 import trainload
-from trainload.capture.errors import DataError, TrainingError
+from trainload.core.errors import DataError, TrainingError
 from trainload.launching.data.sampler import rows
 from trainload.launching.journal import LOGS, log_name, read_events
 from trainload.launching.rank_state import RankState

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.cluster.book import Book
 from trainload.launching.journal import LOGS, Event, Journal, log_name, read_events
 

@@ -16,8 +16,8 @@ import pytest
 from tests.packaging.places import retrained
 
 import trainload
-from trainload.capture.errors import RequestError
 from trainload.capture.program import InputSpec
+from trainload.core.errors import RequestError
 from trainload.launching.cache import SIZE_VARIABLE, in_use, leave, make_room, use
 from trainload.launching.data.dataset import open_dataset
 from trainload.launching.fetching import fetched, pinned

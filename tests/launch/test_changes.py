@@ -13,7 +13,7 @@ from tests.laws.runs import TOLERANCE, curve, difference
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import JobError, StorageError
+from trainload.core.errors import JobError, StorageError
 from trainload.launching.journal import read_events
 from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package

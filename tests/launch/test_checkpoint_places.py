@@ -18,7 +18,9 @@ from tests.packaging.places import BUCKET
 from tests.ranks import ran
 from tests.waiting import wait_until
 
-from trainload.capture.errors import CheckpointError, StorageError
+from trainload.core.errors import CheckpointError, StorageError
+from trainload.core.storage import remote as remote_files
+from trainload.core.storage.remote import RemoteFiles
 from trainload.launching.checkpoints import remote
 from trainload.launching.checkpoints.load import full_parameters, load_sharded
 from trainload.launching.checkpoints.place import place_of
@@ -31,8 +33,6 @@ from trainload.launching.journal import read_events
 from trainload.launching.saving import Saver
 from trainload.launching.state import Summary
 from trainload.packaging import chunks
-from trainload.packaging.stores import remote as remote_files
-from trainload.packaging.stores.remote import RemoteFiles
 
 ONE = make_plan("single", 1)
 TWO = make_plan("zero3", 2)

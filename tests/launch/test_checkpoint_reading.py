@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, PARAMETERS, TURNED, make_plan, make_state, save_all, value, writers
 from tests.ranks import on_ranks
 
-from trainload.capture.errors import CheckpointError
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import CheckpointError
 from trainload.launching.checkpoints.index import FileRecord
 from trainload.launching.checkpoints.load import full_parameters, load_sharded
 from trainload.launching.checkpoints.place import CheckpointFiles, place_of
@@ -27,7 +28,6 @@ from trainload.launching.checkpoints.shard import ShardReader
 from trainload.launching.checkpoints.state import ShardedState, held
 from trainload.launching.checkpoints.writer import CheckpointWriter
 from trainload.packaging import chunks
-from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.sharding.plan import Bucket, Plan, Shard, Slot
 from trainload.sharding.strategies import Strategy
 

@@ -13,7 +13,7 @@ from tests.packaging.places import BUCKET
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import RunInterrupted, StorageError
+from trainload.core.errors import RunInterrupted, StorageError
 from trainload.launching.checkpoints.index import CHECKPOINTS
 from trainload.launching.contact import Request
 from trainload.launching.journal import Event, losses, read_events

@@ -18,8 +18,8 @@ from tests.launch import killed_saver
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state, save_all, writers
 from tests.ranks import end, ran, start
 
-from trainload.capture.errors import CheckpointError, StorageError
 from trainload.core.atomic import replace_file
+from trainload.core.errors import CheckpointError, StorageError
 from trainload.launching.checkpoints import folder as checkpoint_folder
 from trainload.launching.checkpoints import writer as checkpoint_writer
 from trainload.launching.checkpoints.index import INDEX, published

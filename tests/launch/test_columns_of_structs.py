@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainload.capture.errors import DataError
 from trainload.capture.program import InputSpec
+from trainload.core.errors import DataError
 from trainload.launching.data.dataset import check_schema, open_dataset, source_columns
 from trainload.launching.data.run_data import open_run_data
 from trainload.packaging.read import Package

@@ -8,7 +8,7 @@ import pytest
 import ray
 from tests.ports import free_port
 
-from trainload.capture.errors import ClusterError
+from trainload.core.errors import ClusterError
 from trainload.launching.cluster.connection import connect
 
 SET = (

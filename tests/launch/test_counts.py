@@ -10,7 +10,7 @@ import pytest
 from tests.launch.counted import counts, demand_exact, freeze_counts
 
 import trainload
-from trainload.capture.errors import DataError
+from trainload.core.errors import DataError
 from trainload.launching.journal import read_events
 from trainload.packaging.read import Package
 

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 import trainload
-from trainload.capture.errors import DataError, MissingDataError, StorageError
 from trainload.capture.program import InputSpec
+from trainload.core.errors import DataError, MissingDataError, StorageError
 from trainload.launching.data import columns_arrow, columns_parquet
 from trainload.launching.data.columns import Sizes
 from trainload.launching.data.dataset import check_schema, open_dataset, source_columns

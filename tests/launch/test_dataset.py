@@ -17,12 +17,12 @@ import pytest
 import torch
 from tests import ranks
 
-from trainload.capture.errors import DataError, StorageError
 from trainload.capture.program import InputSpec
+from trainload.core.canonical_json import sha256_file
+from trainload.core.errors import DataError, StorageError
 from trainload.launching.data import columns_cache, files
 from trainload.launching.data.dataset import check_schema, open_dataset
 from trainload.launching.data.files import LocalFile, Source
-from trainload.packaging.canonical import sha256_file
 
 TOKENS = InputSpec("tokens", "uint8", ("batch", 4))
 GROUP = 1000

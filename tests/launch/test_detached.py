@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import AuthenticationError
 
 from trainload import cli
-from trainload.capture.errors import ClusterError
+from trainload.core.errors import ClusterError
 from trainload.launching.cluster import connection, jobs
 from trainload.packaging.read import Package
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 
 import trainload
 from trainload import Graph, Turn
-from trainload.capture.errors import DivergedError
+from trainload.core.errors import DivergedError
 from trainload.launching.data.sampler import rows
 from trainload.launching.journal import read_events
 from trainload.packaging.read import Package

@@ -12,7 +12,7 @@ from filelock import FileLock
 from tests.launch.forked import talking
 from tests.launch.test_state import ended_process, state_of
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching import driver
 from trainload.launching.driver import LOCK_FILE, check_no_driver, driving
 from trainload.launching.state import STATE_FILE, Summary, read_state, write_state

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import trainload
-from trainload.capture.errors import DataError, RequestError
+from trainload.core.errors import DataError, RequestError
 from trainload.launching.journal import Event
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan

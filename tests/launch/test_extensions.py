@@ -19,7 +19,7 @@ from tests.packaging.signers import Signers
 from tests.packaging.tampering import edit_manifest, flip, reseal
 
 import trainload
-from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.launching.cache import default_cache_dir
 from trainload.launching.extensions import may_load_extensions
 from trainload.packaging.manifest import MANIFEST, Manifest

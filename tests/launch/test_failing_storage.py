@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.contact import FileContact, Request, asked_by_file, clear_requests
 from trainload.launching.data.files import find_files
 from trainload.launching.data.mixture import parts_of

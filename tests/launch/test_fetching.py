@@ -18,8 +18,8 @@ import trainload
 from trainload import cli
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import IntegrityError, PolicyError, RunInterrupted, StorageError
 from trainload.capture.program import Program
+from trainload.core.errors import IntegrityError, PolicyError, RunInterrupted, StorageError
 from trainload.launching.contact import Request
 from trainload.launching.fetching import fetched, is_reference, pinned, run_name
 from trainload.launching.journal import Event, losses, read_events

@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 import trainload
-from trainload.capture.errors import DataError, OutOfMemoryError
+from trainload.core.errors import DataError, OutOfMemoryError
 from trainload.launching.data.sampler import rows
 from trainload.launching.journal import Event, read_events
 from trainload.launching.room import free_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.journal import JOURNAL, Event, Follower, Journal, read_events, stream_events
 
 

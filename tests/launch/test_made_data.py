@@ -13,7 +13,7 @@ import pytest
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import DataError, PlanError, StorageError
+from trainload.core.errors import DataError, PlanError, StorageError
 from trainload.launching.journal import losses, read_events
 from trainload.launching.spec import read_spec
 from trainload.made_data import in_files

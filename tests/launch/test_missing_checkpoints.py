@@ -9,7 +9,7 @@ import pytest
 from tests.laws.runs import Run, ranks, train
 
 import trainload
-from trainload.capture.errors import CheckpointError
+from trainload.core.errors import CheckpointError
 from trainload.launching.checkpoints.index import CHECKPOINTS
 from trainload.launching.journal import read_events
 from trainload.packaging.read import Package

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import trainload
-from trainload.capture.errors import DataError, PlanError
+from trainload.core.errors import DataError, PlanError
 from trainload.launching.data.batch_order import LONGEST_CYCLE, BatchOrder, cycle_counts
 from trainload.launching.data.mixture import parts_of
 from trainload.launching.data.run_data import check_run_data, open_run_data

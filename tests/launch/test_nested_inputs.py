@@ -15,7 +15,7 @@ from tests.ranks import ran
 from torch import nn
 
 import trainload
-from trainload.packaging.canonical import parse_canonical
+from trainload.core.canonical_json import parse_canonical
 from trainload.packaging.entries import graph_specs
 from trainload.packaging.read import Package
 from trainload.spec import load_job

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.report.made import plan
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching import spec
 from trainload.launching.spec import RUN_FILE, RunSpec, read_spec, write_spec
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import trainload
-from trainload.capture.errors import ClusterError
+from trainload.core.errors import ClusterError
 from trainload.launching.cluster.nodes import Node, check_seats, place_to_try, seats, unit_of
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan

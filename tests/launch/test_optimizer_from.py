@@ -13,7 +13,7 @@ from tests.selection import selected
 from torch import nn
 
 import trainload
-from trainload.capture.errors import CheckpointError
+from trainload.core.errors import CheckpointError
 from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 from trainload.sharding.strategies import Strategy

@@ -16,8 +16,8 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
 from trainload.launching.spec import RUN_FILE, read_spec
-from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.launch.wide import ROWS, WIDTH, wide_job
 from tests.ranks import ran
 
 import trainload
-from trainload.capture.errors import OutOfMemoryError
+from trainload.core.errors import OutOfMemoryError
 from trainload.launching.journal import read_events
 from trainload.launching.out_of_memory import is_out_of_memory
 from trainload.packaging.read import Package

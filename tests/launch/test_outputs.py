@@ -12,7 +12,7 @@ from tests.launch.tiny import tiny_job
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.packaging.read import Package
 
 JOB = """

@@ -16,7 +16,7 @@ from torch import nn
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 from trainload.launching.build import build_key
 from trainload.launching.data.dataset import open_dataset
 from trainload.launching.journal import losses, read_events

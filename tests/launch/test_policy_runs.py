@@ -13,14 +13,14 @@ from tests.packaging.signers import Signers
 from tests.packaging.tampering import edit_manifest
 
 import trainload
-from trainload.capture.errors import IntegrityError, PolicyError
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import IntegrityError, PolicyError
 from trainload.launching.contact import FileContact
 from trainload.launching.journal import read_events
 from trainload.launching.libraries import open_for_run
 from trainload.launching.spec import read_spec
 from trainload.launching.state import Summary
 from trainload.launching.worker import prepare_node
-from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.keys import read_private_key

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import trainload
 from trainload import Graph, cli
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 from trainload.packaging.read import Package
 from trainload.packaging.verify import verify_package
 from trainload.sharding.step_graphs import step_graphs

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from trainload.core.processes import has_ended, interrupted_by_signals, this_process
 from trainload.launching.contact import Request, asked_by_file
 from trainload.launching.local_run import _stop_on_interrupt
-from trainload.launching.processes import has_ended, interrupted_by_signals, this_process
 
 
 def test_this_process_has_not_ended() -> None:
@@ -34,7 +34,7 @@ def test_a_process_whose_number_is_used_again_has_ended() -> None:
 
 
 def test_a_child_that_has_ended_and_was_not_waited_for_has_ended() -> None:
-    code = "from trainload.launching.processes import this_process; print(this_process())"
+    code = "from trainload.core.processes import this_process; print(this_process())"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         said = child.stdout.read().strip() if child.stdout is not None else ""
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

@@ -16,10 +16,10 @@ from tests.selection import selected
 
 import trainload
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
 from trainload.launching.journal import read_events
 from trainload.launching.result import RunResult
 from trainload.launching.spec import RUN_FILE, read_spec
-from trainload.packaging.canonical import canonical_json
 from trainload.packaging.read import Package
 from trainload.sharding.strategies import Strategy
 

@@ -10,8 +10,8 @@ import pytest
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import ClusterError, RequestError
 from trainload.commands import runs
+from trainload.core.errors import ClusterError, RequestError
 from trainload.launching.settings.parse import KEYS
 from trainload.launching.settings.run import EvaluationSettings
 from trainload.launching.spec import RunSpec

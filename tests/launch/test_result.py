@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainload
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.result import RunResult
 from trainload.packaging.read import Package
 

@@ -8,7 +8,7 @@ import pytest
 from tests.launch.commands import refused
 
 import trainload
-from trainload.capture.errors import JobError
+from trainload.core.errors import JobError
 from trainload.packaging.read import Package
 
 STEPS = 10

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trainload.capture.errors import DataError
+from trainload.core.errors import DataError
 from trainload.launching.data.sampler import rows, sequential
 
 

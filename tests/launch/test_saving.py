@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.launch.checkpoint_cases import DATA, make_plan, make_state
 
-from trainload.capture.errors import CheckpointError, StorageError
+from trainload.core.errors import CheckpointError, StorageError
 from trainload.launching.checkpoints import writer as checkpoint_writer
 from trainload.launching.checkpoints.index import published
 from trainload.launching.checkpoints.place import Draft, place_of

@@ -12,7 +12,7 @@ from tests.launch.commands import TRAINLOAD, refused
 from tests.launch.forked import done
 from tests.launch.tiny import write_rows
 
-from trainload.capture import redaction
+from trainload.core import redaction
 from trainload.launching.journal import Event, Journal, last_word
 from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package

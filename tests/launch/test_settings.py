@@ -13,7 +13,7 @@ from tests.house.settings_page import PAGE, with_tables
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.evaluating import EvaluationRequest
 from trainload.launching.settings.describe import descriptions, settings_schema
 from trainload.launching.settings.parse import KEYS, parse_settings

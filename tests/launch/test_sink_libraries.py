@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.sinks.protocol import SinkName
 from trainload.launching.sinks.sink import check_sink_libraries
 

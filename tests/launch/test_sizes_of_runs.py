@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import trainload
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Plan
 from trainload.sharding.replan import largest_size, plans_of_sizes

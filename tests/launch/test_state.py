@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from trainload.core.processes import this_process
 from trainload.launching.journal import Event
-from trainload.launching.processes import this_process
 from trainload.launching.state import RunState, Summary, read_state, write_state
 
 START = Event("start", {"step": 4, "steps": 10, "world": 2, "strategy": "zero3"}, 1.0)
@@ -79,7 +79,7 @@ def state_of(process: str = "", age: float = 0.0, *, over: bool = False) -> RunS
 
 
 def ended_process() -> str:
-    code = "from trainload.launching.processes import this_process; print(this_process())"
+    code = "from trainload.core.processes import this_process; print(this_process())"
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 

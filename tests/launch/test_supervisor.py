@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from trainload.capture.errors import RunInterrupted, StorageError, TrainingError
+from trainload.core.errors import RunInterrupted, StorageError, TrainingError
 from trainload.launching.activity import Doing, Phase
 from trainload.launching.cluster import supervisor as module
 from trainload.launching.cluster.mailbox import Beat

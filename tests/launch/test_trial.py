@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import trainload
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.launching.spec import RunSpec
 from trainload.launching.trial import try_out
 from trainload.packaging.read import Package

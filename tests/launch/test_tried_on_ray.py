@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import GetTimeoutError, RayError, WorkerCrashedError
 
-from trainload.capture.errors import ClusterError, TrainingError
+from trainload.core.errors import ClusterError, TrainingError
 from trainload.launching.cluster.tasks import tried_out
 from trainload.launching.spec import RunSpec
 

@@ -24,8 +24,8 @@ from torch.fx import GraphModule
 import trainload
 from trainload import Job
 from trainload.autograd_trace.aot import NotCompiled, compile_graph, derive
-from trainload.capture.errors import CompileError
 from trainload.capture.trace import capture
+from trainload.core.errors import CompileError
 from trainload.launching import verifying
 from trainload.launching.checkpoints.read import Checkpoint
 from trainload.launching.journal import Event, read_events

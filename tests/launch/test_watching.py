@@ -13,7 +13,7 @@ from tests.launch.forked import command
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.journal import LOGS, log_name, read_events
 from trainload.launching.spec import read_spec
 from trainload.packaging.read import Package

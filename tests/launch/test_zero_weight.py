@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 import trainload
-from trainload.capture.errors import DataError
+from trainload.core.errors import DataError
 from trainload.launching.data.sampler import rows
 from trainload.launching.journal import read_events
 from trainload.packaging.read import Package

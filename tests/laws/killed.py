@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 import trainload
-from trainload.capture.errors import CheckpointError, TrainloadError
+from trainload.core.errors import CheckpointError, TrainloadError
 from trainload.launching import worker
 from trainload.launching.build import uncompiled_build
 from trainload.launching.checkpoints.index import published

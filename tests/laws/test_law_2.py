@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import trainload
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.errors import CaptureError
 from trainload.capture.job import Loss
+from trainload.core.errors import CaptureError
 from trainload.launching.data.sampler import rows as rows_at
 from trainload.packaging.read import Package
 

@@ -20,12 +20,12 @@ from tests.packaging.tampering import flip
 from tests.selection import selected
 
 import trainload
-from trainload.capture.errors import CheckpointError, IntegrityError, PackageError
+from trainload.core.canonical_json import sha256_file
+from trainload.core.errors import CheckpointError, IntegrityError, PackageError
 from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.place import place_of
 from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
 from trainload.launching.journal import read_events
-from trainload.packaging.canonical import sha256_file
 from trainload.packaging.comparison.packages import package_difference
 from trainload.packaging.manifest import OUTSIDE
 from trainload.packaging.read import Package, open_package

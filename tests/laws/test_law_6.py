@@ -18,7 +18,7 @@ from tests.hostile.graphs import call, first_symbol, nodes
 from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest, reseal
 
 import trainload
-from trainload.capture.errors import PackageError, UnsafePackageError
+from trainload.core.errors import PackageError, UnsafePackageError
 from trainload.packaging.graph_json import graph_from_json
 from trainload.packaging.read import open_package
 from trainload.packaging.verify import verify_package

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.core.canonical_json import canonical_json, sha256_bytes
 
 UNKNOWN_LIBRARY: dict[str, Any] = {"distribution": None, "version": None, "digest": None, "modules": [], "kernels": [], "wheels": []}
 """An entry of `op_libraries` that says nothing."""

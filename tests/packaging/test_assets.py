@@ -17,8 +17,8 @@ from tests.packaging.tampering import edit_manifest
 
 import trainload
 from trainload import cli, passes
-from trainload.capture.errors import IntegrityError, PackageError, StorageError
 from trainload.capture.job import Asset, AssetLike
+from trainload.core.errors import IntegrityError, PackageError, StorageError
 from trainload.packaging.assets import media_type_of, role_of
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package, open_package

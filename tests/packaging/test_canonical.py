@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
-from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec="utf-8")),

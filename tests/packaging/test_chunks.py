@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainload.capture.errors import IntegrityError
+from trainload.core.errors import IntegrityError
 from trainload.packaging import chunks
 from trainload.packaging.chunks import ChunkDigests, ChunkedFile, LastChunk, chunk_digests, ranges_of
 

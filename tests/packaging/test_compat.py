@@ -10,7 +10,7 @@ import pytest
 from tests.packaging.tampering import edit_manifest
 
 from trainload import cli
-from trainload.capture.errors import PackageError
+from trainload.core.errors import PackageError
 from trainload.packaging.compat import Comparison, Verdict, compare_operators
 from trainload.packaging.manifest import MANIFEST, Manifest
 from trainload.packaging.read import Package, open_package, read_manifest

@@ -12,10 +12,10 @@ from threading import Thread
 import pytest
 
 from trainload import cli
-from trainload.capture import redaction
-from trainload.capture.errors import IntegrityError, StorageError, TrainingError
-from trainload.packaging.credentials import check_no_credentials, no_secrets_raised, resolve, resolve_options
-from trainload.packaging.stores.locations import open_files
+from trainload.core import redaction
+from trainload.core.credentials import check_no_credentials, no_secrets_raised, resolve, resolve_options
+from trainload.core.errors import IntegrityError, StorageError, TrainingError
+from trainload.core.storage.open import open_files
 
 SECRET = "hunter2000"
 

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
-from trainload.capture.errors import PackageError, StorageError
+from trainload.core.errors import PackageError, StorageError
 from trainload.packaging.derived import read_derived, share_derived, write_derived
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package

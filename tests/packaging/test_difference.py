@@ -17,8 +17,8 @@ from tests.packaging.jobs import RevisedModel, make_job
 from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest, flip, reseal
 
 from trainload import cli
-from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.packaging.comparison.change import Change, changes
 from trainload.packaging.comparison.graph_lines import GraphLines, Line
 from trainload.packaging.comparison.graphs import MOST_PAIRS, GraphDifference, graph_difference

@@ -4,7 +4,7 @@ import pytest
 import sympy
 from torch.utils._sympy import functions
 
-from trainload.capture.errors import UnsafePackageError
+from trainload.core.errors import UnsafePackageError
 from trainload.packaging.expressions import check_expression
 
 S0 = "Symbol('s0', positive=True, integer=True)"

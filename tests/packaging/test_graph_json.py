@@ -10,8 +10,8 @@ import torch
 from tests.packaging.jobs import Job, batch_of, exported
 from torch.export import Dim, ExportedProgram
 
-from trainload.capture.errors import PackageError
-from trainload.packaging.canonical import canonical_json, parse_canonical
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import PackageError
 from trainload.packaging.graph_json import graph_from_json, graph_to_json, running_schema, schema_still_fits
 from trainload.packaging.validate import validate_graph
 

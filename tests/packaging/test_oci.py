@@ -15,7 +15,7 @@ from tests.packaging.registry import registry_server
 from tests.packaging.test_stores import CHANGED, sizes
 
 from trainload import cli
-from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.launching.fetching import fetched
 from trainload.packaging.read import Package
 from trainload.packaging.stores import oci

@@ -20,8 +20,8 @@ from tests.packaging.tampering import edit_manifest, reseal
 from tests.packaging.test_graph_json import assert_same, run
 from tests.ranks import ran
 
-from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.packaging.canonical import sha256_bytes
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.packaging.manifest import FORMAT_VERSION, Manifest
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.write import with_weights, write_package

@@ -13,8 +13,8 @@ from tests.packaging.signers import Signers
 from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_manifest
 
 from trainload import cli
-from trainload.capture.errors import PolicyError, SignatureError
-from trainload.packaging.canonical import sha256_bytes
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import PolicyError, SignatureError
 from trainload.packaging.read import open_package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.keys import read_private_key

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainload.autograd_trace.graphs import GraphRecipe, GroupRecipe, Recipe, TurnRecipe
-from trainload.capture.errors import PackageError
+from trainload.core.errors import PackageError
 from trainload.packaging.manifest import Manifest, UpdateEntry
 from trainload.packaging.read import Package
 

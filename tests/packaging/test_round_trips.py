@@ -22,7 +22,7 @@ from trainload.autograd_trace.decompose import spelled
 from trainload.capture.job import Job
 from trainload.capture.operators import calls_in
 from trainload.capture.synthesise import synthesise
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
 from trainload.packaging.derived import read_derived
 from trainload.packaging.graph_json import flat_to_json, graph_to_json
 from trainload.packaging.read import Package

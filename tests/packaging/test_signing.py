@@ -20,8 +20,8 @@ from tests.packaging.tampering import edit_graph, flip, reseal
 from tests.ranks import SECONDS, end, ran, start
 
 from trainload import cli
-from trainload.capture.errors import IntegrityError, PackageError, SignatureError, StorageError, UnsafePackageError
-from trainload.packaging.canonical import sha256_file
+from trainload.core.canonical_json import sha256_file
+from trainload.core.errors import IntegrityError, PackageError, SignatureError, StorageError, UnsafePackageError
 from trainload.packaging.read import open_package
 from trainload.packaging.signatures.file import MAX_SIGNATURES, SignatureFile, parse_signature, read_signature
 from trainload.packaging.signatures.keys import identity_of, is_encrypted, read_identity, read_private_key

@@ -11,9 +11,9 @@ import pytest
 from tests.capture.jobs import job as small_job
 
 import trainload
-from trainload.capture.errors import PackageError
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import PackageError
 from trainload.listing import Line, module_lines
-from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.source_map import SourceMap, make_source_map, users_path
 from trainload.packaging.verify import verify_package

@@ -10,17 +10,17 @@ import pytest
 from tests.packaging.places import Place, memory_place, travelling
 from tests.packaging.tampering import flip
 
-from trainload.capture.errors import ConflictError, StorageError, UnsafePackageError
-from trainload.packaging.canonical import sha256_file
-from trainload.packaging.manifest import FileEntry
+from trainload.core.canonical_json import sha256_file
+from trainload.core.errors import ConflictError, StorageError, UnsafePackageError
+from trainload.core.storage import folder as store_folder
+from trainload.core.storage import remote as store_remote
+from trainload.core.storage.files import Expected
+from trainload.core.storage.folder import FolderFiles
+from trainload.core.storage.remote import RemoteFiles
 from trainload.packaging.read import Package, open_package
-from trainload.packaging.stores import folder as store_folder
-from trainload.packaging.stores import remote as store_remote
-from trainload.packaging.stores.folder import FolderFiles
 from trainload.packaging.stores.pull import pull
 from trainload.packaging.stores.push import local_package, push
 from trainload.packaging.stores.releases import StoreInfo
-from trainload.packaging.stores.remote import RemoteFiles
 from trainload.packaging.stores.store import Store
 from trainload.packaging.verify import verify_package
 
@@ -331,10 +331,10 @@ def test_a_large_file_is_moved_in_blocks(tmp_path: Path, place: Place, monkeypat
     (tmp_path / "large").write_bytes(bytes(range(256)) * (size // 256))
     monkeypatch.setattr(store_folder, "BLOCK", size // 16)
     monkeypatch.setattr(store_remote, "BLOCK", size // 16)
-    entry = FileEntry(media_type="text/plain", sha256=sha256_file(tmp_path / "large"), size=size)
+    expected = Expected(size, sha256_file(tmp_path / "large"))
     files = Store(place.url, place.options, create=True).files
-    files.send("blobs/large", tmp_path / "large", entry, lambda _count: None)
-    blocks = list(files.receive("blobs/large", entry.size))
+    files.send("blobs/large", tmp_path / "large", expected, lambda _count: None)
+    blocks = list(files.receive("blobs/large", size))
     assert set(map(len, blocks)) == {size // 16}
     assert b"".join(blocks) == (tmp_path / "large").read_bytes()
 

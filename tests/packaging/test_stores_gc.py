@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.packaging.places import Place, retrained
 
-from trainload.capture.errors import IntegrityError, PackageError, StorageError
+from trainload.core.errors import IntegrityError, PackageError, StorageError
 from trainload.packaging.read import Package
 from trainload.packaging.stores import leases
 from trainload.packaging.stores.collect import GcReport, gc

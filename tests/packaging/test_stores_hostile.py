@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.packaging.places import Place
 
-from trainload.capture.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.pull import pull
 from trainload.packaging.stores.push import push

@@ -18,7 +18,7 @@ from tests.packaging.places import Place, child, retrained, s3_place
 from tests.packaging.pushing import told_by
 from tests.ranks import ran
 
-from trainload.capture.errors import ConflictError
+from trainload.core.errors import ConflictError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.pull import pull
 from trainload.packaging.stores.push import push

@@ -11,8 +11,8 @@ import pytest
 from tests.golden.goldens import Golden, goldens
 from tests.packaging.tampering import edit_manifest
 
-from trainload.capture.errors import PackageError
-from trainload.packaging.canonical import canonical_json, sha256_bytes
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import PackageError
 from trainload.packaging.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from trainload.packaging.read import open_package
 from trainload.packaging.upgrade import DOWNGRADES, UPGRADES, oldest_form, upgraded

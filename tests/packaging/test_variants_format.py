@@ -18,7 +18,7 @@ from torch.export import Dim
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import DataError, JobError, PackageError
+from trainload.core.errors import DataError, JobError, PackageError
 from trainload.packaging.entries import graph_guard
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.write import with_graphs

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.packaging.tampering import edit_graph, flip
 
-from trainload.capture.errors import PackageError, StorageError
+from trainload.core.errors import PackageError, StorageError
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package
 from trainload.packaging.weights import WeightReader

@@ -12,7 +12,7 @@ from tests.packaging.tampering import flip, reseal
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from trainload.capture.errors import IntegrityError, PackageError
+from trainload.core.errors import IntegrityError, PackageError
 from trainload.packaging import chunks
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.tensors import DTYPES, TensorFileWriter, TensorSpec, read_tensors, write_tensors

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import pytest
 
-from trainload.capture.errors import PackageError, UnsafePackageError
+from trainload.core.errors import PackageError, UnsafePackageError
 from trainload.packaging.providers import Provider, provider_of
 from trainload.packaging.wheels import MAX_UNPACKED, fits, make_wheel, missing_requirements, read_wheel, tags_of, unpack_wheel
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import PassError
+from trainload.core.errors import PassError
 from trainload.operators import STEP, UPDATE, OperatorUse, operator_uses, read_operator_file
 from trainload.packaging.read import Package, open_package
 

@@ -24,8 +24,8 @@ from torch.fx import GraphModule
 import trainload
 from trainload import cli, passes
 from trainload.autograd_trace.decompose import spelled
-from trainload.capture.errors import DataError, PassError, StorageError
 from trainload.capture.operators import calls_in
+from trainload.core.errors import DataError, PassError, StorageError
 from trainload.packaging.manifest import Manifest
 from trainload.packaging.read import Package, open_package
 from trainload.packaging.verify import verify_package

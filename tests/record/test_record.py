@@ -12,8 +12,8 @@ from tests.capture.jobs import sgd
 from torch import Tensor, nn
 
 import trainload
-from trainload.capture.errors import CaptureError, JobError
 from trainload.capture.job import Job
+from trainload.core.errors import CaptureError, JobError
 from trainload.packaging.read import Package
 from trainload.recording import Recording
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from trainload.capture.errors import TrainloadError
+from trainload.core.errors import TrainloadError
 from trainload.packaging.stores.store import Store
 from trainload.retraining import lease
 from trainload.retraining.lease import Held, Leases

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tests.packaging.places import retrained
 
-from trainload.capture.errors import DivergedError, StorageError
+from trainload.core.errors import DivergedError, StorageError
+from trainload.core.storage.folder import FolderFiles
 from trainload.packaging.read import Package
-from trainload.packaging.stores.folder import FolderFiles
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from trainload import cli
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.retraining.checks import check_config
 from trainload.retraining.config import Config, checked, read_config
 from trainload.retraining.template import TEMPLATE

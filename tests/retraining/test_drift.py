@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
 from trainload.retraining.drift import MOST_VALUES, ColumnStatistics, Sampled, drift_of
 
 

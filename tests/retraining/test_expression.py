@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.retraining.expression import MAX_LENGTH, parse
 
 NAMES = ("eval.loss", "champion.eval.loss", "eval.steps", "drift.greatest")

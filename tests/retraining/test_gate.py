@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainload.capture.errors import RequestError
-from trainload.packaging.canonical import canonical_json
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import RequestError
 from trainload.retraining.gate import Check, Verdict, decide
 
 BETTER = {"eval.loss": 1.0, "champion.eval.loss": 1.1, "train.loss": 1.2}

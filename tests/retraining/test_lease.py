@@ -15,9 +15,9 @@ from tests.launch.forked import Talk, talking
 from tests.packaging.places import retrained
 from tests.retraining import leasing
 
-from trainload.capture.errors import ConflictError, StorageError
+from trainload.core.errors import ConflictError, StorageError
+from trainload.core.storage.folder import FolderFiles
 from trainload.packaging.read import Package
-from trainload.packaging.stores.folder import FolderFiles
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 from trainload.retraining import lease

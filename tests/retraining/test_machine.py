@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, scheduler
 
-from trainload.capture.errors import ConflictError, StorageError
+from trainload.core.errors import ConflictError, StorageError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.store import Store, blob_path
 from trainload.retraining.lease import Held, Leases

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trainload import cli
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.retraining.config import Timing
 from trainload.retraining.manifests import calendar_of, crontab_of
 from trainload.retraining.schedule import Cron, schedule_of

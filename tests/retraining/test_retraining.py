@@ -20,7 +20,7 @@ from tests.retraining.conftest import write_day
 from tests.retraining.ticking import LINE, config_of, day, name, tick
 
 import trainload
-from trainload.capture.errors import PackageError, RequestError, StorageError
+from trainload.core.errors import PackageError, RequestError, StorageError
 from trainload.launching.journal import Event, read_events
 from trainload.packaging.read import Package
 from trainload.packaging.stores.push import push

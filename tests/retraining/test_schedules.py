@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.retraining.config import Timing
 from trainload.retraining.schedule import Cron, Every, Schedule, schedule_of
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.launch.forked import Talk, talking
 
-from trainload.capture.errors import ClusterError, DataError, RequestError, RunInterrupted, StorageError, TrainingError
+from trainload.core.errors import ClusterError, DataError, RequestError, RunInterrupted, StorageError, TrainingError
 from trainload.retraining.schedule import Every
 from trainload.retraining.service import Missed, serve
 

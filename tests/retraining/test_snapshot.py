@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.retraining.conftest import write_day
 
-from trainload.capture.errors import DataError, RequestError
+from trainload.core.errors import DataError, RequestError
 from trainload.launching.data.files import LocalFile
 from trainload.launching.data.run_data import open_run_data
 from trainload.packaging.read import Package

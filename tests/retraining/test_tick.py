@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, made_snapshot, scheduler, summary
 
-from trainload.capture.errors import PackageError, RequestError, RunInterrupted, TrainingError, TrainloadError
+from trainload.core.errors import PackageError, RequestError, RunInterrupted, TrainingError, TrainloadError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.store import Store
 from trainload.retraining import lease, tick

@@ -14,8 +14,8 @@ from torch import Tensor, nn, optim
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Recipe
-from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
+from trainload.core.errors import PlanError
 from trainload.sharding.buckets import make_buckets
 from trainload.sharding.liveness import held
 from trainload.sharding.rewrite import rewrite

@@ -13,7 +13,7 @@ import torch
 from tests.sharding.cases import captured, make_plan
 from torch.fx import GraphModule, Node
 
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.collectives import Collective, check_agreement, collectives_of
 from trainload.sharding.plan import REPLICATE, SHARD, Plan
 from trainload.sharding.rank_graphs import calls_of

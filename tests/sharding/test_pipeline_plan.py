@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.launching.checkpoints.state import writes, written
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan

@@ -8,7 +8,7 @@ from tests.sharding.cases import make_plan
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.plan import DATA, REPLICATE, SHARD, Estimate, Plan
 from trainload.sharding.source import Source

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.plan import REPLICATE, SHARD, Plan
 from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite, stored_length
 from trainload.sharding.strategies import STRATEGIES, Strategy

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.collectives import Collective

@@ -15,7 +15,7 @@ from torch import nn
 
 import trainload
 from trainload import cli
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.check_plan import check_plan
 from trainload.sharding.plan import DATA, REPLICATE, SHARD, TENSOR, Plan, Shard

@@ -15,8 +15,8 @@ from tests.trained import assert_trains_as_eager, train_eagerly
 
 import trainload
 from trainload import Job
-from trainload.capture.errors import CaptureError, DivergedError
 from trainload.capture.rows import arranged
+from trainload.core.errors import CaptureError, DivergedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),  # what a TransformerEncoder says of its options

@@ -10,10 +10,10 @@ import click
 from rich.text import Text
 
 from trainload import view
-from trainload.capture.errors import PackageError
-from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands.shared import FAILED, json_option, out, print_json
+from trainload.core.errors import PackageError
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.packaging.comparison.change import Change

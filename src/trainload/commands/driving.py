@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainload.capture.errors import DivergedError, RunInterrupted
 from trainload.commands import watching
 from trainload.commands.execution import run_group
 from trainload.commands.shared import DONE, FAILED, err, run_argument
+from trainload.core.errors import DivergedError, RunInterrupted
 
 if TYPE_CHECKING:
     from trainload.launching.state import RunState

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import click
 
-from trainload.capture.errors import CaptureError, RequestError, TrainloadError
-from trainload.capture.redaction import redacted
 from trainload.commands.shared import DONE, FAILED, WRONG, print_json
+from trainload.core.errors import CaptureError, RequestError, TrainloadError
+from trainload.core.redaction import redacted
 
 
 def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:

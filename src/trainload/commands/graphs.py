@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.text import Text
 
 from trainload import view
-from trainload.capture.errors import PackageError
-from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands import shared
 from trainload.commands.shared import FAILED, err, json_option, out, package_argument, print_json
+from trainload.core.errors import PackageError
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.operators import OperatorUse

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainload.capture.errors import LostClusterError
 from trainload.commands.shared import DONE, FAILED, WRONG, err
-from trainload.launching.processes import heeded
+from trainload.core.errors import LostClusterError
+from trainload.core.processes import heeded
 
 if TYPE_CHECKING:
     from trainload.launching.state import RunState

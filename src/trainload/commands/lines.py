@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.tree import Tree
 
 from trainload import view
-from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands import shared
 from trainload.commands.shared import json_option, out, print_json
 from trainload.commands.stores import line_option, store_argument
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.retraining.lineage import Ancestor, LineStory

@@ -153,7 +153,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 def _placing(mount: str) -> Callable[[str], str]:
     """What a path is for the pods. URLs and references stay as they are."""
-    from trainload.packaging.credentials import check_no_credentials
+    from trainload.core.credentials import check_no_credentials
 
     def place(path: str) -> str:
         check_no_credentials(path)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload import view
-from trainload.capture.errors import PackageError, PolicyError
-from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.shared import FAILED, any_package_argument, err, json_option, located, out, package_argument, print_json
+from trainload.core.errors import PackageError, PolicyError
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe

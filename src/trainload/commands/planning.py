@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload import view
-from trainload.capture.errors import PlanError, StorageError
 from trainload.commands import shared
 from trainload.commands.shared import (
     CountOf,
@@ -27,6 +26,7 @@ from trainload.commands.shared import (
     print_json,
     write_text,
 )
+from trainload.core.errors import PlanError, StorageError
 from trainload.sharding.strategies import BATCH_NORMS, DIVIDES, RECOMPUTES, SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from trainload import view
-from trainload.capture.errors import StorageError
 from trainload.commands.shared import json_option, out, print_json, show_record, write_text
+from trainload.core.errors import StorageError
 
 _FILE = "report.html"
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload import view
-from trainload.capture.errors import RequestError, StorageError
-from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.manifest import pod_options, pods_of
 from trainload.commands.shared import DONE, FAILED, err, json_option, out, positive, print_json, write_text
+from trainload.core.errors import RequestError, StorageError
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.retraining.config import Config

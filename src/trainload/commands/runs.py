@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload import run_view, view
-from trainload.capture.errors import ClusterError, LostClusterError, RunInterrupted, StorageError, TrainingError
-from trainload.capture.versions import check_supported_torch
 from trainload.commands import shared
 from trainload.commands.keeping import is_kept, keep, obey_keeper
 from trainload.commands.planning import KINDS, make_plan
 from trainload.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
+from trainload.core.errors import ClusterError, LostClusterError, RunInterrupted, StorageError, TrainingError
+from trainload.core.versions import check_supported_torch
 from trainload.launching.settings.info import info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
 from trainload.launching.settings.run import BatchSettings, EvaluationSettings, RunSettings

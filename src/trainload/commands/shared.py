@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from trainload import view
-from trainload.capture.errors import PackageError, StorageError
-from trainload.capture.versions import check_supported_torch
+from trainload.core.errors import PackageError, StorageError
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.packaging.read import Package

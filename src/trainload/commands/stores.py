@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload import view
-from trainload.capture.versions import check_supported_torch
 from trainload.columns_view import Columns
 from trainload.commands.shared import Transfer, json_option, out, positive, print_json
+from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.packaging.stores.releases import ReleaseState

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from trainload import view
-from trainload.capture.errors import PackageError
-from trainload.capture.versions import check_supported_torch
 from trainload.commands.shared import json_option, out, package_argument, print_json
+from trainload.core.errors import PackageError
+from trainload.core.versions import check_supported_torch
 
 _pem = click.Path(path_type=Path)
 

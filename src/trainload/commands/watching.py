@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload import run_view, view
-from trainload.capture.errors import StorageError
 from trainload.columns_view import Columns
 from trainload.commands.shared import err, json_option, out, positive, print_json, run_argument
+from trainload.core.errors import StorageError
 
 if TYPE_CHECKING:
     from trainload.launching.state import RunState

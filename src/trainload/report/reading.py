@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainload.capture.errors import TrainloadError
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import TrainloadError
 from trainload.launching.journal import stream_events
 from trainload.launching.spec import RunSpec, read_spec
 from trainload.launching.state import Phase, RunState, read_state
-from trainload.packaging.canonical import sha256_bytes
 from trainload.packaging.manifest import MANIFEST, Manifest
 from trainload.packaging.read import read_manifest
 from trainload.report.episodes import Attempt, attempts_of

@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import StorageError, TrainloadError
 from trainload.core.atomic import replace_link, temporary_beside
+from trainload.core.errors import StorageError, TrainloadError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.releases import shown

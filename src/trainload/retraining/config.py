@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.launching.settings.describe import settings_schema
 from trainload.packaging.stores.releases import Line
 from trainload.sharding.strategies import Strategy

@@ -18,8 +18,8 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from trainload.capture.errors import RequestError
-from trainload.packaging.canonical import nesting
+from trainload.core.canonical_json import nesting
+from trainload.core.errors import RequestError
 
 MAX_LENGTH = 2000
 _MAX_DEPTH = 50

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from trainload.capture.errors import ConflictError, IntegrityError, StorageError
-from trainload.launching.processes import has_ended, this_process
+from trainload.core.errors import ConflictError, IntegrityError, StorageError
+from trainload.core.processes import has_ended, this_process
 from trainload.packaging.stores.releases import MAX_RECORD, Line, Nonce, ReleaseId, Sealed, Text, Time, now, shown
 from trainload.packaging.stores.store import Store
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainload.capture.errors import StorageError
+from trainload.core.errors import StorageError
 from trainload.packaging.stores.releases import Pointer, Release, ReleaseState, shown
 from trainload.packaging.stores.store import Store
 from trainload.retraining.records import Begun, Decided, Ended, Evaluated, Failed, Pinned, Taken, Ticks, Trained

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from datetime import timedelta
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.kuberay import HEAD_CPUS, Json, Pods, check_label, container_of, metadata_of, pod_of, ray_job_spec
 from trainload.retraining.config import Timing
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainload.capture.errors import ConflictError, PackageError, RequestError
+from trainload.core.errors import ConflictError, PackageError, RequestError
 from trainload.packaging.read import Package, check_weights
 from trainload.packaging.write import with_weights
 from trainload.retraining.lineage import LINE, RELEASE, STORE

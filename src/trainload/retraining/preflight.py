@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from trainload.capture.errors import DataError, MissingDataError, RequestError
+from trainload.core.errors import DataError, MissingDataError, RequestError
 from trainload.packaging.read import Package
 from trainload.packaging.stores.store import Store
 from trainload.retraining.checks import check_config, check_known_names

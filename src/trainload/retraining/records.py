@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from trainload.capture.errors import IntegrityError, RequestError, StorageError
+from trainload.core.errors import IntegrityError, RequestError, StorageError
 from trainload.packaging.guards import Record
 from trainload.packaging.manifest import Sha256
 from trainload.packaging.stores.releases import MAX_RECORD, Line, Nonce, ReleaseId, Sealed, Text, Time, now

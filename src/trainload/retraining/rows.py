@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainload.capture.errors import DataError, RequestError, StorageError
 from trainload.core.atomic import publish, replace_file, temporary_beside
+from trainload.core.errors import DataError, RequestError, StorageError
 from trainload.launching.data.columns_arrow import record_batches
 from trainload.launching.data.dataset import READERS
 from trainload.launching.data.files import DataFile, find_files

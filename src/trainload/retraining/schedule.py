@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.retraining.config import Timing
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
-from trainload.capture.errors import ClusterError, DataError, RunInterrupted, StorageError, TrainloadError, WorkError
-from trainload.launching.processes import heeded
+from trainload.core.errors import ClusterError, DataError, RunInterrupted, StorageError, TrainloadError, WorkError
+from trainload.core.processes import heeded
 from trainload.retraining.schedule import Schedule
 
 LONGEST_WAIT = 60.0

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from trainload.capture.errors import DataError, MissingDataError
 from trainload.capture.program import InputSpec
 from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import DataError, MissingDataError
 from trainload.launching.cache import default_cache_dir
 from trainload.launching.data.columns import FileSchema, Sizes, check_file
 from trainload.launching.data.dataset import READERS
 from trainload.launching.data.files import DataFile, find_files, list_files
-from trainload.packaging.canonical import canonical_json, sha256_bytes
 from trainload.packaging.entries import data_specs
 from trainload.retraining.config import Config
 from trainload.retraining.drift import ColumnStatistics, Sampled

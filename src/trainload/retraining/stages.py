@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trainload.capture.errors import ConflictError, RequestError, StorageError, TrainloadError
+from trainload.core.errors import ConflictError, RequestError, StorageError, TrainloadError
 from trainload.packaging.stores.releases import Release, shown
 from trainload.packaging.stores.store import NOBODY, Store
 from trainload.retraining import aftermath

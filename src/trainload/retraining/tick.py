@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
-from trainload.capture.errors import ConflictError, DivergedError, PackageError, RequestError, RunInterrupted, TrainloadError
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import ConflictError, DivergedError, PackageError, RequestError, RunInterrupted, TrainloadError
 from trainload.launching.cache import in_use, leave
-from trainload.packaging.canonical import canonical_json, parse_canonical
 from trainload.packaging.stores.releases import Pointer, shown
 from trainload.packaging.stores.store import Store
 from trainload.retraining.config import MOST_ATTEMPTS, OWN, Config, checked

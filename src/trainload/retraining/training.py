@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 from trainload.retraining.config import KEYS_ELSEWHERE, Config
 from trainload.retraining.lease import LeaseLostError
 from trainload.retraining.snapshot import evaluation_source, train_source

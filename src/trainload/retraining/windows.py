@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from trainload.capture.errors import DataError, MissingDataError, RequestError
+from trainload.core.errors import DataError, MissingDataError, RequestError
 from trainload.launching.data.dataset import READERS
 from trainload.launching.data.files import DataFile, list_files
 from trainload.retraining.config import Config

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
+from trainload.core.errors import PlanError
 from trainload.sharding.pipeline.balance import choose_stages
 
 BLOCKS, WIDTH = 6, 32

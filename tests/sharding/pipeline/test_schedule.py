@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.sharding.pipeline.schedule import Action, Message, instructions, make_order, stage_ranks
 from trainload.sharding.pipeline.stages import Part
 from trainload.sharding.strategies import SCHEDULES, Schedule

@@ -16,9 +16,9 @@ from torch import Tensor
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.autograd_trace.hold import hold_back
 from trainload.autograd_trace.remat import RECOMPUTES
-from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
+from trainload.core.errors import PlanError
 from trainload.launching.determinism import deterministic
 from trainload.sharding.pipeline.balance import choose_stages
 from trainload.sharding.pipeline.stages import Part, Stages, cut

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import PlanError
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.plan import Cluster, Shard
 from trainload.sharding.planner.device import DeviceProfile, Link, Span, names, read, seconds_of, span_of

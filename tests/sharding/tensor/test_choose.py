@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from trainload.autograd_trace.aot import derive
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.trace import capture
+from trainload.core.errors import PlanError
 from trainload.sharding.plan import Shard
 from trainload.sharding.source import Source
 from trainload.sharding.tensor.choose import candidates, choose

@@ -16,9 +16,9 @@ from tests.sharding.given import FROZEN, captured, distances
 import trainload
 from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
 from trainload.capture.program import Program
+from trainload.core.errors import PlanError
 from trainload.packaging.read import Package
 from trainload.sharding.plan import TENSOR, Shard
 from trainload.sharding.source import Source

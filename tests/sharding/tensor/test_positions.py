@@ -17,8 +17,8 @@ from tests.sharding.given import captured_step, distances, job_of
 import trainload
 from trainload.autograd_trace.aot import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.errors import PlanError
 from trainload.capture.job import Job
+from trainload.core.errors import PlanError
 from trainload.sharding.liveness import held
 from trainload.sharding.plan import TENSOR, Shard
 from trainload.sharding.source import Source

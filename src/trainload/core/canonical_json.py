@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from trainload.capture.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 
 MAX_BYTES = 256 * 2**20
 """Bytes of one JSON file."""

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import StorageError, TrainingError, TrainloadError
-from trainload.capture.redaction import HIDDEN, REFERENCE, hide, redacted
+from trainload.core.errors import StorageError, TrainingError, TrainloadError
+from trainload.core.redaction import HIDDEN, REFERENCE, hide, redacted
 
 _MOST_BYTES = 65536
 _ANY = re.compile(r"\$\{[^}]*\}?")

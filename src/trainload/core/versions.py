@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainload.capture.errors import VersionError
+from trainload.core.errors import VersionError
 
 OLDEST = (2, 11)
 """The oldest release of torch that is supported."""

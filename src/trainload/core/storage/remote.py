@@ -21,13 +21,12 @@ from typing import Any
 from fsspec.callbacks import Callback
 from fsspec.spec import AbstractBufferedFile
 
-from trainload.capture.errors import IntegrityError, UnsafePackageError
-from trainload.packaging.canonical import sha256_file
-from trainload.packaging.credentials import without_secrets
-from trainload.packaging.manifest import FileEntry
-from trainload.packaging.stores.filesystem import failures, file_system, unreachable
-from trainload.packaging.stores.folder import changed_file
-from trainload.packaging.stores.places import BLOCK, OnBytes, StoredFile
+from trainload.core.canonical_json import sha256_file
+from trainload.core.credentials import without_secrets
+from trainload.core.errors import IntegrityError, UnsafePackageError
+from trainload.core.storage.files import BLOCK, Expected, OnBytes, StoredFile
+from trainload.core.storage.filesystem import failures, file_system, unreachable
+from trainload.core.storage.folder import changed_file
 
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols whose put shows a file whole or not at all, and whose put with mode "create" may be conditional."""
@@ -149,17 +148,17 @@ class RemoteFiles:
             except FileNotFoundError:
                 return
 
-    def send(self, path: str, source: Path, entry: FileEntry, on_bytes: OnBytes) -> None:
+    def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
         """As `StoreFiles.send`. Read twice: once for its digest, and once to send it."""
         before = _stamp(source)
         digest = sha256_file(source)
-        if before[0] != entry.size or digest != entry.sha256:
-            raise changed_file(source, entry, before[0], digest)
+        if before[0] != expected.size or digest != expected.sha256:
+            raise changed_file(source, expected, before[0], digest)
         counter = _Counter(on_bytes)
         with self._reaching(path):
             try:
                 with self._under_its_name(path) as name:
-                    self._fs.put_file(str(source), name, callback=counter, **self._part_sizes(entry.size))
+                    self._fs.put_file(str(source), name, callback=counter, **self._part_sizes(expected.size))
             except BaseException:
                 counter.take_back()
                 raise

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainload.capture.errors import StorageError
-from trainload.packaging.credentials import check_no_credentials, resolve
-from trainload.packaging.stores.folder import FolderFiles
-from trainload.packaging.stores.places import NO_OPTIONS, StoreFiles
-from trainload.packaging.stores.remote import RemoteFiles
+from trainload.core.credentials import check_no_credentials, resolve
+from trainload.core.errors import StorageError
+from trainload.core.storage.files import NO_OPTIONS, StoreFiles
+from trainload.core.storage.folder import FolderFiles
+from trainload.core.storage.remote import RemoteFiles
 
 
 def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> StoreFiles:

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from trainload.packaging.manifest import FileEntry
-
 BLOCK = 8 * 2**20
 """Bytes of a file that are in memory at once."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -25,6 +23,14 @@ class StoredFile:
     path: str
     size: int
     modified: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a local file must be to be sent: its size in bytes and its sha256, in hexadecimal digits."""
+
+    size: int
+    sha256: str
 
 
 class Sink(Protocol):
@@ -72,8 +78,8 @@ class StoreFiles(Protocol):
     def delete(self, path: str) -> None:
         """Remove a file, if there is one."""
 
-    def send(self, path: str, source: Path, entry: FileEntry, on_bytes: OnBytes) -> None:
-        """Write a file from a local one. IntegrityError: that is not of the size and digest of `entry`, and nothing was written."""
+    def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
+        """Write a file from a local one. IntegrityError: that is not of the expected size and digest, and nothing was written."""
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
         """A file's bytes in blocks, `size` in all, or fewer. IntegrityError: there is no such file."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import fsspec
 
-from trainload.capture.errors import StorageError
-from trainload.packaging.credentials import resolve, resolve_options, without_secrets
+from trainload.core.credentials import resolve, resolve_options, without_secrets
+from trainload.core.errors import StorageError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 

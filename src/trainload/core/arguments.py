@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import numpy
 from pydantic import BaseModel, ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from trainload.capture.errors import RequestError
+from trainload.core.errors import RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")

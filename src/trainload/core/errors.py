@@ -35,8 +35,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from trainload.capture.finding import Finding, page
-from trainload.capture.redaction import redacted
+from trainload.core.finding import Finding, page
+from trainload.core.redaction import redacted
 
 
 class TrainloadError(Exception):
@@ -99,7 +99,7 @@ class CaptureError(RequestError):
 
     Args:
         problem, where, expected, got, cure: as for every error.
-        findings: its causes in the user's source, the first one first. With them the message is a page: see `capture/finding.py`.
+        findings: its causes in the user's source, the first one first. With them the message is a page: see `trainload.core.finding`.
     """
 
     def __init__(

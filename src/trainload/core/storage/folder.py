@@ -9,11 +9,10 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from trainload.capture.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.core.atomic import NO_LINKS, create_file, replace_file, replacing, sync_folder, temporary_beside, temporary_file
-from trainload.packaging.files import is_full, open_inside
-from trainload.packaging.manifest import FileEntry
-from trainload.packaging.stores.places import BLOCK, OnBytes, StoredFile
+from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
+from trainload.core.paths import is_full, open_inside
+from trainload.core.storage.files import BLOCK, Expected, OnBytes, StoredFile
 
 
 class FolderFiles:
@@ -97,7 +96,7 @@ class FolderFiles:
         with self._writing(path):
             (self._root / path).unlink(missing_ok=True)
 
-    def send(self, path: str, source: Path, entry: FileEntry, on_bytes: OnBytes) -> None:
+    def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
         """As `StoreFiles.send`. Read once: what is written is what was checked."""
         digest, size = hashlib.sha256(), 0
         with self._writing(path), replacing(target := self._prepared(path)) as draft, open_inside(source.parent, source.name) as read:
@@ -107,9 +106,9 @@ class FolderFiles:
                     size += len(block)
                     write.write(block)
                     on_bytes(len(block))
-            if size != entry.size or digest.hexdigest() != entry.sha256:
+            if size != expected.size or digest.hexdigest() != expected.sha256:
                 on_bytes(-size)
-                raise changed_file(source, entry, size, digest.hexdigest())
+                raise changed_file(source, expected, size, digest.hexdigest())
         with self._writing(path):
             sync_folder(target.parent)
 
@@ -153,12 +152,12 @@ class FolderFiles:
             raise StorageError(f"the store cannot be written: {error.strerror or error}", where=f"{self.url}/{path}") from error
 
 
-def changed_file(source: Path, entry: FileEntry, size: int, digest: str) -> IntegrityError:
+def changed_file(source: Path, expected: Expected, size: int, digest: str) -> IntegrityError:
     """For a local file that is not what the manifest says."""
     return IntegrityError(
         "a file is not the one that the manifest lists",
         where=str(source),
-        expected=f"{entry.size} bytes of sha256 {entry.sha256}",
+        expected=f"{expected.size} bytes of sha256 {expected.sha256}",
         got=f"{size} bytes of sha256 {digest}",
         cure="trainload verify says what else is wrong with the package.",
     )

@@ -1,0 +1,103 @@
+"""Paths and files: names that a file system takes, reading without following links, writing through to disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from trainload.core.arguments import shown
+from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
+
+LONGEST_NAME = 235
+"""Maximum bytes of a file name. Most file systems allow 255; the name of the temporary file is longer."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def open_inside(root: Path, path: str) -> BinaryIO:
+    """Open a package's file for reading.
+
+    No folder between `root` and the file is followed through a link either, though one were put there since the package was opened.
+
+    Raises:
+        UnsafePackageError: it is a link or no plain file.
+        IntegrityError: it is missing.
+    """
+    *folders, name = path.split("/")
+    with ExitStack() as stack:
+        try:
+            inner = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, inner)
+            for folder in folders:
+                inner = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inner)
+                stack.callback(os.close, inner)
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=inner)
+        except FileNotFoundError as error:
+            raise IntegrityError("a file of the package is missing", where=path, cure="Fetch the package again.") from error
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # the last one: a socket
+                raise UnsafePackageError("a link, or something else that is no plain file, is in the way", where=path) from error
+            raise StorageError(f"a file of the package cannot be read: {error.strerror}", where=path) from error
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise UnsafePackageError("something in the package is no plain file", where=path)
+    return file
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a new file through to disk.
+
+    Raises:
+        FileExistsError: there is one already.
+        OSError: the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source` where the file system can, else a copy of it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        write_copy(source, target)
+
+
+def write_copy(source: Path, target: Path) -> None:
+    """Copy a file's bytes, through to disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("xb") as write:
+        shutil.copyfileobj(read, write, 2**20)
+        write.flush()
+        os.fsync(write.fileno())
+
+
+def check_name(path: Path) -> None:
+    """Check that the last part of a path is a valid file name, also with the suffix of a temporary file.
+
+    Raises:
+        StorageError: it is too long or contains NUL.
+    """
+    if "\0" in str(path) or len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise StorageError(
+            "no file can have this name",
+            where=shown(str(path)),
+            expected=f"at most {LONGEST_NAME} bytes, and none of them NUL",
+            cure="Choose another.",
+        )
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there is no room left: on the disk, in a quota, or below a limit of file sizes."""
+    return error.errno in _FULL

@@ -1,0 +1,1 @@
+"""Files in a folder or at a URL, behind one interface."""
