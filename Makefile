@@ -58,6 +58,7 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p trainload
 	$(BIN)/mypy examples tests
+	$(BIN)/python -m tests.house.import_graph
 	$(BIN)/python -m pytest tests/house
 
 format: env
@@ -125,7 +126,7 @@ kills: env
 	$(BIN)/python benchmarks/kills.py
 
 gpu: env
-	$(BIN)/python -m pytest tests/launch/test_gpu.py
+	$(BIN)/python -m pytest tests/launch/node/test_gpu.py
 	$(BIN)/python benchmarks/gpu.py
 
 parity: env

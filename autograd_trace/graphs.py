@@ -152,7 +152,7 @@ MOST = 2**53 - 1
 
 
 class TurnRecipe(BaseModel):
-    """When a graph runs within a round: see `trainload.capture.job.Turn`."""
+    """When a graph runs within a round: see `trainload.capture.job.definition.Turn`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -184,7 +184,7 @@ class GraphRecipe(BaseModel):
 
 
 class LossScale(BaseModel):
-    """How the scale of the loss moves: see `trainload.capture.job.LossScaling`."""
+    """How the scale of the loss moves: see `trainload.capture.job.definition.LossScaling`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from trainload.capture.higher_order import CHECKPOINT, SELECTIVE
 from trainload.capture.operators import body_at, is_higher_order, is_overload
-from trainload.capture.place import place_of_node
+from trainload.capture.source.source_place import place_of_node
+from trainload.capture.watching.higher_order import CHECKPOINT, SELECTIVE
 
 aten = torch.ops.aten
 _HOP: Any = torch.ops.higher_order

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from trainload.capture.higher_order import evaluate, is_ours
 from trainload.capture.operators import calls_in, graphs_in, is_higher_order, nodes_in
-from trainload.capture.place import place_of_node
 from trainload.capture.program import GraphCapture, OutputRole
+from trainload.capture.source.source_place import place_of_node
+from trainload.capture.watching.higher_order import evaluate, is_ours
 from trainload.core.errors import JobError, first_line
 
 aten = torch.ops.aten

@@ -27,7 +27,7 @@ from faults_op import BROKEN, STUCK
 from measure import ROOT, note
 
 if TYPE_CHECKING:
-    from trainload.launching.journal import Event
+    from trainload.launching.run.journal import Event
 
 HERE = Path(__file__).resolve().parent
 HANG_TIMEOUT = 10.0
@@ -121,7 +121,7 @@ class Run:
         self._drive("resume", str(self.folder))
 
     def _drive(self, *arguments: str) -> None:
-        from trainload.launching.journal import Follower
+        from trainload.launching.run.journal import Follower
 
         command = [sys.executable, "-W", "ignore", "-m", "trainload", "--library", LIBRARY, *arguments, "--address", self.nodes.address]
         self._process = process = subprocess.Popen(
@@ -218,7 +218,7 @@ class Run:
 
     def driver(self) -> int:
         """The pid of the present driver, which the process that was launched keeps."""
-        from trainload.launching.state import read_state
+        from trainload.launching.run.run_state import read_state
 
         state = read_state(self.folder)
         assert state is not None

@@ -44,7 +44,7 @@ def after(case: Any) -> str:
     """What trainload's capture says."""
     from tests.capture.jobs import job
 
-    from trainload.capture.trace import capture
+    from trainload.capture.tracing.trace import capture
     from trainload.core.errors import CaptureError
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -218,8 +218,9 @@ def parts(layers: int, hidden: int) -> dict[str, Any]:
 
 def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
     """A freeze, by its stages."""
-    from trainload import api, proving
-    from trainload.capture import trace
+    from trainload.capture.tracing import trace
+    from trainload.freezing import freeze as freezing
+    from trainload.freezing import prove as proving
 
     job = job_for(llama(layers, hidden))
     warm_up()
@@ -229,14 +230,14 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
     clock.wrapped(proving, "capture_optimizer", lambda *_: "capture and check the optimizer's updates")
     clock.wrapped(proving, "derive", lambda _, graph, __: f"derive {graph}")
     clock.wrapped(proving, "check_step", lambda *_: "check the joint graph")
-    clock.wrapped(api, "write_package", lambda *_, **__: "write the package")
+    clock.wrapped(freezing, "write_package", lambda *_, **__: "write the package")
     clock.wrapped(proving, "write_derived", lambda *_: "write the derived graph")
     memory = PeakMemory()
     memory.reset()
     with tempfile.TemporaryDirectory(prefix="trainload-freeze-", dir=keep.parent if keep is not None else None) as folder:
         path = Path(folder) / "package.tl"
         with rest.counted("everything"):
-            api.freeze(job, path)
+            freezing.freeze(job, path)
         peak = memory.read()
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         if keep is not None:
@@ -247,10 +248,10 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
 
 def package(path: Path) -> dict[str, Any]:
     """What is done with a package before it runs."""
-    from trainload.autograd_trace.aot import derive
+    from trainload.autograd_trace.derivation.aot import derive
     from trainload.packaging.derived import read_derived
-    from trainload.packaging.verify import verify_package
-    from trainload.sharding.step_graphs import derived_key
+    from trainload.packaging.signatures.verify import verify_package
+    from trainload.sharding.plans.device_step_graphs import derived_key
 
     cpu = torch.device("cpu")
     warm_up()

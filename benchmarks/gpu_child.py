@@ -70,13 +70,13 @@ def _wait(device: torch.device) -> None:
 
 def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: float) -> dict[str, Any]:
     """Train the package with trainload's engine, without Ray."""
-    from trainload.launching.build import compile_build, load_build
-    from trainload.launching.calls import Microbatch
-    from trainload.launching.determinism import deterministic
-    from trainload.launching.engine import Draw, Engine
-    from trainload.launching.verifying import Comparison, Verifier
-    from trainload.packaging.read import open_package
-    from trainload.sharding.plan import Plan
+    from trainload.launching.node.build import compile_build, load_build
+    from trainload.launching.node.determinism import deterministic
+    from trainload.launching.worker.calls import Microbatch
+    from trainload.launching.worker.engine import Draw, Engine
+    from trainload.launching.worker.verify_build import Comparison, Verifier
+    from trainload.packaging.package import open_package
+    from trainload.sharding.plans.plan import Plan
 
     stages: dict[str, float] = {}
     package = open_package(folder / "package.tl")
@@ -135,8 +135,8 @@ def peer(case: Case, folder: Path, compiled: bool, device: torch.device, began: 
 
 def inspect(folder: Path, device: torch.device) -> dict[str, Any]:
     """Derive the step graph and count its matrix products by dtype, and what is left of the capture's device."""
-    from trainload.autograd_trace.aot import derive
-    from trainload.packaging.read import open_package
+    from trainload.autograd_trace.derivation.aot import derive
+    from trainload.packaging.package import open_package
 
     began = time.perf_counter()
     step = derive(open_package(folder / "package.tl").program(), "train", device)

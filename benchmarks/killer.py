@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainload.launching.checkpoints.index import CHECKPOINTS, DRAFT, INDEX, published
-from trainload.launching.journal import Event, read_events
+from trainload.launching.run.journal import Event, read_events
 
 LOOK_SECONDS = 0.0005
 COMPILING = ".part"

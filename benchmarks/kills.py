@@ -30,8 +30,8 @@ from prepare import prepare
 from text import byte_windows
 
 if TYPE_CHECKING:
-    from trainload.launching.journal import Event
-    from trainload.packaging.read import Package
+    from trainload.launching.run.journal import Event
+    from trainload.packaging.package import Package
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 2
@@ -82,7 +82,7 @@ def said(name: str) -> Callable[[Event], None]:
 
 def shard_digests(checkpoint: Path) -> list[str]:
     """The digests of a checkpoint's shards."""
-    from trainload.launching.checkpoints.read import Checkpoint
+    from trainload.launching.checkpoints.reader import Checkpoint
 
     return [record.sha256 for record in Checkpoint.open(checkpoint).index.files]
 
@@ -147,7 +147,7 @@ def rows(killed: Sequence[Killed], events: Sequence[Event], reference: Losses) -
 def measure(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
     """All three runs."""
     import trainload
-    from trainload.launching.journal import read_events
+    from trainload.launching.run.journal import read_events
 
     note("freezing")
     package = trainload.open(prepare(f"{HERE / 'kills_job.py'}:job", scratch / "job", STRATEGY, WORKERS))

@@ -65,8 +65,8 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
     from trainload.core import processes
     from trainload.core.errors import ConflictError
     from trainload.packaging.stores.store import Store
-    from trainload.retraining import lease
-    from trainload.retraining.lease import Held, Leases
+    from trainload.retraining.ticks import lease
+    from trainload.retraining.ticks.lease import Held, Leases
 
     chance = random.Random(seed)
     if far:

@@ -52,11 +52,11 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     import trainload
-    from trainload.autograd_trace.aot import bind_groups
-    from trainload.launching.build import compile_build, load_build, uncompiled_build
-    from trainload.launching.calls import Microbatch
-    from trainload.launching.determinism import deterministic
-    from trainload.launching.engine import Draw, Engine
+    from trainload.autograd_trace.derivation.aot import bind_groups
+    from trainload.launching.node.build import compile_build, load_build, uncompiled_build
+    from trainload.launching.node.determinism import deterministic
+    from trainload.launching.worker.calls import Microbatch
+    from trainload.launching.worker.engine import Draw, Engine
 
     torch.set_num_threads(1)
     plan = trainload.Plan.model_validate_json(case["plan"])
@@ -151,8 +151,8 @@ def main() -> None:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
     from trainload.sharding.planner.device import read
+    from trainload.sharding.planner.plan_source import Source
     from trainload.sharding.planner.search import costs_of
-    from trainload.sharding.source import Source
 
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

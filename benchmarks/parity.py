@@ -30,7 +30,7 @@ BF16_BAR = 3.0
 
 def curve(package: Path, data: Path, steps: int, scratch: Path, workers: int, strategy: str) -> list[float]:
     """The losses of a run, by `trainload launch`: one worker in its process, two on a local Ray cluster."""
-    from trainload.launching.journal import losses, read_events
+    from trainload.launching.run.journal import losses, read_events
 
     note(f"{package.stem}: {strategy} on {workers}")
     run_dir = scratch / f"{package.stem}-{strategy}-{workers}"

@@ -47,7 +47,7 @@ def main() -> None:
     see_example()
 
     import trainload
-    from trainload.spec import load_job
+    from trainload.freezing.load_job import load_job
 
     arguments.folder.mkdir(parents=True)
     package = trainload.freeze(load_job(arguments.spec), arguments.folder / "package.tl")

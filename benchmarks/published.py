@@ -36,12 +36,12 @@ def main() -> None:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import llama8b
 
-    from trainload.sharding.make_plan import make_plan
-    from trainload.sharding.plan import Cluster
     from trainload.sharding.planner.device import read
+    from trainload.sharding.planner.make_plan import make_plan
+    from trainload.sharding.planner.plan_source import Source
     from trainload.sharding.planner.search import costs_of
-    from trainload.sharding.source import Source
-    from trainload.sharding.strategies import RECOMPUTES
+    from trainload.sharding.plans.plan import Cluster
+    from trainload.sharding.plans.strategies import RECOMPUTES
 
     device, found = read(options.device), []
     with tempfile.TemporaryDirectory() as folder:

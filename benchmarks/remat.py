@@ -48,7 +48,7 @@ def make_job(kept: bool, width: int, rows: int) -> Any:
     from torch.nn import functional as F
     from torch.utils.checkpoint import checkpoint
 
-    from trainload.capture.job import Job
+    from trainload.capture.job.definition import Job
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -88,7 +88,7 @@ def prepare(kept: bool, options: argparse.Namespace, folder: Path) -> None:
     import torch
 
     import trainload
-    from trainload.launching.build import compile_build
+    from trainload.launching.node.build import compile_build
 
     package = trainload.freeze(make_job(kept, options.width, options.rows), folder / f"{kept}.tl")
     built = compile_build(package, _plan(package), torch.device("cpu"), folder / "cache", lambda *_: None)
@@ -124,7 +124,7 @@ def _begin(folder: Path) -> None:
 
 def _plan(package: Any) -> Any:
     import trainload
-    from trainload.sharding.plan import Cluster
+    from trainload.sharding.plans.plan import Cluster
 
     return trainload.plan(package, Cluster(devices_per_node=1), "single")
 
@@ -147,8 +147,8 @@ def _packaged(kind: str, kept: bool, folder: Path) -> Callable[[], Any]:
 
     import trainload
     from trainload.autograd_trace.graphs import Role
-    from trainload.launching.build import load_build, uncompiled_build
-    from trainload.sharding.rewrite import Phase
+    from trainload.launching.node.build import load_build, uncompiled_build
+    from trainload.sharding.rewriting.rewrite import Phase
 
     package = trainload.open(folder / f"{kept}.tl")
     plan = _plan(package)

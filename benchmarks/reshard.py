@@ -58,10 +58,10 @@ def write(package: str, run: str) -> None:
     import torch
 
     import trainload
+    from trainload.launching.checkpoints.checkpoint_place import place_of
     from trainload.launching.checkpoints.index import DataPosition
-    from trainload.launching.checkpoints.place import place_of
     from trainload.launching.checkpoints.retention import Retention
-    from trainload.launching.checkpoints.state import ShardedState, held
+    from trainload.launching.checkpoints.sharded_state import ShardedState, held
     from trainload.launching.checkpoints.writer import CheckpointWriter
 
     plan = trainload.plan(trainload.open(package), trainload.Cluster(devices_per_node=4), "zero3")
@@ -81,9 +81,9 @@ def load(package: str, run: str, case: dict[str, Any], rank: int, result: str) -
     """One rank, in this process."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
+    from trainload.launching.checkpoints.checkpoint_place import place_of
     from trainload.launching.checkpoints.load import load_sharded
-    from trainload.launching.checkpoints.place import place_of
-    from trainload.launching.checkpoints.read import Checkpoint, latest_checkpoint
+    from trainload.launching.checkpoints.reader import Checkpoint, latest_checkpoint
 
     plan = trainload.Plan.model_validate(case)
     path = latest_checkpoint(place_of(Path(run)))

@@ -48,7 +48,7 @@ def train(folder: Path, rows: int, steps: int, seed: int) -> dict[str, Any]:
     from tests.launch.counted import BATCH, counts, demand_exact, freeze_counts
 
     import trainload
-    from trainload.launching.journal import read_events
+    from trainload.launching.run.journal import read_events
 
     chance = random.Random(seed)
     package, data = freeze_counts(rows, steps, folder)

@@ -45,7 +45,7 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
     from retrain_job import write_day
 
     from trainload.packaging.stores.store import Store
-    from trainload.retraining.records import Ticks, Trained
+    from trainload.retraining.ticks.tick_records import Ticks, Trained
 
     folder.mkdir()
     alone(write_package, str(folder / "package.tl"), width, layers, frozen)
@@ -96,7 +96,7 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
 
 def first_step(run_dir: Path) -> float:
     """When a run's first step had ended, in seconds since 1970."""
-    from trainload.launching.journal import read_events
+    from trainload.launching.run.journal import read_events
 
     return next(event.time for event in read_events(run_dir) if event.kind == "step")
 

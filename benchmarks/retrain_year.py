@@ -55,7 +55,7 @@ def write_package(path: str) -> None:
 
 def config_of(folder: Path) -> Any:
     """The retraining, in a folder."""
-    from trainload.retraining.config import checked
+    from trainload.retraining.config.config import checked
 
     return checked(
         {
@@ -132,8 +132,8 @@ def started(work: Callable[[], None], log: Path) -> int:
 
 def tick(folder: Path, when: datetime, *, die_at: int | None = None, count: Path | None = None) -> None:
     """Runs one tick, in this process."""
-    from trainload.retraining.stages import Opening, Stages
-    from trainload.retraining.tick import Scheduler
+    from trainload.retraining.ticks.tick import Scheduler
+    from trainload.retraining.ticks.tick_stages import Opening, Stages
 
     def say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
@@ -202,7 +202,7 @@ def whole(folder: Path) -> str:
 def outcome(folder: Path) -> dict[str, Any]:
     """What a store says of its line, without times, random numbers, who did it, and how often it took."""
     from trainload.packaging.stores.store import Store
-    from trainload.retraining.lineage import read_line
+    from trainload.retraining.ticks.lineage import read_line
 
     story = read_line(Store(folder / "store"), LINE)
     return {
@@ -219,9 +219,9 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
     from retrain_job import write_day
 
     from trainload.packaging.stores.store import Store
-    from trainload.retraining.records import Ended, Ticks, name_of
-    from trainload.retraining.schedule import Every
     from trainload.retraining.service import serve
+    from trainload.retraining.ticks.tick_records import Ended, Ticks, name_of
+    from trainload.retraining.ticks.tick_times import Every
 
     draw = np.random.default_rng(0)
     clock = SimulatedClock(FIRST - timedelta(hours=5))
@@ -267,7 +267,7 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
             before[ended.outcome] = (kept, when)
 
     def last_done() -> datetime | None:
-        from trainload.retraining.records import time_of
+        from trainload.retraining.ticks.tick_records import time_of
 
         if not (folder / "store" / "store.json").exists():
             return None
@@ -282,8 +282,8 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
 def judged(folder: Path) -> dict[str, Any]:
     """Whether all is as it must be at the end."""
     from trainload.packaging.stores.store import Store
-    from trainload.retraining.expression import parse
-    from trainload.retraining.lineage import ancestry, read_line
+    from trainload.retraining.config.expression import parse
+    from trainload.retraining.ticks.lineage import ancestry, read_line
 
     store = Store(folder / "store")
     story = read_line(store, LINE)
@@ -355,12 +355,6 @@ def main() -> None:
         alone(write_package, str(folder / "package.tl"))
         # What a tick needs is imported here, so that its processes need not.
         import torch
-
-        import trainload.evaluating
-        import trainload.launching.local_run
-        import trainload.launching.worker
-        import trainload.retraining.stages
-        import trainload.running  # noqa: F401
 
         torch.set_num_threads(1)
         over, seen = Path(scratch) / "over", Path(scratch) / "seen.json"

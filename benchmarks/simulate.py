@@ -31,10 +31,10 @@ def simulate_one(package_path: str, ranks: int, options: dict[str, Any], result:
     """One plan in this process."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
-    from trainload.sharding.make_plan import make_plan
-    from trainload.sharding.plan import Cluster
-    from trainload.sharding.simulate import simulate
-    from trainload.sharding.source import Source
+    from trainload.sharding.planner.make_plan import make_plan
+    from trainload.sharding.planner.plan_source import Source
+    from trainload.sharding.planner.simulate import simulate
+    from trainload.sharding.plans.plan import Cluster
 
     began = time.perf_counter()
     source = Source(trainload.open(package_path))

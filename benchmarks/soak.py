@@ -158,7 +158,7 @@ def growth(samples: dict[tuple[str, int], list[tuple[float, int]]], kind: str) -
 
 def reference(package: Path, data: Path, folder: Path, steps: int) -> dict[int, float]:
     """The losses of a run that nothing befell, on as many workers and as fast as it goes."""
-    from trainload.launching.journal import read_events
+    from trainload.launching.run.journal import read_events
 
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "-m", "trainload"]
     command += ["--library", LIBRARY, "launch", str(package), "--data", str(data), "--run-dir", str(folder), "--backend", "torchrun"]

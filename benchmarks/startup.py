@@ -81,7 +81,7 @@ def run(system: str, inputs: Inputs, cache: Path) -> dict[str, float]:
 
 
 def _journal(run_dir: Path, began: float) -> dict[str, float]:
-    from trainload.launching.journal import read_events
+    from trainload.launching.run.journal import read_events
 
     events = read_events(run_dir)
     found = {"first_step": next(event.time for event in events if event.kind == "step") - began}

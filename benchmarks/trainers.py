@@ -99,12 +99,12 @@ class Trainload:
     """trainload's engine in this process, as `trainload launch` runs it in a worker."""
 
     def __init__(self, place: Place, strategy: str) -> None:
-        from trainload.autograd_trace.aot import bind_groups
-        from trainload.launching.build import compile_build, load_build
-        from trainload.launching.determinism import deterministic
-        from trainload.launching.engine import Engine
-        from trainload.packaging.read import open_package
-        from trainload.sharding.plan import Plan
+        from trainload.autograd_trace.derivation.aot import bind_groups
+        from trainload.launching.node.build import compile_build, load_build
+        from trainload.launching.node.determinism import deterministic
+        from trainload.launching.worker.engine import Engine
+        from trainload.packaging.package import open_package
+        from trainload.sharding.plans.plan import Plan
 
         package = open_package(place.package)
         plan = Plan.model_validate_json((place.plans / f"{strategy}.json").read_bytes())
@@ -118,8 +118,8 @@ class Trainload:
         self._first_row = place.rank * plan.rows_per_call
 
     def step(self, number: int, tokens: Tensor) -> float:
-        from trainload.launching.calls import Microbatch
-        from trainload.launching.engine import Draw
+        from trainload.launching.worker.calls import Microbatch
+        from trainload.launching.worker.engine import Draw
 
         with self._mode():
             return self._engine.step(number, [Draw([Microbatch({"tokens": tokens}, self._first_row)])]).loss

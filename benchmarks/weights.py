@@ -61,9 +61,9 @@ def resident() -> int:
 
 def write(folder: Path, count: int) -> dict[str, float]:
     """Write the weights of a package: what follows from its program is small, and left out. Returns: seconds, and memory on top."""
-    from trainload.packaging.manifest import ParameterEntry
-    from trainload.packaging.tensors import TensorSpec
-    from trainload.packaging.weights import write_weights
+    from trainload.packaging.format.manifest import ParameterEntry
+    from trainload.packaging.tensors.safetensors_file import TensorSpec
+    from trainload.packaging.tensors.weight_shards import write_weights
 
     state = Made(count)
     entries = [ParameterEntry(name=name, dtype="float32", shape=(WIDTH, WIDTH), trainable=True, alias_of=None) for name in state]
@@ -78,7 +78,7 @@ def manifest_of(folder: Path, count: int) -> Any:
     """A manifest that lists these weights. Only what a reader of weights asks is in it."""
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
     from trainload.core.canonical_json import sha256_file
-    from trainload.packaging.manifest import FileEntry, Manifest, ParameterEntry
+    from trainload.packaging.format.manifest import FileEntry, Manifest, ParameterEntry
 
     names = list(Made(count))
     listed = {
@@ -103,7 +103,7 @@ def read(folder: Path, way: str) -> dict[str, float]:
     files = sorted((folder / "weights").glob("*.safetensors"))
     count = len(json.loads((folder / "weights/model.safetensors.index.json").read_bytes())["weight_map"])
     if way == "trainload":
-        from trainload.packaging.weights import WeightReader
+        from trainload.packaging.tensors.weight_shards import WeightReader
 
         reader = WeightReader(folder, manifest_of(folder, count))
     if way == "safetensors":
@@ -132,7 +132,7 @@ def read(folder: Path, way: str) -> dict[str, float]:
 
 def rank(folder: Path, index: int, world: int) -> dict[str, float]:
     """One rank of `world` reads its slices: of each bucket (four parameters, flat) one contiguous part. Returns: bytes it asked for."""
-    from trainload.packaging.weights import WeightReader
+    from trainload.packaging.tensors.weight_shards import WeightReader
 
     count = len(json.loads((folder / "weights/model.safetensors.index.json").read_bytes())["weight_map"])
     reader = WeightReader(folder, manifest_of(folder, count))

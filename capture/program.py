@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 from torch.export import ExportedProgram
 
-from trainload.capture.guards import Guard
+from trainload.capture.guard import Guard
 
 SizeLike = int | str
 """A size: an int, or the name of a symbol (`"batch"`, or an expression such as `"2*s1"`) that changes from call to call."""
@@ -81,7 +81,7 @@ def mode_of(name: str, has_loss: bool) -> Mode:
 class InputSpec:
     """One entry of a batch: `dtype` as torch spells it ("int64"), `shape` with symbols for dynamic sizes.
 
-    `quantiles`: values of the example batch, ascending, from which a batch like it can be made; see capture/synthesise.py.
+    `quantiles`: values of the example batch, ascending, from which a batch like it can be made; see capture/job/synthesise.py.
     """
 
     name: str

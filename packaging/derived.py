@@ -24,11 +24,11 @@ from trainload.core.atomic import temporary_folder
 from trainload.core.canonical_json import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.core.paths import link_or_copy, open_inside, write_bytes
-from trainload.packaging.files import walk
-from trainload.packaging.graph_json import flat_from_json, flat_to_json, running_schema
-from trainload.packaging.read import Package
-from trainload.packaging.user_key import user_key
-from trainload.packaging.validate import GraphFacts, parse_graph, validate_graph
+from trainload.packaging.format.package_files import walk
+from trainload.packaging.format.user_key import user_key
+from trainload.packaging.graphs.graph_json import flat_from_json, flat_to_json, running_schema
+from trainload.packaging.graphs.validate import GraphFacts, parse_graph, validate_graph
+from trainload.packaging.package import Package
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _TAGS = ("partitioner_tag",)

@@ -12,17 +12,15 @@ from pydantic import ValidationError
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
-from trainload.capture.job import AssetLike
+from trainload.capture.job.definition import AssetLike
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import IntegrityError, PackageError
 from trainload.core.paths import link_or_copy, write_bytes
-from trainload.packaging.assets import ASSETS, media_type_of, write_assets
-from trainload.packaging.debug import read_debug, write_debug
-from trainload.packaging.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
-from trainload.packaging.files import new_folder, walk
-from trainload.packaging.graph_json import graph_to_json, operator_namespaces, running_schema
-from trainload.packaging.manifest import (
+from trainload.packaging.format.assets import ASSETS, media_type_of, write_assets
+from trainload.packaging.format.debug import read_debug, write_debug
+from trainload.packaging.format.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
+from trainload.packaging.format.manifest import (
     BUILT_IN_NAMESPACES,
     CONSTANTS,
     EXTENSIONS,
@@ -37,13 +35,15 @@ from trainload.packaging.manifest import (
     TrainingEntry,
     UpdateEntry,
 )
-from trainload.packaging.op_libraries import Libraries, describe_libraries
-from trainload.packaging.read import Package, check_graphs, open_package
-from trainload.packaging.source_map import NAME as SOURCE_MAP
-from trainload.packaging.source_map import SourceMap, make_source_map, restore_traces
-from trainload.packaging.tensors import write_tensors
-from trainload.packaging.validate import GraphFacts, parse_graph, validate_graph
-from trainload.packaging.weights import MAX_SHARD, add_weights, stored_tensors, trained_tensors, write_weights
+from trainload.packaging.format.package_files import new_folder, walk
+from trainload.packaging.format.source_map import NAME as SOURCE_MAP
+from trainload.packaging.format.source_map import SourceMap, make_source_map, restore_traces
+from trainload.packaging.graphs.graph_json import graph_to_json, operator_namespaces, running_schema
+from trainload.packaging.graphs.validate import GraphFacts, parse_graph, validate_graph
+from trainload.packaging.libraries.op_libraries import Libraries, describe_libraries
+from trainload.packaging.package import Package, check_graphs, open_package
+from trainload.packaging.tensors.safetensors_file import write_tensors
+from trainload.packaging.tensors.weight_shards import MAX_SHARD, add_weights, stored_tensors, trained_tensors, write_weights
 
 Bundle = Callable[[Manifest, Path], Mapping[str, OpLibraryEntry]]
 """Given the manifest but for its files, and a folder to make, writes wheels into it; returns the operator libraries with their wheels."""

@@ -20,9 +20,9 @@ from tests.packaging.signers import Signers, make_signers
 from tests.ranks import fork_server
 from tests.shared import frozen_once, made_once, run_folder
 
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 from trainload.packaging.write import write_package
-from trainload.sharding.source import Source
+from trainload.sharding.planner.plan_source import Source
 
 MANY = 10
 """Tests, some of which have ranks."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
-from trainload.autograd_trace.trainers import make_optimizers
-from trainload.autograd_trace.update import capture_optimizer
-from trainload.capture.job import Job
+from trainload.autograd_trace.optimizer.capture_optimizer import capture_optimizer
+from trainload.autograd_trace.optimizer.trainers import make_optimizers
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
 
 

@@ -20,9 +20,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from trainload.launching.groups import leave_groups
+from trainload.launching.node.process_groups import leave_groups
 
-PRELOADED = ("torch", "torch.distributed", "trainload.api", "trainload.running", "trainload.launching.worker", "tests.laws.gpt")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "trainload.freezing.freeze",
+    "trainload.launching.api.launch",
+    "trainload.launching.worker.loop",
+    "tests.laws.gpt",
+)
 SECONDS = 500.0
 """Time limit of a process: below pytest's own, and far above what any takes on a busy machine."""
 _DIE_WITH_PARENT = 1

@@ -12,9 +12,9 @@ import torch
 from filelock import FileLock
 
 import trainload
-from trainload.packaging.read import Package
-from trainload.proving import keep_steps
-from trainload.sharding.step_graphs import step_graphs
+from trainload.freezing.prove import keep_steps
+from trainload.packaging.package import Package
+from trainload.sharding.plans.device_step_graphs import step_graphs
 
 SHARED = "SHARED_FOLDER"
 """The variable that names a folder which the runs of pytest of one `make test` share."""

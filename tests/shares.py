@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainload.sharding.plan import Shard
+from trainload.sharding.plans.plan import Shard
 
 
 def cut(whole: Tensor, shard: Shard, index: int, ranks: int) -> Tensor:

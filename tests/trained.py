@@ -16,8 +16,8 @@ from torch import Tensor
 
 import trainload
 from trainload import Job, Loss
-from trainload.capture.inputs import leaves_of, rebuild
-from trainload.capture.rows import arranged
+from trainload.capture.job.inputs import leaves_of, rebuild
+from trainload.capture.job.leading_rows import arranged
 from trainload.launching.data.sampler import rows
 
 UPDATES = 4

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import CheckpointError, PackageError
-from trainload.packaging import chunks
-from trainload.sharding.plan import Bucket, Shard
-from trainload.sharding.strategies import Strategy
+from trainload.packaging.tensors import chunks
+from trainload.sharding.plans.plan import Bucket, Shard
+from trainload.sharding.plans.strategies import Strategy
 
 VERSION = 3
 """Of the index's format. 1: the first, with a digest of each shard as a whole. 2: with one of each 4 MiB, so that a rank reads its part. 3:
@@ -33,7 +33,7 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A shard: its path in the checkpoint's folder, its bytes, and the sha256 in hex of each `chunk` of them (packaging/chunks.py)."""
+    """A shard: its path in the checkpoint's folder, its bytes, and the sha256 in hex of each `chunk` of them (packaging.tensors.chunks)."""
 
     name: str
     size: int = Field(ge=0)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from trainload.core.errors import CheckpointError
-from trainload.launching.checkpoints.read import Checkpoint
-from trainload.launching.checkpoints.state import MEAN, PARAM, ShardedState, held
-from trainload.packaging.tensors import to_fill
-from trainload.sharding.plan import Bucket, Plan, Slot
+from trainload.launching.checkpoints.reader import Checkpoint
+from trainload.launching.checkpoints.sharded_state import MEAN, PARAM, ShardedState, held
+from trainload.packaging.tensors.safetensors_file import to_fill
+from trainload.sharding.plans.plan import Bucket, Plan, Slot
 
 
 def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: bool = False) -> ShardedState:

@@ -10,10 +10,10 @@ import torch
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CheckpointError, PackageError
+from trainload.launching.checkpoints.checkpoint_place import CheckpointFiles, Draft
 from trainload.launching.checkpoints.index import FileRecord
-from trainload.launching.checkpoints.place import CheckpointFiles, Draft
-from trainload.packaging import chunks
-from trainload.packaging.tensors import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length, to_fill
+from trainload.packaging.tensors import chunks
+from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length, to_fill
 
 CURE = "Resume from an earlier checkpoint."
 

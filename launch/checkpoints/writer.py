@@ -20,6 +20,7 @@ import torch
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CheckpointError, PackageError, StorageError, TrainloadError
 from trainload.core.paths import is_full
+from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Draft, Where
 from trainload.launching.checkpoints.index import (
     CheckpointIndex,
     DataPosition,
@@ -30,12 +31,11 @@ from trainload.launching.checkpoints.index import (
     scalar_key,
     shard_name,
 )
-from trainload.launching.checkpoints.place import CheckpointPlace, Draft, Where
-from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.checkpoints.shard import write_shard
-from trainload.launching.checkpoints.state import ShardedState, owned_slices
-from trainload.sharding.plan import Bucket, Plan
+from trainload.launching.checkpoints.sharded_state import ShardedState, owned_slices
+from trainload.sharding.plans.plan import Bucket, Plan
 
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 

@@ -28,8 +28,8 @@ from trainload.core.errors import RunInterrupted, TrainloadError
 from trainload.launching.cluster.mailbox import Mailbox, RayContact
 from trainload.launching.cluster.nodes import NODE_LABEL, resource_of
 from trainload.launching.cluster.output import heard
-from trainload.launching.journal import POLL_SECONDS, tracebacks_to
-from trainload.launching.spec import RunSpec
+from trainload.launching.run.journal import POLL_SECONDS, tracebacks_to
+from trainload.launching.run.run_spec import RunSpec
 
 _ANSWER_SECONDS = 3.0
 _END_SECONDS = 15.0
@@ -123,7 +123,7 @@ def _death(worker_group: Any) -> RayActorError | None:
 def _take_place(rank: int, local_world: int) -> None:
     """Tell a worker its rank, and have it import what it will run, beside the worker that prepares its node."""
     os.environ[_PLACE] = f"{rank}/{local_world}"
-    import trainload.launching.ahead  # noqa: F401  # imports the worker too. Slow, and Ray Train's controller does not need it
+    import trainload.launching.cluster.ahead  # noqa: F401  # imports the worker too. Slow, and Ray Train's controller does not need it
 
 
 def _open_door() -> str:
@@ -140,7 +140,9 @@ def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
 
 
 def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
-    from trainload.launching.worker import prepare_node  # slow to import, and Ray Train's controller imports this module without needing it
+    from trainload.launching.worker.loop import (
+        prepare_node,  # slow to import, and Ray Train's controller imports this module without needing it
+    )
 
     contact = orders.contact(ranks[0], f"node of {ranks[0]}")
     try:
@@ -155,8 +157,8 @@ def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
 
 def _loop(config: dict[str, Any]) -> None:
     """What Ray Train runs on every worker."""
-    from trainload.launching.ahead import compile_ahead
-    from trainload.launching.worker import Place, run_worker
+    from trainload.launching.cluster.ahead import compile_ahead
+    from trainload.launching.worker.loop import Place, run_worker
 
     orders: Orders = config["orders"]
     rank, local_world = map(int, os.environ[_PLACE].split("/"))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainload.core.errors import StorageError
-from trainload.launching.journal import Event, Journal, append_log, stream_events
-from trainload.launching.state import Summary
+from trainload.launching.run.journal import Event, Journal, append_log, stream_events
+from trainload.launching.run.run_state import Summary
 
 
 class Book:

@@ -13,7 +13,7 @@ from ray.exceptions import AuthenticationError
 
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError, first_line
 from trainload.launching.cluster.connection import check_listener, show_token, turned_away
-from trainload.launching.state import read_state
+from trainload.launching.run.run_state import read_state
 
 _BEGIN_SECONDS = 120.0
 _LOOK_SECONDS = 0.5

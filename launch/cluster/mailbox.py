@@ -16,9 +16,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from trainload.core.errors import TrainloadError
-from trainload.launching.activity import Activity, Doing
-from trainload.launching.contact import Request
-from trainload.launching.journal import Event
+from trainload.launching.run.activity import Activity, Doing
+from trainload.launching.run.contact import Request
+from trainload.launching.run.journal import Event
 
 BEAT_SECONDS = 1.0
 """How often a worker says that it is there."""

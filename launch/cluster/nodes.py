@@ -13,7 +13,7 @@ import ray._private.state
 from ray.autoscaler.sdk import request_resources
 
 from trainload.core.errors import ClusterError, LostClusterError
-from trainload.sharding.plan import DeviceKind, Plan
+from trainload.sharding.plans.plan import DeviceKind, Plan
 
 NODE_LABEL = "ray.io/node-id"
 _KIND = "accelerator_type:"

@@ -27,18 +27,18 @@ from trainload.core.errors import (
     TrainloadError,
     first_line,
 )
-from trainload.launching.activity import Phase
 from trainload.launching.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launching.cluster.book import Book
 from trainload.launching.cluster.mailbox import Beat, Mailbox
 from trainload.launching.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
 from trainload.launching.cluster.tasks import Questions, end_workers, last_line, on_node
-from trainload.launching.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
-from trainload.launching.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
-from trainload.launching.monitor import Hang, Monitor, in_words
-from trainload.launching.spec import RunSpec, least_plan, resume_command
-from trainload.launching.state import STATE_SECONDS, RankSeen, write_state
-from trainload.sharding.plan import Plan
+from trainload.launching.run.activity import Phase
+from trainload.launching.run.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
+from trainload.launching.run.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
+from trainload.launching.run.monitor import Hang, Monitor, in_words
+from trainload.launching.run.run_spec import RunSpec, least_plan, resume_command
+from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
+from trainload.sharding.plans.plan import Plan
 
 _LISTEN_SECONDS = 10.0
 _END_SECONDS = 20.0

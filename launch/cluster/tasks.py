@@ -17,8 +17,8 @@ from trainload.core.errors import ClusterError, TrainingError, TrainloadError
 from trainload.launching.cluster.nodes import NODE_LABEL
 
 if TYPE_CHECKING:
-    from trainload.launching.spec import RunSpec
-    from trainload.launching.trial import Trial
+    from trainload.launching.run.run_spec import RunSpec
+    from trainload.launching.worker.trial import Trial
 
 _ANSWER_SECONDS = 5.0
 
@@ -98,7 +98,7 @@ def end_workers(workers: Iterable[tuple[str, int]]) -> None:
 
 
 def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
-    from trainload.launching.trial import try_out  # slow to import, and the other tasks of this module do not need it
+    from trainload.launching.worker.trial import try_out  # slow to import, and the other tasks of this module do not need it
 
     try:
         with no_secrets_raised():

@@ -16,7 +16,7 @@ import torch
 
 from trainload.capture.program import InputSpec, SizeLike
 from trainload.core.errors import DataError
-from trainload.launching.data.files import DataFile
+from trainload.launching.data.data_files import DataFile
 
 Array = npt.NDArray[np.generic]
 

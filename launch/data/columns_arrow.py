@@ -11,7 +11,7 @@ import pyarrow as pa
 from trainload.capture.program import InputSpec
 from trainload.launching.data.arrow_values import block_of, column_types, decoded_bytes, first_row_types
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
-from trainload.launching.data.files import DataFile
+from trainload.launching.data.data_files import DataFile
 
 _FILE_BEGINS = b"ARROW1"
 

@@ -20,9 +20,9 @@ from trainload.capture.program import InputSpec
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import DataError, MissingDataError, StorageError
-from trainload.launching.cache import make_room, use
 from trainload.launching.data.columns import Array
-from trainload.launching.data.files import DataFile
+from trainload.launching.data.data_files import DataFile
+from trainload.launching.node.cache import make_room, use
 
 _VERSION = 1
 """Part of the key: raise it when the same source gives other files."""

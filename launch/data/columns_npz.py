@@ -13,7 +13,7 @@ import numpy as np
 from trainload.capture.program import InputSpec
 from trainload.core.errors import DataError
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, one_length, unreadable
-from trainload.launching.data.files import DataFile
+from trainload.launching.data.data_files import DataFile
 
 _BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
 """What zipfile and numpy raise on files that are no npz files, are cut short or were changed."""

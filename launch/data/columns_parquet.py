@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from trainload.capture.program import InputSpec
 from trainload.launching.data.arrow_values import block_of, column_types, first_row_types
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
-from trainload.launching.data.files import DataFile
+from trainload.launching.data.data_files import DataFile
 
 _MOST_ROWS = 1 << 16
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}

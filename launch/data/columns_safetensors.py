@@ -13,8 +13,8 @@ import numpy as np
 from trainload.capture.program import InputSpec
 from trainload.core.errors import DataError, IntegrityError
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
-from trainload.launching.data.files import DataFile
-from trainload.packaging.tensors import CODES, DTYPES, Place, header_length
+from trainload.launching.data.data_files import DataFile
+from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, Place, header_length
 
 _NAMES = {code: name for name, code in CODES.items()}
 

@@ -17,7 +17,7 @@ import numpy as np
 from trainload.capture.program import InputSpec
 from trainload.core.errors import DataError
 from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, unreadable
-from trainload.launching.data.files import DataFile
+from trainload.launching.data.data_files import DataFile
 
 NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 """What WebDataset decodes as whole numbers."""

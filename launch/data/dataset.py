@@ -14,7 +14,7 @@ from trainload.core.errors import DataError
 from trainload.launching.data import columns_arrow, columns_npz, columns_parquet, columns_safetensors, columns_tar
 from trainload.launching.data.columns import Array, FileSchema, Reader, Sizes, check_file, check_inputs
 from trainload.launching.data.columns_cache import CachedColumns, make_cached
-from trainload.launching.data.files import DataFile, Source, find_files, spelled
+from trainload.launching.data.data_files import DataFile, Source, find_files, spelled
 from trainload.launching.data.sampler import Rows
 
 READERS: Mapping[str, Reader] = {

@@ -16,8 +16,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.core.errors import DataError, MissingDataError
-from trainload.launching.data.files import Source, is_url
-from trainload.launching.reading import reading
+from trainload.core.reading import reading
+from trainload.launching.data.data_files import Source, is_url
 
 ENDING = ".json"
 MOST_PARTS = 256

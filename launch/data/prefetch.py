@@ -12,11 +12,11 @@ from typing import Self
 import torch
 
 from trainload.autograd_trace.graphs import Recipe
-from trainload.autograd_trace.rounds import draws_before, draws_of
+from trainload.autograd_trace.optimizer.rounds import draws_before, draws_of
 from trainload.launching.data.batch_order import BatchOrder
 from trainload.launching.data.run_data import RunData
 from trainload.launching.data.sampler import Rows
-from trainload.sharding.plan import Plan
+from trainload.sharding.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

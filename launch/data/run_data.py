@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-from trainload.capture.dispatch import Dispatcher
-from trainload.capture.guards import Guard, fixed_value
+from trainload.capture.guard import Guard, fixed_value
+from trainload.capture.guards.dispatch import Dispatcher
 from trainload.capture.program import Mode, graph_of, variant_of
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.credentials import resolve
 from trainload.core.errors import DataError
 from trainload.launching.data.batch_order import BatchOrder, cycle_counts
 from trainload.launching.data.columns import DTYPES
+from trainload.launching.data.data_files import Source, spelled
 from trainload.launching.data.dataset import Dataset, check_schema, open_dataset, source_columns
-from trainload.launching.data.files import Source, spelled
 from trainload.launching.data.mixture import Given, Part, parts_of
 from trainload.launching.data.sampler import Rows
-from trainload.packaging.entries import data_specs, graph_guard
-from trainload.packaging.read import Package
+from trainload.packaging.format.entries import data_specs, graph_guard
+from trainload.packaging.package import Package
 
 
 @dataclass(frozen=True, slots=True)

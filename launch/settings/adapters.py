@@ -13,7 +13,7 @@ from trainload.core.errors import JobError
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.low_rank import LowRank
-    from trainload.packaging.manifest import Manifest, ParameterEntry
+    from trainload.packaging.format.manifest import Manifest, ParameterEntry
 
 
 class Adapters(BaseModel):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainload.launching.settings.parse import GROUP_LR, KEYS, Key, adapter_of
-from trainload.launching.settings.run import RunSettings
+from trainload.launching.settings.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from trainload.launching.settings.info import SettingInfo
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
-    from trainload.packaging.manifest import Manifest, Option
-    from trainload.packaging.read import Package
+    from trainload.packaging.format.manifest import Manifest, Option
+    from trainload.packaging.package import Package
 
 _SHAPES = ("constant", "linear", "cosine")
 LAW = "every step's rows follow from it, and those of the steps that were done would be others: launch a new run"
@@ -106,8 +106,8 @@ class Overrides(BaseModel):
         """
         if self == Overrides():
             return package
-        from trainload.launching.cache import default_cache_dir
-        from trainload.launching.derivation import Changes, derived_package
+        from trainload.launching.node.cache import default_cache_dir
+        from trainload.launching.settings.derivation import Changes, derived_package
 
         if changes := Changes(self.adapters, self.precision):
             seed = package.recipe.seed if self.seed is None else self.seed

@@ -13,7 +13,7 @@ from trainload.core.errors import RequestError
 from trainload.launching.settings.adapters import Adapters
 from trainload.launching.settings.info import SettingInfo, info_of
 from trainload.launching.settings.overrides import FIXED, Overrides
-from trainload.launching.settings.run import BatchSettings, RunSettings
+from trainload.launching.settings.run_settings import BatchSettings, RunSettings
 
 GROUP_LR = "lr.GROUP"
 """Key of the learning rate of a parameter group, by the group's name."""

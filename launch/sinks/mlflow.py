@@ -12,8 +12,8 @@ from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
 from trainload.core.errors import StorageError, first_line
+from trainload.launching.run.run_spec import read_spec
 from trainload.launching.sinks.protocol import Outcome
-from trainload.launching.spec import read_spec
 
 EXPERIMENT = "trainload"
 _RUN_FILE = "mlflow-run"

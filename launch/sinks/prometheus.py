@@ -11,7 +11,9 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 from trainload.core.errors import StorageError
-from trainload.launching.journal import stream_events
+from trainload.launching.run.journal import stream_events
+from trainload.launching.run.run_spec import read_spec
+from trainload.launching.run.run_state import Summary
 from trainload.launching.sinks.measures import (
     CHECKPOINT_STEP,
     CHECKPOINT_TIME,
@@ -26,8 +28,6 @@ from trainload.launching.sinks.measures import (
     measure_of,
 )
 from trainload.launching.sinks.protocol import Outcome
-from trainload.launching.spec import read_spec
-from trainload.launching.state import Summary
 
 _DIGITS = 12
 _REMIND_SECONDS = 5.0

@@ -1,11 +1,10 @@
-"""The interface of sinks, and their names in a run's settings."""
+"""The interface of sinks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-SinkName = Literal["tensorboard", "mlflow", "prometheus"]
 Outcome = Literal["ended", "stopped", "failed"]
 
 

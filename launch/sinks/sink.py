@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from trainload.core.errors import ClusterError, StorageError
-from trainload.launching.journal import Event
-from trainload.launching.sinks.protocol import Outcome, Sink, SinkName
+from trainload.launching.run.journal import Event
+from trainload.launching.settings.run_settings import SinkName
+from trainload.launching.sinks.protocol import Outcome, Sink
 
 _OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "failed": "failed"}
 """Kind of a run's last event -> what became of the run."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainload.packaging.graph_signature import SCALAR_TYPES
-from trainload.packaging.source_map import module_path
+from trainload.packaging.format.source_map import module_path
+from trainload.packaging.graphs.graph_signature import SCALAR_TYPES
 
 _SYMBOL = re.compile(r"Symbol\('([a-z]+\d+)'[^)]*\)")
 

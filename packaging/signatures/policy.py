@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import PolicyError
-from trainload.packaging.manifest import MANIFEST, Identifier, Manifest, Sha256
+from trainload.packaging.format.manifest import MANIFEST, Identifier, Manifest, Sha256
 from trainload.packaging.signatures.keys import identity_of, read_pem
 from trainload.packaging.signatures.vouching import Refused, vouched_for
 
@@ -145,7 +145,9 @@ def check_policies(path: Path, policies: Sequence[Policy]) -> str:
         SignatureError: the libraries that check signatures are missing.
         PackageError: the manifest cannot be read.
     """
-    from trainload.packaging.read import read_manifest  # imports torch's serialization, and every file that names a policy this one
+    from trainload.packaging.package import (
+        read_manifest,  # imports torch's serialization, and every file that names a policy this one
+    )
 
     data = read_manifest(path)
     digest = sha256_bytes(data)

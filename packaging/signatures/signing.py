@@ -10,12 +10,12 @@ from trainload.core.atomic import create_file, sync_folder
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import SignatureError, StorageError
 from trainload.core.paths import is_full
-from trainload.packaging.manifest import MANIFEST, OUTSIDE, Manifest
-from trainload.packaging.read import read_manifest
-from trainload.packaging.signatures.file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature
+from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, Manifest
+from trainload.packaging.package import read_manifest
 from trainload.packaging.signatures.keys import PrivateKey, identity_of, library, read_pem
+from trainload.packaging.signatures.signature_file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature
+from trainload.packaging.signatures.verify import verify_package
 from trainload.packaging.signatures.vouching import check_signed_by, listed
-from trainload.packaging.verify import verify_package
 
 
 def sign_package(

@@ -15,9 +15,9 @@ from typing import Any
 
 from trainload.core.errors import PackageError, SignatureError
 from trainload.core.paths import write_bytes
-from trainload.packaging.manifest import OUTSIDE, Manifest
-from trainload.packaging.signatures.file import FOLDER, SignatureFile, read_signature, signature_paths, signed_files
+from trainload.packaging.format.manifest import OUTSIDE, Manifest
 from trainload.packaging.signatures.keys import Identity, certificate_key, library
+from trainload.packaging.signatures.signature_file import FOLDER, SignatureFile, read_signature, signature_paths, signed_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.core.errors import StorageError
-from trainload.core.storage.files import NO_OPTIONS, StoredFile
+from trainload.core.storage.interface import NO_OPTIONS, StoredFile
 from trainload.packaging.stores.leases import GRACE, GcGuard, push_leases
 from trainload.packaging.stores.releases import now
 from trainload.packaging.stores.store import Store

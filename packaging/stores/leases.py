@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from trainload.core.errors import IntegrityError, StorageError
-from trainload.packaging.manifest import Sha256
+from trainload.packaging.format.manifest import Sha256
 from trainload.packaging.stores.releases import MAX_RECORD, Nonce, ReleaseId, Sealed
 from trainload.packaging.stores.store import Store
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError, StorageError, TrainloadError, UnsafePackageError
-from trainload.core.storage.files import BLOCK, NO_OPTIONS
-from trainload.packaging.manifest import MANIFEST, FileEntry
+from trainload.core.storage.interface import BLOCK, NO_OPTIONS
+from trainload.packaging.format.manifest import MANIFEST, FileEntry
 from trainload.packaging.stores.oci_records import IMAGE_MANIFEST, MAX_MANIFEST, config_bytes, files_of, manifest_bytes
 from trainload.packaging.stores.pull import PullReport, pull_report, write_pulled
 from trainload.packaging.stores.push import OnProgress, local_package, unwatched

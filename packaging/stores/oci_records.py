@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.errors import IntegrityError, UnsafePackageError
-from trainload.packaging.assets import media_type_of
-from trainload.packaging.manifest import MANIFEST, FileEntry, Manifest, SafePath
+from trainload.packaging.format.assets import media_type_of
+from trainload.packaging.format.manifest import MANIFEST, FileEntry, Manifest, SafePath
 from trainload.packaging.stores.releases import check_files
 
 MAX_MANIFEST = 4 * 2**20

@@ -9,11 +9,11 @@ from typing import Any
 
 from trainload.core.canonical_json import sha256_bytes, sha256_file
 from trainload.core.errors import PackageError, StorageError
-from trainload.core.storage.files import NO_OPTIONS, Expected
-from trainload.packaging.assets import media_type_of
-from trainload.packaging.files import walk
-from trainload.packaging.manifest import MANIFEST, FileEntry, Manifest, SafePath
-from trainload.packaging.read import check_tree, read_manifest
+from trainload.core.storage.interface import NO_OPTIONS, Expected
+from trainload.packaging.format.assets import media_type_of
+from trainload.packaging.format.manifest import MANIFEST, FileEntry, Manifest, SafePath
+from trainload.packaging.format.package_files import walk
+from trainload.packaging.package import check_tree, read_manifest
 from trainload.packaging.stores.leases import Lease, leased
 from trainload.packaging.stores.releases import TRAVELLING, Release, Verdict, check_files, shown
 from trainload.packaging.stores.store import Store, blob_path

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
-from trainload.packaging.guards import Record
-from trainload.packaging.manifest import MANIFEST, FileEntry, SafePath, Sha256
+from trainload.packaging.format.guard_entries import Record
+from trainload.packaging.format.manifest import MANIFEST, FileEntry, SafePath, Sha256
 
 STORE_VERSION = 1
 """History: 1 (2026-11-22) the first."""

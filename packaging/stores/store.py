@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from trainload.core.errors import ConflictError, IntegrityError, StorageError
-from trainload.core.storage.files import NO_OPTIONS
-from trainload.core.storage.open import open_files
-from trainload.packaging.manifest import FileEntry, Manifest
+from trainload.core.storage.interface import NO_OPTIONS
+from trainload.core.storage.open_files import open_files
+from trainload.packaging.format.manifest import FileEntry, Manifest
 from trainload.packaging.stores.releases import (
     MAX_RECORD,
     Mark,

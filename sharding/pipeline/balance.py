@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.core.errors import PlanError
-from trainload.sharding.nodes import ends
+from trainload.sharding.analysis.graph_nodes import ends
+from trainload.sharding.analysis.node_costs import bytes_of, flops, moved_bytes
 from trainload.sharding.pipeline.items import updated_buffers
-from trainload.sharding.work import bytes_of, flops, moved_bytes
 
 FLOPS_PER_BYTE = 50.0
 """Operations that take as long as to read or write a byte of memory, about: devices have 10 to 300."""

@@ -16,8 +16,8 @@ from torch.fx import Node
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.capture.operators import body_at, is_overload
 from trainload.core.errors import PlanError
-from trainload.sharding.nodes import computed_from, ends
-from trainload.sharding.work import bytes_of
+from trainload.sharding.analysis.graph_nodes import computed_from, ends
+from trainload.sharding.analysis.node_costs import bytes_of
 
 aten = torch.ops.aten
 Homes = Mapping[str, Sequence[int]]

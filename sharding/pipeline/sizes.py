@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.core.errors import PlanError
-from trainload.sharding.nodes import LazyGraphModule, ends
+from trainload.sharding.analysis.graph_nodes import LazyGraphModule, ends
 
 aten = torch.ops.aten
 _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -114,7 +114,7 @@ def _computed(expression: Any, symbol: Callable[[sympy.Symbol], Node | None], gr
 
 
 def shape_text(shape: torch.Size, known: Mapping[str, tuple[str, int]], where: str) -> tuple[int | str, ...]:
-    """A shape as data: numbers, and expressions (capture/size_expressions.py) of the symbols that the batch has.
+    """A shape as data: numbers, and expressions (capture/guards/size_expressions.py) of the symbols that the batch has.
 
     Raises:
         PlanError: the data decide a size.

@@ -11,11 +11,11 @@ from torch import SymInt
 from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.sharding.nodes import LazyGraphModule, append, ends, mode_of
+from trainload.sharding.analysis.graph_nodes import LazyGraphModule, append, ends, mode_of
+from trainload.sharding.analysis.node_costs import number
 from trainload.sharding.pipeline.cut import stages_of
 from trainload.sharding.pipeline.items import Homes, Item, Items, is_sendable
 from trainload.sharding.pipeline.sizes import shape_text, sizes_of_batch, symbols_of
-from trainload.sharding.work import number
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.core.errors import PlanError
-from trainload.sharding.plan import DeviceKind
+from trainload.sharding.plans.plan import DeviceKind
 
 FOLDER = Path(__file__).parent / "devices"
 

@@ -16,20 +16,20 @@ from types import MappingProxyType
 from typing import Any
 
 from trainload.core.errors import PlanError
-from trainload.sharding.buckets import item_bytes
-from trainload.sharding.check_plan import rows_of_update
-from trainload.sharding.estimate import state_counts
-from trainload.sharding.liveness import held
-from trainload.sharding.local_step import Local
-from trainload.sharding.make_plan import make_plan
-from trainload.sharding.plan import TENSOR, Cluster, Plan
-from trainload.sharding.planner.costs import Costs, costs, sizes_of
+from trainload.sharding.analysis.liveness import held
+from trainload.sharding.planner.check_plan import rows_of_update
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
-from trainload.sharding.planner.timeline import timeline
-from trainload.sharding.simulate import simulate
-from trainload.sharding.source import Source
-from trainload.sharding.strategies import RECOMPUTES, Divide, Recompute, Schedule, Strategy
-from trainload.sharding.tensor.axis import TensorAxis
+from trainload.sharding.planner.make_plan import make_plan
+from trainload.sharding.planner.plan_costs import Costs, costs, sizes_of
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.planner.rank_timeline import timeline
+from trainload.sharding.planner.simulate import simulate
+from trainload.sharding.plans.buckets import item_bytes
+from trainload.sharding.plans.estimate import state_counts
+from trainload.sharding.plans.plan import TENSOR, Cluster, Plan
+from trainload.sharding.plans.strategies import RECOMPUTES, Divide, Recompute, Schedule, Strategy
+from trainload.sharding.rewriting.local_step import Local
+from trainload.sharding.tensor.tensor_axis import TensorAxis
 
 EXACT = 8
 """How many plans are made and played through, unless asked otherwise."""

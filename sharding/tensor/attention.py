@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from trainload.sharding.nodes import arguments
+from trainload.sharding.analysis.graph_nodes import arguments
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
-from trainload.sharding.tensor.place import Held, Lie
+from trainload.sharding.tensor.placement import Held, Lie
 from trainload.sharding.tensor.special import Partitioner, Results, special
 
 aten = torch.ops.aten

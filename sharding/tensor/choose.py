@@ -17,13 +17,13 @@ from torch.fx import Node
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.core.errors import PlanError
-from trainload.sharding.nodes import ends
-from trainload.sharding.plan import Shard
+from trainload.sharding.analysis.graph_nodes import ends
+from trainload.sharding.analysis.node_costs import elements, flops
+from trainload.sharding.plans.plan import Shard
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.partition import divisions, linked
 from trainload.sharding.tensor.positions import of_data
-from trainload.sharding.work import elements, flops
 
 aten = torch.ops.aten
 WORTH = 8

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from trainload.sharding.nodes import arguments
+from trainload.sharding.analysis.graph_nodes import arguments
 from trainload.sharding.tensor.factors import Dim, Dims
 from trainload.sharding.tensor.links import Links, Outputs, rule, sizes
 

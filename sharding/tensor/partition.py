@@ -21,14 +21,14 @@ import trainload.sharding.tensor.rules  # noqa: F401 - these three declare what 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import bodies_of
 from trainload.core.errors import PlanError
-from trainload.sharding.nodes import LazyGraphModule, arguments, ends, holds_tensors, mode_of
-from trainload.sharding.plan import TENSOR, Replicated, Shard
+from trainload.sharding.analysis.graph_nodes import LazyGraphModule, arguments, ends, holds_tensors, mode_of
+from trainload.sharding.analysis.node_costs import flops, moved_bytes
+from trainload.sharding.plans.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
 from trainload.sharding.tensor.links import Links
-from trainload.sharding.tensor.place import Emitter, Exchange, Held, Lie, Place, position
+from trainload.sharding.tensor.placement import Emitter, Exchange, Held, Lie, Place, position
 from trainload.sharding.tensor.positions import Positions, positions_of
 from trainload.sharding.tensor.special import SPECIAL, Results, runs_on_shares
-from trainload.sharding.work import flops, moved_bytes
 
 aten = torch.ops.aten
 _VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.sharding.nodes import ends
+from trainload.sharding.analysis.graph_nodes import ends
+from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.special import runs_on_shares
-from trainload.sharding.work import flops
 
 
 @dataclass(frozen=True, slots=True)

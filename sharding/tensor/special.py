@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from trainload.sharding.nodes import arguments
+from trainload.sharding.analysis.graph_nodes import arguments
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
-from trainload.sharding.tensor.place import Emitter, Held, Place
+from trainload.sharding.tensor.placement import Emitter, Held, Place
 
 aten = torch.ops.aten
 Results = list[tuple[Node, Place]]

@@ -12,9 +12,10 @@ from typing import Any
 
 import lazy_loader
 
+from trainload.core.versions import VERSION as _VERSION
 from trainload.core.versions import check_supported_torch as _check_supported_torch
 
-__version__ = "0.1.0"
+__version__ = _VERSION
 
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __all__ = sorted([*__all__, "__version__"])

@@ -1,5 +1,5 @@
 """`python -m trainload` is the command line; torchrun needs it."""
 
-from trainload.cli import main
+from trainload.cli.main import main
 
 main()

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainload.capture.job import AssetLike, Job, Loss, SchedulerFactory
+from trainload.capture.job.definition import AssetLike, Job, Loss, SchedulerFactory
 from trainload.core.errors import JobError
 
 IGNORED = -100

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from trainload.autograd_trace import decompose as operator_set
-from trainload.autograd_trace.draws import is_random
+from trainload.autograd_trace.derivation import decompose as operator_set
+from trainload.autograd_trace.randomness.draws import is_random
 from trainload.capture.operators import calls_in, graphs_in, is_higher_order, is_overload, written_by
 from trainload.capture.program import Program
 from trainload.core.errors import JobError, PassError
-from trainload.spec import load_module
+from trainload.core.user_code import load_module
 
 aten = torch.ops.aten
 

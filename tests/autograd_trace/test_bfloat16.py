@@ -14,12 +14,12 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 from trainload import CaptureError, Job, Loss
-from trainload.autograd_trace.aot import derive
-from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.step_check import check_step
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.float64 import doubled, in_float64
+from trainload.capture.parity.float64 import doubled, in_float64
 from trainload.capture.program import GraphCapture, Program
-from trainload.capture.trace import capture
+from trainload.capture.tracing.trace import capture
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

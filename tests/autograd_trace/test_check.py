@@ -12,13 +12,13 @@ from tests.autograd_trace.test_derive import CPU
 from tests.capture.jobs import Batch, Model, job
 from torch import nn
 
-from trainload.autograd_trace import check
-from trainload.autograd_trace.aot import derive
-from trainload.autograd_trace.check import check_step
-from trainload.capture.job import Job, Loss
+from trainload.autograd_trace.derivation import step_check as check
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.step_check import check_step
+from trainload.capture.job.definition import Job, Loss
+from trainload.capture.parity.replays import Replayed
 from trainload.capture.program import Program
-from trainload.capture.replays import Replayed
-from trainload.capture.trace import capture
+from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 import trainload
-from trainload.launching.journal import read_events
-from trainload.packaging.read import Package
-from trainload.sharding.coupled_rows import note_on_coupled_rows
+from trainload.launching.run.journal import read_events
+from trainload.packaging.package import Package
+from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
 ROWS = 6
 

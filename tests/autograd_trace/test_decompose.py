@@ -13,9 +13,9 @@ from tests.packaging.jobs import Job
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from trainload.autograd_trace.decompose import becomes, decompose, is_core, is_device_specific, spelled
+from trainload.autograd_trace.derivation.decompose import becomes, decompose, is_core, is_device_specific, spelled
 from trainload.capture.operators import calls_in, is_overload
-from trainload.capture.trace import capture
+from trainload.capture.tracing.trace import capture
 
 aten = torch.ops.aten
 

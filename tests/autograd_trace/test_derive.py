@@ -18,13 +18,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from trainload.autograd_trace.aot import derive
-from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.interpret import GraphInterpreter
+from trainload.autograd_trace.derivation.step_check import check_step
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.autograd_trace.interpret import GraphInterpreter
-from trainload.capture.job import Job, Loss
+from trainload.capture.job.definition import Job, Loss
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
+from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError
 
 CPU = torch.device("cpu")

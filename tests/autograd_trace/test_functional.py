@@ -14,12 +14,12 @@ from tests.capture.jobs import Batch, Model, job
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainload.autograd_trace import aot
-from trainload.autograd_trace.aot import derive
-from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.derivation import aot
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.step_check import check_step
+from trainload.autograd_trace.derivation.step_module import is_functional, is_plain
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.autograd_trace.step_module import is_functional, is_plain
-from trainload.capture.job import Loss
+from trainload.capture.job.definition import Loss
 from trainload.capture.operators import is_overload
 
 

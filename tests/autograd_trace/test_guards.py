@@ -14,13 +14,13 @@ from tests.capture.jobs import sgd
 from torch import Tensor, nn
 from torch.export import Dim
 
-from trainload.autograd_trace.guards import with_guards
-from trainload.capture.dispatch import Dispatcher
-from trainload.capture.guards import FixedValue, Guard
-from trainload.capture.job import Job
+from trainload.autograd_trace.derivation.torch_guards import with_guards
+from trainload.capture.guard import FixedValue, Guard
+from trainload.capture.guards.dispatch import Dispatcher
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
-from trainload.capture.targets import example_of, targets_of
-from trainload.capture.trace import capture
+from trainload.capture.tracing.targets import example_of, targets_of
+from trainload.capture.tracing.trace import capture
 from trainload.core.errors import DataError
 
 Function = Callable[..., Tensor]
@@ -179,6 +179,6 @@ def test_what_the_sizes_say_already_is_no_condition() -> None:
 
 def test_a_condition_outside_the_grammar_narrows_the_guard_to_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "math.sqrt(L['batch']['x'].size()[1]) > 2 + 0*L['batch']['x'].size()[0]"
-    monkeypatch.setattr("trainload.autograd_trace.guards.size_conditions", lambda exported: [code])
+    monkeypatch.setattr("trainload.autograd_trace.derivation.torch_guards.size_conditions", lambda exported: [code])
     guard = guard_of(guarded(lambda x: x.mean(), {"x": torch.randn(4, 8)}, dynamic={"x": {1: AUTO}}))
     assert guard.ranges == {"batch": (1, None), "x_1": (8, 8)}

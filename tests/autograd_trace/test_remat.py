@@ -17,12 +17,12 @@ from torch import nn
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from trainload.autograd_trace.aot import compile_graph, derive, load_compiled
-from trainload.autograd_trace.check import check_step
+from trainload.autograd_trace.derivation.aot import compile_graph, derive, load_compiled
+from trainload.autograd_trace.derivation.step_check import check_step
 from trainload.autograd_trace.graphs import TANGENT, StepGraph
-from trainload.autograd_trace.hold import hold_back
-from trainload.autograd_trace.remat import RECOMPUTES, REPEATED
-from trainload.capture.job import Job
+from trainload.autograd_trace.recompute.hold import hold_back
+from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES, REPEATED
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
 from trainload.core.errors import CaptureError
 from trainload.packaging.derived import read_derived, write_derived

@@ -8,7 +8,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         5,
         "source paths are part of the identity",
-        "packaging/manifest.py",
+        "packaging/format/manifest.py",
         'OUTSIDE = ("debug", "derived", "signatures")',
         'OUTSIDE = ("derived", "signatures")',
         "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",
@@ -24,7 +24,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         5,
         "files are known by their size",
-        "packaging/files.py",
+        "packaging/format/package_files.py",
         "    if (size, digest) != (entry.size, entry.sha256):\n",
         "    if size != entry.size:\n",
         "test_law_5.py::test_a_flipped_bit_in_an_asset_is_found",
@@ -32,7 +32,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         5,
         "weights are read unchecked",
-        "packaging/chunks.py",
+        "packaging/tensors/chunks.py",
         "if hashlib.sha256(block).hexdigest() != self._digests[number]:",
         "if len(block) == 0:",
         "test_law_5.py::test_a_run_does_not_train_on_weights_with_a_flipped_bit",
@@ -40,7 +40,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         5,
         "shards of checkpoints are known by their size",
-        "packaging/chunks.py",
+        "packaging/tensors/chunks.py",
         "if hashlib.sha256(block).hexdigest() != self._digests[number]:",
         "if len(block) == 0:",
         "test_law_5.py::test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found",
@@ -48,7 +48,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         6,
         "symbolic sizes go to sympy as they are",
-        "packaging/validate.py",
+        "packaging/graphs/validate.py",
         '        check_expression(value, f"{self.file}, {self.at}")\n',
         "",
         "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[symbolic_size]",
@@ -56,10 +56,10 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a worker does not ask its own machine's policy",
-        "launch/libraries.py",
+        "launch/node/libraries.py",
         "    held = tuple(dict.fromkeys((*policies, *find_policies())))\n",
         "    held = tuple(policies)\n",
-        "../launch/test_policy_runs.py::test_a_worker_holds_the_package_to_its_own_machine_s_policy",
+        "../launch/api/test_policy_runs.py::test_a_worker_holds_the_package_to_its_own_machine_s_policy",
     ),
     Mutation(
         6,
@@ -67,7 +67,7 @@ KEEPING: tuple[Mutation, ...] = (
         "packaging/signatures/policy.py",
         "        if count < policy.signatures:\n",
         "        if held and count < policy.signatures:\n",
-        "../launch/test_policy_runs.py::test_an_unsigned_package_is_not_launched[launch]",
+        "../launch/api/test_policy_runs.py::test_an_unsigned_package_is_not_launched[launch]",
     ),
     Mutation(
         6,
@@ -75,12 +75,12 @@ KEEPING: tuple[Mutation, ...] = (
         "packaging/signatures/vouching.py",
         '    if identity.kind == "key" and signature.signer != identity.fingerprint:\n',
         "    if False:\n",
-        "../packaging/test_signing.py::test_another_key_s_signature_is_a_problem_that_names_both_keys",
+        "../packaging/signatures/test_signing.py::test_another_key_s_signature_is_a_problem_that_names_both_keys",
     ),
     Mutation(
         6,
         "a graph may make files",
-        "packaging/operators.py",
+        "packaging/graphs/allowed_operators.py",
         '{"from_file", "_print", ',
         '{"_print", ',
         "test_law_6.py::test_a_hostile_package_is_refused_and_nothing_runs[operator_that_writes_files]",
@@ -88,7 +88,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         6,
         "unknown fields of a graph are let through",
-        "packaging/validate.py",
+        "packaging/graphs/validate.py",
         "                if key not in fields:\n"
         '                    self.refuse("a field that graph files do not have", key)\n'
         "                fields[key](entry)\n",
@@ -98,23 +98,23 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         6,
         "wheels in a package are loaded without a word",
-        "launch/extensions.py",
+        "launch/node/extensions.py",
         'return "the user or a policy said so" if trusted else None',
         'return "the user said so"',
-        "../launch/test_extensions.py::test_without_the_word_nothing_of_the_wheel_runs",
+        "../launch/node/test_extensions.py::test_without_the_word_nothing_of_the_wheel_runs",
     ),
     Mutation(
         6,
         "a wheel may write outside of its folder",
-        "packaging/wheels.py",
+        "packaging/libraries/wheels.py",
         'if not plain or any(part in ("", ".", "..") for part in parts):',
         "if not plain:",
-        "../packaging/test_wheels.py::test_a_wheel_with_a_path_that_leaves_its_folder_is_refused",
+        "../packaging/libraries/test_wheels.py::test_a_wheel_with_a_path_that_leaves_its_folder_is_refused",
     ),
     Mutation(
         7,
         "a package is renamed before its files are written",
-        "packaging/files.py",
+        "packaging/format/package_files.py",
         "        yield folder\n"
         "        folder.chmod(0o755)\n"
         "        for inner, _, _ in os.walk(folder):\n"
@@ -131,32 +131,32 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "at a URL the shards of a checkpoint are removed before its index",
-        "launch/checkpoints/remote.py",
+        "launch/checkpoints/url_place.py",
         '        self._place.delete([f"{folder}/{INDEX}"])\n'
         "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path))\n",
         "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path) and not path.endswith(INDEX))\n"
         '        self._place.delete([f"{folder}/{INDEX}"])\n',
-        "../launch/test_checkpoint_places.py::test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from",
+        "../launch/checkpoints/test_checkpoint_places.py::test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from",
     ),
     Mutation(
         7,
         "at a URL an attempt publishes shards that another one has removed",
-        "launch/checkpoints/remote.py",
+        "launch/checkpoints/url_place.py",
         "            if size != file.size:\n",
         "            if False:\n",
-        "../launch/test_checkpoint_places.py::test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_begun[memory]",
+        "../launch/checkpoints/test_checkpoint_places.py::test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_begun[memory]",
     ),
     Mutation(
         7,
         "the index of a checkpoint comes after it was published",
-        "launch/checkpoints/folder.py",
+        "launch/checkpoints/folder_place.py",
         "        if self._final.exists():\n            self._final.rename(self._replaced)\n        self._draft.rename(self._final)\n",
         "        (self._draft / INDEX).rename(self._folder / INDEX)\n"
         "        if self._final.exists():\n"
         "            self._final.rename(self._replaced)\n"
         "        self._draft.rename(self._final)\n"
         "        (self._folder / INDEX).rename(self._final / INDEX)\n",
-        "../launch/test_checkpoint_writing.py::test_a_kill_at_every_file_operation_leaves_whole_checkpoints_only",
+        "../launch/checkpoints/test_checkpoint_writing.py::test_a_kill_at_every_file_operation_leaves_whole_checkpoints_only",
     ),
     Mutation(
         5,
@@ -164,7 +164,7 @@ KEEPING: tuple[Mutation, ...] = (
         "packaging/stores/pull.py",
         "    if size != entry.size or digest.hexdigest() != entry.sha256:\n        raise _damaged(file",
         "    if size != entry.size:\n        raise _damaged(file",
-        "../packaging/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
+        "../packaging/stores/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
     ),
     Mutation(
         7,
@@ -172,7 +172,7 @@ KEEPING: tuple[Mutation, ...] = (
         "src/trainload/core/atomic.py",
         "            os.link(temporary, path)\n        except FileExistsError:",
         "            temporary.replace(path)\n        except FileExistsError:",
-        "../packaging/test_stores_writers.py::test_processes_that_write_at_once_lose_nothing[folder]",
+        "../packaging/stores/test_stores_writers.py::test_processes_that_write_at_once_lose_nothing[folder]",
     ),
     Mutation(
         7,
@@ -181,7 +181,7 @@ KEEPING: tuple[Mutation, ...] = (
         "        sent = _send(target, local, lease, on_progress)\n        lease.check()\n",
         "        target.publish(name, local.manifest, local.digest, local.files)\n"
         "        sent = _send(target, local, lease, on_progress)\n        lease.check()\n",
-        "../packaging/test_stores_writers.py::test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on",
+        "../packaging/stores/test_stores_writers.py::test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on",
     ),
     Mutation(
         7,
@@ -189,12 +189,12 @@ KEEPING: tuple[Mutation, ...] = (
         "packaging/stores/collect.py",
         "    needed = {digest for path in live for digest in pushes[path].blobs}\n",
         "    needed = set[str]()\n",
-        "../packaging/test_stores_gc.py::test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it[folder]",
+        "../packaging/stores/test_stores_gc.py::test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it[folder]",
     ),
     Mutation(
         7,
         "a scheduler that was paused can promote",
-        "src/trainload/retraining/lease.py",
+        "src/trainload/retraining/ticks/lease.py",
         "        if last is None or (beat is not None and beat.over):\n",
         "        if True:\n",
         "../retraining/test_lease.py::test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask",
@@ -202,7 +202,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a challenger that was promoted before a kill is promoted again",
-        "src/trainload/retraining/tick.py",
+        "src/trainload/retraining/ticks/tick.py",
         "            if entry.release == trained.release:\n                return entry\n",
         "            pass\n",
         "../retraining/test_tick.py::test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not",
@@ -210,7 +210,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a loss that is no number passes under not",
-        "src/trainload/retraining/expression.py",
+        "src/trainload/retraining/config/expression.py",
         "                return None if inner is None else not inner\n",
         "                return not inner\n",
         "../retraining/test_expression.py::test_what_is_no_finite_number_lets_nobody_pass",
@@ -218,7 +218,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         6,
         "commands of a retraining come from the store",
-        "src/trainload/retraining/tick.py",
+        "src/trainload/retraining/ticks/tick.py",
         '        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""\n',
         '        return found, ""\n',
         "../retraining/test_tick.py::test_commands_and_folders_are_those_of_the_file_whatever_the_store_says",
@@ -226,7 +226,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         5,
         "data that has changed since it was pinned is trained on",
-        "src/trainload/retraining/snapshot.py",
+        "src/trainload/retraining/data/snapshot.py",
         "        if identity != wanted.identity:\n",
         "        if False:\n",
         "../retraining/test_snapshot.py::test_a_file_that_changed_since_is_noticed",
@@ -234,7 +234,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a retraining's old releases take those with them that it can be rolled back to",
-        "src/trainload/retraining/aftermath.py",
+        "src/trainload/retraining/ticks/aftermath.py",
         "        kept_releases = {*list(was_current)[: config.retention.releases], *needed}\n",
         "        kept_releases = {*needed}\n",
         "../retraining/test_retraining.py::test_releases_that_were_current_keep_their_files",
@@ -242,18 +242,18 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "what another process uses is removed from the cache",
-        "launch/cache.py",
+        "launch/node/cache.py",
         "                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
-        "../launch/test_cache.py::test_what_another_process_uses_stays_until_it_ends",
+        "../launch/node/test_cache.py::test_what_another_process_uses_stays_until_it_ends",
     ),
     Mutation(
         5,
         "what is not trained lies in one file with what is",
-        "packaging/weights.py",
+        "packaging/tensors/weight_shards.py",
         "    others = [spec for spec in specs if changing is not None and spec.name not in changing]\n",
         "    first, others = list(specs), []\n",
-        "../launch/test_unchanged_weights.py::test_a_run_leaves_the_files_of_what_it_does_not_train",
+        "../launch/checkpoints/test_unchanged_weights.py::test_a_run_leaves_the_files_of_what_it_does_not_train",
     ),
     Mutation(
         7,
@@ -261,12 +261,12 @@ KEEPING: tuple[Mutation, ...] = (
         "src/trainload/core/processes.py",
         "        return _began(int(parts[2])) != parts[3]\n",
         "        return not _began(int(parts[2]))\n",
-        "../launch/test_processes.py::test_a_process_whose_number_is_used_again_has_ended",
+        "../core/test_processes.py::test_a_process_whose_number_is_used_again_has_ended",
     ),
     Mutation(
         7,
         "what was promoted is handed over though it was rolled back",
-        "src/trainload/retraining/stages.py",
+        "src/trainload/retraining/ticks/tick_stages.py",
         "        if not promoted and aftermath.handed_over(handover) in (None, name):\n",
         "        if not promoted:\n",
         "../retraining/test_serving.py::test_a_tick_after_a_rollback_hands_over_what_is_current",
@@ -274,7 +274,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         5,
         "held-out rows may change between the two evaluations",
-        "src/trainload/retraining/snapshot.py",
+        "src/trainload/retraining/data/snapshot.py",
         "        _check_same(snapshot.held_out)\n",
         "        pass\n",
         "../retraining/test_retraining.py::test_held_out_rows_that_change_between_two_evaluations_are_noticed",
@@ -282,7 +282,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "the same tick elsewhere is asked to stop",
-        "src/trainload/retraining/tick.py",
+        "src/trainload/retraining/ticks/tick.py",
         'if rules.taken == "replace" and found.tick < name and asked != found.id:',
         'if rules.taken == "replace" and asked != found.id:',
         "../retraining/test_tick.py::test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop",
@@ -290,7 +290,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a record is written that cannot be read again",
-        "src/trainload/retraining/records.py",
+        "src/trainload/retraining/ticks/tick_records.py",
         '        kind.from_bytes(data, f"{self._files.url}/{path}")  # what cannot be read again would stop the line for ever\n',
         "",
         "../retraining/test_tick.py::test_a_record_that_could_not_be_read_again_is_not_written",
@@ -298,9 +298,9 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a gradient that is no number is trained on",
-        "launch/worker.py",
+        "launch/worker/loop.py",
         "            elif not self._can_train(graph, found):\n",
         "            elif False:\n",
-        "../launch/test_diverged.py::test_an_infinite_gradient_that_is_not_clipped_ends_the_run",
+        "../launch/worker/test_diverged.py::test_an_infinite_gradient_that_is_not_clipped_ends_the_run",
     ),
 )

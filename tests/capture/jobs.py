@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 
 Batch = dict[str, Tensor]
 

@@ -11,7 +11,7 @@ import torch
 from tests.capture.jobs import Batch, job
 from torch import nn
 
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 
 
 class Parts(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 
 ROWS = 4
 """Rows of an example batch. The stages run other numbers of rows."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.coverage import (
+from tests.coverage import inputs
+from tests.coverage.case import Case
+from tests.coverage.models import (
     autograd,
     control_flow,
     derivatives,
@@ -11,7 +13,6 @@ from tests.coverage import (
     functional,
     functions,
     images,
-    inputs,
     numerics,
     recipes,
     sequences,
@@ -19,7 +20,6 @@ from tests.coverage import (
     timm_models,
     transformers_models,
 )
-from tests.coverage.case import Case
 
 FAMILIES = (
     control_flow,

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from tests.coverage.case import Case
-from tests.coverage.masks import StatelessDraws
+from tests.coverage.models.masks import StatelessDraws
 from torch import Tensor
 from torch.export import Dim
 
-from trainload.capture.inputs import leaves_of, rebuild
-from trainload.capture.job import Job, Loss
-from trainload.capture.patched import replaced
-from trainload.capture.rows import arranged
+from trainload.capture.job.definition import Job, Loss
+from trainload.capture.job.inputs import leaves_of, rebuild
+from trainload.capture.job.leading_rows import arranged
+from trainload.capture.source.patched import replaced
 
 SEED = 7
 STEP = 3

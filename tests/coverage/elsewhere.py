@@ -20,13 +20,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainload.autograd_trace.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Port, StepGraph
-from trainload.launching.groups import leave_groups
-from trainload.packaging.read import Package, open_package
-from trainload.sharding.make_plan import make_plan
-from trainload.sharding.plan import Cluster
-from trainload.sharding.rewrite import rewrite
+from trainload.launching.node.process_groups import leave_groups
+from trainload.packaging.package import Package, open_package
+from trainload.sharding.planner.make_plan import make_plan
+from trainload.sharding.plans.plan import Cluster
+from trainload.sharding.rewriting.rewrite import rewrite
 
 WORLD = 2
 FOREIGN = ("tests", "transformers", "timm", "pytest")

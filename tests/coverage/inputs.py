@@ -10,7 +10,7 @@ from tests.coverage.case import ROWS, WIDTH, Batch, Family, make_job, mean_squar
 from torch import Tensor, nn
 from torch.export import Dim
 
-from trainload.capture.job import Loss
+from trainload.capture.job.definition import Loss
 
 FAMILY = Family("inputs")
 add = FAMILY.add

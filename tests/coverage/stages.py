@@ -26,14 +26,14 @@ from torch.fx import GraphModule
 
 import trainload
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.inputs import leaves_of
-from trainload.capture.job import Job
-from trainload.capture.rows import arranged
+from trainload.capture.job.definition import Job
+from trainload.capture.job.inputs import leaves_of
+from trainload.capture.job.leading_rows import arranged
 from trainload.core.errors import DataError, RequestError
-from trainload.launching.journal import read_events
+from trainload.launching.run.journal import read_events
 from trainload.packaging.derived import read_derived
-from trainload.packaging.read import Package, open_package
-from trainload.sharding.step_graphs import derived_key
+from trainload.packaging.package import Package, open_package
+from trainload.sharding.plans.device_step_graphs import derived_key
 
 STAGES = ("captured", "loss", "gradients", "dynamic batch", "compiled", "bfloat16", "saved", "loaded", "joint", "two workers")
 PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"

@@ -44,7 +44,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 LIMIT = 1200
 """Seconds for one case beside its source, and for each case elsewhere. Compiling a transformers model takes minutes."""
 CHUNK = 8
-PRELOADED = ["trainload.api", "tests.coverage.stages"]
+PRELOADED = ["trainload.freezing.freeze", "tests.coverage.stages"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

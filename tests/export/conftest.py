@@ -10,8 +10,8 @@ from tests.export.jobs import small_job
 from tests.laws.isolated import Environment, make_plain_environment
 
 import trainload
-from trainload.capture.job import AssetLike
-from trainload.packaging.read import Package
+from trainload.capture.job.definition import AssetLike
+from trainload.packaging.package import Package
 
 
 @pytest.fixture(scope="session")

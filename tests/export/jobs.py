@@ -15,8 +15,8 @@ from tests.capture.jobs import job
 from tests.laws.isolated import Environment
 from torch import Tensor, nn
 
-from trainload.capture.job import Job
-from trainload.packaging.read import Package
+from trainload.capture.job.definition import Job
+from trainload.packaging.package import Package
 
 
 class Small(nn.Module):

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import trainload
-from trainload import cli, exporting
-from trainload.autograd_trace.plain import own_operators
+from trainload.autograd_trace.derivation.plain import own_operators
+from trainload.cli import main as cli
 from trainload.core.errors import ClusterError, IntegrityError, PackageError, StorageError
-from trainload.packaging.read import Package
+from trainload.exporting import export_graphs as exporting
+from trainload.packaging.package import Package
 
 X = {"x": torch.randn(7, 8, generator=torch.Generator().manual_seed(3))}
 ROWS = {**X, "scale": torch.linspace(0.5, 2, 7)[:, None]}

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import trainload
 from trainload.core.errors import JobError, PackageError
+from trainload.exporting.weights_folder import contents_of, write_folder
 from trainload.huggingface import assets_of, job_of
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 from trainload.packaging.write import with_weights
-from trainload.weights_folder import contents_of, write_folder
 
 
 def frozen(model: nn.Module, path: Path, **options: Any) -> Package:
@@ -252,7 +252,7 @@ def test_an_option_without_a_meaning_is_refused(trained: Package, option: dict[s
 
 
 def test_a_tensor_that_was_written_wrongly_is_noticed(trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainload.packaging.tensors import TensorFileWriter
+    from trainload.packaging.tensors.safetensors_file import TensorFileWriter
 
     add = TensorFileWriter.add
     monkeypatch.setattr(TensorFileWriter, "add", lambda self, name, tensor: add(self, name, tensor + 1 if name == "last.bias" else tensor))

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["trainload.packaging", "trainload.capture.size_expressions"]):
+with atheris.instrument_imports(include=["trainload.packaging", "trainload.capture.guards.size_expressions"]):
     from tests.fuzz.judge import judge
     from tests.fuzz.mutants import files_of, mutant, restore
     from tests.hostile.prepared import make_base
 
-    from trainload.capture.size_expressions import GrammarError, parse
+    from trainload.capture.guards.size_expressions import GrammarError, parse
     from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
-    from trainload.packaging.expressions import check_expression
-    from trainload.packaging.manifest import Manifest
-    from trainload.packaging.tensors import TensorSpec, tensor_places
-    from trainload.packaging.validate import parse_graph, validate_graph
+    from trainload.packaging.format.manifest import Manifest
+    from trainload.packaging.graphs.expressions import check_expression
+    from trainload.packaging.graphs.validate import parse_graph, validate_graph
+    from trainload.packaging.tensors.safetensors_file import TensorSpec, tensor_places
 
 from trainload.core.errors import PackageError
 

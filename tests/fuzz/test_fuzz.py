@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.fuzz.judge import first_difference, judge
 from tests.fuzz.mutants import Mutant, files_of, mutant, restore
 
-from trainload.packaging import read as read_module
+from trainload.packaging import package as read_module
 
 pytestmark = pytest.mark.slow
 

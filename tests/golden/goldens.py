@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import trainload
-from trainload.launching.journal import losses, read_events
-from trainload.packaging.read import Package
+from trainload.launching.run.journal import losses, read_events
+from trainload.packaging.package import Package
 
 HERE = Path(__file__).parent
 LIBRARIES = {"golden_ops": str(HERE / "golden_library.py")}

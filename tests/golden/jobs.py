@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import trainload
 from trainload import Ema, Graph, Loss, LossScaling, Turn
-from trainload.spec import load_module
+from trainload.core.user_code import load_module
 
 SEED = 11
 

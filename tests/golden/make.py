@@ -19,8 +19,8 @@ from tests.golden.goldens import HERE, Golden, train
 from tests.golden.jobs import CASES, Case
 
 import trainload
-from trainload.packaging.manifest import FORMAT_VERSION
-from trainload.packaging.read import Package
+from trainload.packaging.format.manifest import FORMAT_VERSION
+from trainload.packaging.package import Package
 
 APART = 0.01
 """Two losses of a golden differ by so much at least, relative: a run that left out an update would be noticed."""

@@ -21,9 +21,9 @@ from tests.golden.goldens import HERE as GOLDENS
 from tests.golden.goldens import Golden
 
 import trainload
-from trainload import cli
-from trainload.launching.journal import losses, read_events
-from trainload.retraining.stages import Stages
+from trainload.cli import main as cli
+from trainload.launching.run.journal import losses, read_events
+from trainload.retraining.ticks.tick_stages import Stages
 
 CONFIG = f"""\
 store: store

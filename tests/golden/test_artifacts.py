@@ -13,8 +13,8 @@ from tests.golden.artifacts import LINE, PLANS, QUERIES, STEPS, keys_of, restore
 from tests.packaging.places import Place, s3_place, s3_server
 
 import trainload
-from trainload import cli
-from trainload.launching.journal import losses, read_events
+from trainload.cli import main as cli
+from trainload.launching.run.journal import losses, read_events
 
 STORE = "retraining/store"
 CONFIG = "retraining/retrain.yaml"

@@ -11,9 +11,9 @@ from torch._export.serde.schema import GraphModule
 from torch._export.serde.serialize import _dict_to_dataclass
 
 import trainload
-from trainload.packaging.graph_json import _decoded
-from trainload.packaging.manifest import FEATURES, FORMAT_VERSION
-from trainload.packaging.verify import verify_package
+from trainload.packaging.format.manifest import FEATURES, FORMAT_VERSION
+from trainload.packaging.graphs.graph_json import _decoded
+from trainload.packaging.signatures.verify import verify_package
 
 GOLDENS = list(goldens())
 

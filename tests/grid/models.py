@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trainload
-from trainload.capture.job import Loss
+from trainload.capture.job.definition import Loss
 
 STEPS, BATCH, ROWS = 50, 8, 160
 WIDTH, CLASSES = 32, 10

@@ -22,8 +22,8 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
 from trainload.core.errors import PlanError
-from trainload.packaging.read import Package
-from trainload.sharding.strategies import BatchNorm, Strategy
+from trainload.packaging.package import Package
+from trainload.sharding.plans.strategies import BatchNorm, Strategy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "grid.md"
 HEAD = f"""# Every strategy with every kind of model

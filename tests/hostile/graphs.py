@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from trainload.packaging.validate import MAX_BODIES
+from trainload.packaging.graphs.validate import MAX_BODIES
 
 Document = dict[str, Any]
 Change = Callable[[Document], object]

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainload.core.errors import PackageError
 from trainload.packaging.derived import read_derived
-from trainload.packaging.read import Package, open_package
-from trainload.packaging.verify import verify_package
+from trainload.packaging.package import Package, open_package
+from trainload.packaging.signatures.verify import verify_package
 
 _RUNS = (
     "os.system",

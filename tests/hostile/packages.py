@@ -19,7 +19,7 @@ from tests.hostile.graphs import ATTACKS, Change
 from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest, rechunk, reseal
 
 from trainload.core.canonical_json import canonical_json, sha256_bytes
-from trainload.packaging.user_key import user_key
+from trainload.packaging.format.user_key import user_key
 
 KEY = "cpu-torch2.13.0"
 STEP = f"derived/{KEY}/step.json"

@@ -8,7 +8,7 @@ import torch
 from tests.hostile.packages import KEY
 from tests.packaging.jobs import make_job
 
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.packaging.derived import write_derived
 from trainload.packaging.write import write_package
 

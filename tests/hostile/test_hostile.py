@@ -13,7 +13,7 @@ from tests.hostile.packages import CASES, FIRST, KEY, Case
 
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.packaging.derived import read_derived
-from trainload.packaging.verify import verify_package
+from trainload.packaging.signatures.verify import verify_package
 
 
 @pytest.fixture

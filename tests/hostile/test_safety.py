@@ -15,16 +15,16 @@ from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import PackageError, UnsafePackageError
-from trainload.packaging.graph_json import graph_from_json
-from trainload.packaging.manifest import Manifest
-from trainload.packaging.read import Package, open_package
-from trainload.packaging.validate import validate_graph
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.graphs.graph_json import graph_from_json
+from trainload.packaging.graphs.validate import validate_graph
+from trainload.packaging.package import Package, open_package
 
 
 @pytest.mark.matrix("code as a symbolic size", "function of Python", "enum in a treespec")
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 def test_a_hostile_graph_is_refused_by_file_before_torch_reads_it(copied: Path, attack: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainload.packaging.read.graph_from_json", _never)
+    monkeypatch.setattr("trainload.packaging.package.graph_from_json", _never)
     edit_graph(copied, attack)
     with pytest.raises(UnsafePackageError, match=r"graphs/train\.json"):
         open_package(copied).graph("train")

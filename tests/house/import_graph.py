@@ -1,12 +1,79 @@
-"""The import graph of the project: `python -m tests.house.import_graph` prints its cycles. Exit status 0: it has none."""
+"""The import graph of the project: `python -m tests.house.import_graph` prints what is wrong with it, or nothing.
+
+Modules do not import each other in a circle, a folder imports only folders before it in `LAYERS`, and a folder has at most
+`MODULES` modules. Exit status 0: so it is.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import networkx as nx
 from tests.house.source import IMPORTED_AS, ROOT, face_files, imports, stage_files
+
+MODULES = 20
+"""The greatest number of modules in a folder."""
+LAYERS = [
+    "core",
+    "core.storage",
+    "capture",
+    "capture.source",
+    "capture.job",
+    "capture.guards",
+    "capture.diagnostics",
+    "capture.substitutes",
+    "capture.watching",
+    "capture.parity",
+    "capture.tracing",
+    "capture.shapes",
+    "autograd_trace",
+    "autograd_trace.randomness",
+    "autograd_trace.recompute",
+    "autograd_trace.optimizer",
+    "autograd_trace.derivation",
+    "packaging.format",
+    "packaging.tensors",
+    "packaging.graphs",
+    "packaging.libraries",
+    "packaging",
+    "packaging.comparison",
+    "packaging.signatures",
+    "packaging.stores",
+    "sharding.plans",
+    "sharding.analysis",
+    "sharding.tensor",
+    "sharding.pipeline",
+    "sharding.rewriting",
+    "sharding.planner",
+    "launching.node",
+    "launching.checkpoints",
+    "launching.settings",
+    "launching.run",
+    "launching.data",
+    "launching.sinks",
+    "launching.worker",
+    "launching.cluster",
+    "launching.api",
+    "freezing",
+    "passes",
+    "huggingface",
+    "transforms",
+    "exporting",
+    "publishing",
+    "retraining.config",
+    "retraining.data",
+    "retraining.ticks",
+    "retraining",
+    "report",
+    "deploy",
+    "cli.view",
+    "cli.commands",
+    "cli",
+    "__main__",
+]
+"""All folders and public modules below `trainload`, from the bottom up: each imports itself and those before it."""
 
 
 def module_names() -> dict[str, Path]:
@@ -25,10 +92,10 @@ def import_graph() -> nx.DiGraph[str]:
 
     `trainload` itself is left out: it imports what its public names need on their first use.
     """
-    names = module_names()
+    names = {module: path for module, path in module_names().items() if module != "trainload"}
     graph: nx.DiGraph[str] = nx.DiGraph()
     for module, path in names.items():
-        targets = {name for _, name in imports(path.read_text())} & names.keys() - {module, "trainload"}
+        targets = {name for _, name in imports(path.read_text())} & names.keys() - {module}
         graph.add_edges_from((module, target) for target in targets)
     return graph
 
@@ -38,10 +105,33 @@ def cycles(graph: nx.DiGraph[str]) -> list[list[str]]:
     return sorted(sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1)
 
 
+def layer_of(module: str) -> str | None:
+    """Return the layer that a module belongs to: its folder, or itself. None: `LAYERS` has neither."""
+    name = module.removeprefix("trainload.")
+    return next((each for each in (name, name.rpartition(".")[0]) if each in LAYERS), None)
+
+
+def upward_arrows(graph: nx.DiGraph[str]) -> list[str]:
+    """Return "importer imports imported" for each import against the order of `LAYERS`, and for modules that no layer has."""
+    place = {layer: number for number, layer in enumerate(LAYERS)}
+    homeless = [f"{module} is in no layer" for module in graph if layer_of(module) is None]
+    arrows = [(a, b) for a, b in graph.edges if place[layer_of(a) or LAYERS[0]] < place[layer_of(b) or LAYERS[0]]]
+    return [*homeless, *(f"{importer} imports {imported}" for importer, imported in sorted(arrows))]
+
+
+def large_folders() -> dict[str, int]:
+    """Return the folders that have more than `MODULES` modules, of the product and of the tests."""
+    files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
+    counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py")
+    return {folder: count for folder, count in sorted(counts.items()) if count > MODULES}
+
+
 def main() -> int:
-    found = cycles(import_graph())
-    for group in found:
-        sys.stdout.write(f"cycle: {', '.join(group)}\n")
+    graph = import_graph()
+    found = [f"cycle: {', '.join(group)}" for group in cycles(graph)]
+    found += [f"against the order: {arrow}" for arrow in upward_arrows(graph)]
+    found += [f"too many modules: {folder} has {count}, at most {MODULES}" for folder, count in large_folders().items()]
+    sys.stdout.write("".join(f"{line}\n" for line in found))
     return 1 if found else 0
 
 

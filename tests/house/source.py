@@ -9,11 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("capture", "autograd_trace", "packaging", "sharding", "launch")
-"""From the bottom up: a stage imports itself, those before it, and `core`, which imports none of them."""
-CORE = "core"
+"""From the bottom up."""
 IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
 """Stage -> its name in `trainload`. `trainload.launch` is a function."""
-PRIVATE_TORCH = frozenset({"autograd_trace/aot.py", "capture/torch_modes.py", "packaging/graph_json.py"})
+PRIVATE_TORCH = frozenset({"autograd_trace/derivation/aot.py", "capture/job/torch_modes.py", "packaging/graphs/graph_json.py"})
 """The modules that may touch torch's private names."""
 
 
@@ -67,30 +66,6 @@ def dotted(node: ast.AST) -> str | None:
         parts.append(node.attr)
         node = node.value
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
-
-
-def stage_of(name: str) -> str | None:
-    """The stage that a dotted name belongs to: "trainload.capture.job.Job" -> "capture"; the face's names -> "face"."""
-    parts = name.split(".")
-    if parts[0] != "trainload":
-        return None
-    stages = {name: stage for stage, name in IMPORTED_AS.items()} | {CORE: CORE}
-    return stages.get(parts[1], "face") if len(parts) > 1 else "face"
-
-
-def upward_imports(text: str, stage: str) -> list[str]:
-    """The imports in `text`, a module of `stage`, that point up: "line: name"."""
-    order = [CORE, *STAGES, "face"]
-    found = ((line, name, stage_of(name)) for line, name in imports(text))
-    return [
-        f"{line}: {name}"
-        for line, name, target in found
-        if target is not None and order.index(target) > order.index(stage) and not (name == "trainload" or _is_stage_parent(name))
-    ]
-
-
-def _is_stage_parent(name: str) -> bool:
-    return name in {f"trainload.{name}" for name in (CORE, *IMPORTED_AS.values())}
 
 
 def private_torch_names(text: str) -> list[str]:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-from tests.house.import_graph import cycles, import_graph
+from tests.house.import_graph import cycles, import_graph, large_folders, upward_arrows
 from tests.house.source import (
-    CORE,
     IMPORTED_AS,
     PRIVATE_TORCH,
     ROOT,
@@ -23,7 +22,6 @@ from tests.house.source import (
     imports,
     private_torch_names,
     stage_files,
-    upward_imports,
 )
 
 
@@ -80,17 +78,29 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     assert held == {*stages, *face, *data, *page, "trainload/py.typed", "trainload/__init__.pyi"}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_module_of_a_stage_imports_upward(stage: str) -> None:
-    found = {
-        str(path.relative_to(ROOT)): upward for path in (ROOT / stage).rglob("*.py") if (upward := upward_imports(path.read_text(), stage))
-    }
-    assert found == {}
+def test_a_folder_imports_only_folders_below_it() -> None:
+    assert upward_arrows(import_graph()) == []
 
 
-def test_core_imports_no_part_of_trainload_but_itself() -> None:
-    files = (ROOT / "src" / "trainload" / CORE).rglob("*.py")
-    assert {str(path.relative_to(ROOT)): upward for path in files if (upward := upward_imports(path.read_text(), CORE))} == {}
+def test_an_import_of_a_folder_above_is_seen() -> None:
+    graph = import_graph()
+    graph.add_edge("trainload.core.errors", "trainload.cli.main")
+    assert upward_arrows(graph) == ["trainload.core.errors imports trainload.cli.main"]
+
+
+def test_a_module_that_no_layer_has_is_seen() -> None:
+    graph = import_graph()
+    graph.add_node("trainload.utils")
+    assert upward_arrows(graph) == ["trainload.utils is in no layer"]
+
+
+def test_a_folder_has_few_modules() -> None:
+    assert large_folders() == {}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = Counter(path.name for path in (*stage_files(), *face_files()) if path.name != "__init__.py")
+    assert {name: count for name, count in names.items() if count > 1} == {}
 
 
 def test_a_function_that_raises_where_something_is_wrong_is_named_check() -> None:
@@ -109,11 +119,11 @@ def test_a_function_named_as_a_question_returns_a_bool(prefix: str) -> None:
 TEMPORARY = re.compile(r'with_name\(f?"\.|os\.(?:link|rename|replace)\(|mkdtemp\(|NamedTemporaryFile\(')
 """How temporary files are named and take a file's place."""
 TEMPORARY_ELSEWHERE = {
-    "capture/hollow.py": "a file that nothing replaces",
-    "launch/build.py": "kernels that two folders share",
-    "launch/probe.py": "whether a folder can be written",
+    "capture/job/hollow.py": "a file that nothing replaces",
+    "launch/node/build.py": "kernels that two folders share",
+    "src/trainload/core/writable_folder.py": "whether a folder can be written",
     "src/trainload/core/paths.py": "files that two packages share",
-    "src/trainload/core/storage/folder.py": "whether the file system has hard links",
+    "src/trainload/core/storage/folder_files.py": "whether the file system has hard links",
 }
 
 
@@ -121,15 +131,6 @@ def test_files_are_written_atomically_in_one_module() -> None:
     files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*stage_files(), *face_files())}
     users = {name for name, text in files.items() if TEMPORARY.search(text)}
     assert users == {"src/trainload/core/atomic.py", *TEMPORARY_ELSEWHERE}
-
-
-def test_an_import_of_a_later_stage_is_seen() -> None:
-    text = "def f():\n    from trainload.launching.run import train\n"
-    assert upward_imports(text, "packaging") == ["2: trainload.launching.run", "2: trainload.launching.run.train"]
-
-
-def test_an_import_of_the_face_is_seen() -> None:
-    assert upward_imports("from trainload import api\nimport trainload.view\n", "launch") == ["1: trainload.api", "2: trainload.view"]
 
 
 def test_ray_is_imported_by_launch_alone() -> None:
@@ -146,15 +147,15 @@ def test_a_cycle_of_imports_is_seen() -> None:
     graph = import_graph()
     module = "trainload.core.errors"
     assert nx.ancestors(graph, module)
-    graph.add_edge(module, "trainload.cli")
-    assert any({module, "trainload.cli"} <= set(group) for group in cycles(graph))
+    graph.add_edge(module, "trainload.cli.main")
+    assert any({module, "trainload.cli.main"} <= set(group) for group in cycles(graph))
 
 
-@pytest.mark.parametrize("name", ["click", "trainload.commands"])
+@pytest.mark.parametrize("name", ["click", "trainload.cli.commands"])
 def test_only_the_command_line_imports(name: str) -> None:
     files = (*stage_files(), *face_files())
     users = [path.relative_to(ROOT) for path in files if any(f"{n}.".startswith(f"{name}.") for _, n in imports(path.read_text()))]
-    assert {str(path) for path in users if path.parts[-2] != "commands"} == {"src/trainload/cli.py"}
+    assert {str(path) for path in users if path.parts[-2] != "commands"} == {"src/trainload/cli/main.py"}
 
 
 def test_private_names_of_torch_stay_in_their_modules() -> None:

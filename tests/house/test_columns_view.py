@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from trainload import cli
-from trainload.columns_view import Columns
-from trainload.packaging.read import Package
+from trainload.cli import main as cli
+from trainload.cli.view.column_table import Columns
+from trainload.packaging.package import Package
 
 LONG = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 """No terminal of 80 columns has room for it beside three other columns."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from trainload import cli
-from trainload.commands import runs, shared
+from trainload.cli import main as cli
+from trainload.cli.commands import runs, shared
 from trainload.core.errors import PlanError, RunInterrupted
-from trainload.sharding.plan import read_plan
+from trainload.sharding.plans.plan import read_plan
 
 COMMANDS = (
     "freeze",
@@ -84,7 +84,7 @@ def test_help_names_every_command_and_says_what_it_does(monkeypatch: pytest.Monk
 
 
 def test_help_imports_neither_torch_nor_ray() -> None:
-    code = "import sys; from trainload import cli; cli.run(['launch', '--help']); sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    code = "import sys; from trainload.cli.main import run; run(['launch', '--help']); sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 

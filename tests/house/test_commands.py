@@ -10,7 +10,7 @@ import click
 import pytest
 from tests.house.source import ROOT
 
-from trainload import cli
+from trainload.cli import main as cli
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -10,8 +10,8 @@ import torch
 from tests.house.source import ROOT
 
 from trainload import Job
-from trainload.capture.job import Loss
-from trainload.spec import load_job
+from trainload.capture.job.definition import Loss
+from trainload.freezing.load_job import load_job
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,6 @@ def test_the_stage_of_the_same_name_as_a_verb_can_be_imported() -> None:
 
 
 def test_the_verb_launch_has_the_signature_of_its_function() -> None:
-    from trainload import api
+    from trainload.launching.api import launch
 
-    assert inspect.signature(trainload.launch) == inspect.signature(api.launch)
+    assert inspect.signature(trainload.launch) == inspect.signature(launch.launch)

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import trainload
-import trainload.spec
-from trainload import cli
+import trainload.freezing.load_job
+from trainload.cli import main as cli
 from trainload.core.canonical_json import parse_canonical
 
 JOB = """
 import torch
 import trainload
-import trainload.spec
+import trainload.freezing.load_job
 from torch.export import Dim
 
 
@@ -151,6 +151,6 @@ def test_json_is_one_value_with_dims_and_fixes(told: tuple[Path, str]) -> None:
 
 
 def test_the_verb_explains_without_writing(here: Path) -> None:
-    report = trainload.explain_shapes(trainload.spec.load_job("positioned.py:wide"))
+    report = trainload.explain_shapes(trainload.freezing.load_job.load_job("positioned.py:wide"))
     assert report.fixes == ("seq = Dim('seq', max=16)",)
     assert [path.name for path in here.iterdir()] == ["positioned.py"]

@@ -13,19 +13,20 @@ from tests.capture.jobs import Model, job
 from torch import Tensor
 
 import trainload
-from trainload import cli, passes
-from trainload.capture.job import Job
-from trainload.capture.trace import capture
+from trainload import passes
+from trainload.capture.job.definition import Job
+from trainload.capture.tracing.trace import capture
+from trainload.cli import main as cli
 from trainload.core.errors import CaptureError, JobError
-from trainload.packaging.debug import read_debug
-from trainload.packaging.read import Package
+from trainload.packaging.format.debug import read_debug
+from trainload.packaging.package import Package
 
 JOB = """
 import builtins
 
 import torch
 import trainload
-import trainload.spec
+import trainload.freezing.load_job
 
 
 class Flat(torch.nn.Module):

@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 from tests.ranks import ran
 
-from trainload import run_view
-from trainload.launching.activity import Doing, Phase
-from trainload.launching.journal import Event
-from trainload.launching.state import RankSeen, Summary, write_state
+from trainload.cli.view import run_progress as run_view
+from trainload.launching.run.activity import Doing, Phase
+from trainload.launching.run.journal import Event
+from trainload.launching.run.run_state import RankSeen, Summary, write_state
 
 START = Event("start", {"step": 0, "steps": 100, "world": 2, "strategy": "zero1"})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainload.core.errors import JobError
-from trainload.spec import load_job
+from trainload.freezing.load_job import load_job
 
 GOOD = """
 import torch

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from trainload import view
-from trainload.sharding.plan import Cluster
+from trainload.cli.view import records as view
+from trainload.core.formatting import duration, size
+from trainload.sharding.plans.plan import Cluster
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,14 @@ class Happening:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (75, "1m15s"), (3720, "1h02m")])
 def test_durations(seconds: float, text: str) -> None:
-    assert view.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (2**52, "4096.0 TiB")]
 )
 def test_sizes(count: int, text: str) -> None:
-    assert view.size(count) == text
+    assert size(count) == text
 
 
 def test_records_paths_and_odd_numbers_have_a_json_form() -> None:

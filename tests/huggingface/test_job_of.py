@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import trainload
 from trainload.core.errors import JobError
 from trainload.huggingface import job_of
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 
 ROWS, TIME, STEPS = 4, 8, 6
 SMALL: dict[str, Any] = {"vocab_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.capture.sized import large, small
 
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 
 DEPTH = 3
 """Layers of the large job: more than the reduced job has."""

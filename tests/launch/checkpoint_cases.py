@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from tests.shares import cut
 
+from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Where, place_of
 from trainload.launching.checkpoints.index import DataPosition
-from trainload.launching.checkpoints.place import CheckpointPlace, Where, place_of
 from trainload.launching.checkpoints.retention import Retention
-from trainload.launching.checkpoints.state import ShardedState, held
+from trainload.launching.checkpoints.sharded_state import ShardedState, held
 from trainload.launching.checkpoints.writer import CheckpointWriter
-from trainload.sharding.plan import Bucket, Cluster, Estimate, Pipeline, Plan, Shard, Slot
-from trainload.sharding.strategies import Strategy
+from trainload.sharding.plans.plan import Bucket, Cluster, Estimate, Pipeline, Plan, Shard, Slot
+from trainload.sharding.plans.strategies import Strategy
 
 NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
 PARAMETERS: dict[str, tuple[tuple[int, ...], str | None]] = {

@@ -14,8 +14,8 @@ from pathlib import Path
 import s3fs
 from tests.packaging.places import BUCKET
 
-from trainload.core.storage.remote import RemoteFiles
-from trainload.launching.checkpoints.place import CheckpointPlace, place_of, whole_place
+from trainload.core.storage.remote_files import RemoteFiles
+from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, place_of, whole_place
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.waiting import wait_until
 
-from trainload import cli
+from trainload.cli import main as cli
 
 TRAINLOAD = (sys.executable, "-m", "trainload")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainload")

@@ -12,8 +12,8 @@ from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 from tests.packaging.places import KEYS, s3_server
 
 import trainload
-from trainload.launching.result import RunResult
-from trainload.packaging.read import Package
+from trainload.launching.run.result import RunResult
+from trainload.packaging.package import Package
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import trainload
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 
 BATCH = 24
 """Rows of a global batch: as many ranks as divide it can share it."""

@@ -211,7 +211,7 @@ def let_no_file_grow() -> None:
 
 
 def _command(words: list[str], err: Path, first: Callable[[], object] | None) -> None:
-    from trainload.cli import main
+    from trainload.cli.main import main
 
     with err.open("wb") as file:
         os.dup2(file.fileno(), 2)
@@ -241,7 +241,7 @@ def _torchrun(words: list[str], err: Path, first: Callable[[], object] | None) -
 
 
 def _torchrun_rank(*words: str) -> None:
-    from trainload.cli import main
+    from trainload.cli.main import main
 
     os.setpgid(0, 0)  # torchrun has each in a group of its own, which a terminal's signals do not reach
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # as an interpreter has them, and not as torchrun's process does

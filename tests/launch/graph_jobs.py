@@ -19,7 +19,7 @@ from torch.nn import functional
 import trainload
 from trainload import Graph, Loss, Turn
 from trainload.launching.data.sampler import rows
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 
 ROWS = 16
 STEPS = 8

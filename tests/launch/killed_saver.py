@@ -16,7 +16,7 @@ from tests.launch.checkpoint_cases import make_plan, save_all, writers
 
 from trainload.core.errors import CheckpointError
 from trainload.launching.checkpoints.index import published
-from trainload.launching.checkpoints.read import Checkpoint
+from trainload.launching.checkpoints.reader import Checkpoint
 
 PLAN = make_plan("zero3", 2)
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}

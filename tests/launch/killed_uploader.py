@@ -22,8 +22,8 @@ from tests.launch.checkpoint_cases import make_plan, save_in, writers
 from tests.launch.checkpoint_places import Kept
 
 from trainload.core.errors import CheckpointError
-from trainload.core.storage.remote import RemoteFiles, Upload
-from trainload.launching.checkpoints.read import Checkpoint
+from trainload.core.storage.remote_files import RemoteFiles, Upload
+from trainload.launching.checkpoints.reader import Checkpoint
 
 PLAN = make_plan("zero3", 2)
 

@@ -19,7 +19,7 @@ from torch.optim import swa_utils
 
 import trainload
 from trainload.launching.data.sampler import rows
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 
 ROWS = 8
 STEPS = 12

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 import trainload
-from trainload.autograd_trace import hold
+from trainload.autograd_trace.recompute import hold
 
 aten = torch.ops.aten
 Change = Callable[[Graph, Node], Node]
@@ -90,7 +90,7 @@ def planted(fault: str) -> Iterator[None]:
         hold.hold_back(module)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainload.autograd_trace.aot.hold_back", hold_back)
+        patch.setattr("trainload.autograd_trace.derivation.aot.hold_back", hold_back)
         yield
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import ray
 
 import trainload
-from trainload.launching.journal import Event, losses, read_events
-from trainload.launching.result import RunResult
-from trainload.launching.spec import RUN_FILE, read_spec, write_spec
+from trainload.launching.run.journal import Event, losses, read_events
+from trainload.launching.run.result import RunResult
+from trainload.launching.run.run_spec import RUN_FILE, read_spec, write_spec
 
 
 def told(result: RunResult) -> None:

@@ -15,7 +15,7 @@ import jobs  # type: ignore[import-not-found]
 import torch
 
 import trainload
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 from trainload.packaging.write import write_package
 
 

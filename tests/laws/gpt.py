@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trainload
-from trainload.capture.job import Loss
+from trainload.capture.job.definition import Loss
 
 VOCABULARY = 24
 CONTEXT = 16

@@ -25,12 +25,12 @@ import torch
 
 import trainload
 from trainload.core.errors import CheckpointError, TrainloadError
-from trainload.launching import worker
-from trainload.launching.build import uncompiled_build
 from trainload.launching.checkpoints.index import published
-from trainload.launching.checkpoints.read import Checkpoint
-from trainload.launching.spec import RUN_FILE, read_spec
-from trainload.packaging.verify import verify_package
+from trainload.launching.checkpoints.reader import Checkpoint
+from trainload.launching.node.build import uncompiled_build
+from trainload.launching.run.run_spec import RUN_FILE, read_spec
+from trainload.launching.worker import loop as worker
+from trainload.packaging.signatures.verify import verify_package
 from trainload.packaging.write import with_weights, write_package
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "shutil.rmtree"}

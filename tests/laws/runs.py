@@ -17,9 +17,9 @@ from tests.ports import free_port
 from tests.ranks import end, start
 from tests.waiting import wait_until
 
-from trainload.launching.journal import read_events
-from trainload.packaging.read import Package
-from trainload.sharding.plan import Plan
+from trainload.launching.run.journal import read_events
+from trainload.packaging.package import Package
+from trainload.sharding.plans.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5

@@ -13,8 +13,8 @@ from tests.house.source import ROOT
 from tests.laws.isolated import make_environment
 
 import trainload
-from trainload.packaging.read import Package
-from trainload.packaging.verify import verify_package
+from trainload.packaging.package import Package
+from trainload.packaging.signatures.verify import verify_package
 
 STEPS = 12
 CHILD = """

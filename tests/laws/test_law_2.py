@@ -12,12 +12,12 @@ from tests.laws.runs import TOLERANCE, curve, difference
 from torch import Tensor, nn
 
 import trainload
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.job import Loss
+from trainload.capture.job.definition import Loss
 from trainload.core.errors import CaptureError
 from trainload.launching.data.sampler import rows as rows_at
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 
 EXAMPLES = [(rows, seed) for rows, seed in enumerate((4, 2, 7, 1, 13, 8), 1)]
 """(seed, rows) of the batches that are compared."""

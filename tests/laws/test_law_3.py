@@ -15,10 +15,10 @@ import pytest
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
-from trainload.launching.journal import read_events
-from trainload.packaging.read import Package
-from trainload.sharding.source import Source
-from trainload.sharding.strategies import DIVIDES, SCHEDULES, Divide, Recompute, Strategy
+from trainload.launching.run.journal import read_events
+from trainload.packaging.package import Package
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.strategies import DIVIDES, SCHEDULES, Divide, Recompute, Strategy
 
 pytestmark = pytest.mark.alone  # ranks that meet many times in every step
 

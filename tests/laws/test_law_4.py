@@ -15,11 +15,11 @@ from tests.laws.processes import ray_workers
 from tests.laws.runs import TOLERANCE, Run, curve, difference, ranks, train, wait_for_step
 
 import trainload
-from trainload.launching.journal import Event, read_events
-from trainload.launching.result import RunResult
-from trainload.packaging.read import Package
-from trainload.sharding.plan import Plan
-from trainload.sharding.strategies import Strategy
+from trainload.launching.run.journal import Event, read_events
+from trainload.launching.run.result import RunResult
+from trainload.packaging.package import Package
+from trainload.sharding.plans.plan import Plan
+from trainload.sharding.plans.strategies import Strategy
 
 pytestmark = pytest.mark.alone
 

@@ -22,14 +22,14 @@ from tests.selection import selected
 import trainload
 from trainload.core.canonical_json import sha256_file
 from trainload.core.errors import CheckpointError, IntegrityError, PackageError
+from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.load import load_sharded
-from trainload.launching.checkpoints.place import place_of
-from trainload.launching.checkpoints.read import Checkpoint, usable_checkpoint
-from trainload.launching.journal import read_events
-from trainload.packaging.comparison.packages import package_difference
-from trainload.packaging.manifest import OUTSIDE
-from trainload.packaging.read import Package, open_package
-from trainload.packaging.verify import verify_package
+from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
+from trainload.launching.run.journal import read_events
+from trainload.packaging.comparison.package_difference import package_difference
+from trainload.packaging.format.manifest import OUTSIDE
+from trainload.packaging.package import Package, open_package
+from trainload.packaging.signatures.verify import verify_package
 
 PLAN = make_plan("zero3", 2)
 

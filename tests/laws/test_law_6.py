@@ -19,9 +19,9 @@ from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest
 
 import trainload
 from trainload.core.errors import PackageError, UnsafePackageError
-from trainload.packaging.graph_json import graph_from_json
-from trainload.packaging.read import open_package
-from trainload.packaging.verify import verify_package
+from trainload.packaging.graphs.graph_json import graph_from_json
+from trainload.packaging.package import open_package
+from trainload.packaging.signatures.verify import verify_package
 
 WRITES = "torch.ops.aten.from_file.default"
 """An operator that makes a file where there is none."""

@@ -13,7 +13,7 @@ from tests.laws.killed import packages, runs
 from tests.laws.runs import curve
 from tests.ranks import ran
 
-from trainload.packaging.read import Package, open_package
+from trainload.packaging.package import Package, open_package
 
 STEPS = 6
 

@@ -10,7 +10,7 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
 from trainload.launching.checkpoints.index import published
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import trainload
-from trainload.sharding.plan import Plan
+from trainload.sharding.plans.plan import Plan
 
 
 def train(entry: dict[str, Any]) -> None:

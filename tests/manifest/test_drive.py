@@ -10,12 +10,12 @@ import pytest
 from tests.launch.forked import command, done
 from tests.laws.runs import wait_for_step
 
-from trainload import cli
-from trainload.commands import driving, watching
-from trainload.launching.journal import Event, read_events
-from trainload.launching.spec import RUN_FILE
-from trainload.launching.state import Summary, write_state
-from trainload.packaging.read import Package
+from trainload.cli import main as cli
+from trainload.cli.commands import driving, watching
+from trainload.launching.run.journal import Event, read_events
+from trainload.launching.run.run_spec import RUN_FILE
+from trainload.launching.run.run_state import Summary, write_state
+from trainload.packaging.package import Package
 
 Capture = pytest.CaptureFixture[str]
 Driven = Callable[[Path], int]

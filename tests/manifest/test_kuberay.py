@@ -11,9 +11,9 @@ import pytest
 import yaml
 from tests.manifest.variants import JOB, LEAST, VARIANTS
 
-from trainload import cli
-from trainload.commands.runs import launch
-from trainload.kuberay import LONGEST_NAME
+from trainload.cli import main as cli
+from trainload.cli.commands.runs import launch
+from trainload.deploy.kuberay import LONGEST_NAME
 
 Capture = pytest.CaptureFixture[str]
 

@@ -16,9 +16,9 @@ from tests.launch.commands import TRAINLOAD
 from tests.manifest.nodes import Cluster, variables
 from tests.manifest.variants import made
 
-from trainload.launching.journal import Event, losses, read_events
-from trainload.launching.state import read_state
-from trainload.packaging.read import Package
+from trainload.launching.run.journal import Event, losses, read_events
+from trainload.launching.run.run_state import read_state
+from trainload.packaging.package import Package
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.packaging.places import Place, last_of_shard, memory_place, retrained, s3_place, s3_server
 
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 
 
 @pytest.fixture(scope="session")

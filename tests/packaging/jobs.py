@@ -10,8 +10,8 @@ import torch
 from torch.export import Dim, ExportedProgram, export
 
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, UpdateGraph
+from trainload.capture.job.synthesise import with_quantiles
 from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec, Program
-from trainload.capture.synthesise import with_quantiles
 
 Batch = dict[str, torch.Tensor]
 

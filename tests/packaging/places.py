@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 from trainload.packaging.stores.store import Store
 from trainload.packaging.write import with_weights
 

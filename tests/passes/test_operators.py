@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 import trainload
-from trainload import cli
+from trainload.cli import main as cli
 from trainload.core.errors import PassError
-from trainload.operators import STEP, UPDATE, OperatorUse, operator_uses, read_operator_file
-from trainload.packaging.read import Package, open_package
+from trainload.packaging.package import Package, open_package
+from trainload.transforms.operator_sets import STEP, UPDATE, OperatorUse, operator_uses, read_operator_file
 
 Capture = pytest.CaptureFixture[str]
 

@@ -15,23 +15,24 @@ import pytest
 import torch
 from tests.capture.jobs import Model
 from tests.capture.jobs import job as small_job
+from tests.packaging.graphs.test_graph_json import assert_same, run
 from tests.packaging.jobs import Job, batch_of
-from tests.packaging.test_graph_json import assert_same, run
 from tests.passes import users_pass
 from torch import Tensor
 from torch.fx import GraphModule
 
 import trainload
-from trainload import cli, passes
-from trainload.autograd_trace.decompose import spelled
+from trainload import passes
+from trainload.autograd_trace.derivation.decompose import spelled
 from trainload.capture.operators import calls_in
+from trainload.cli import main as cli
 from trainload.core.errors import DataError, PassError, StorageError
-from trainload.packaging.manifest import Manifest
-from trainload.packaging.read import Package, open_package
-from trainload.packaging.verify import verify_package
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.package import Package, open_package
+from trainload.packaging.signatures.verify import verify_package
 from trainload.packaging.write import with_weights, write_package
 from trainload.passes import Pass, load_pass
-from trainload.transformation import Applied, Transformation
+from trainload.transforms.apply import Applied, Transformation
 
 USERS = str(Path(users_pass.__file__))
 

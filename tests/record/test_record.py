@@ -12,10 +12,10 @@ from tests.capture.jobs import sgd
 from torch import Tensor, nn
 
 import trainload
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 from trainload.core.errors import CaptureError, JobError
-from trainload.packaging.read import Package
-from trainload.recording import Recording
+from trainload.freezing.record import Recording
+from trainload.packaging.package import Package
 
 
 class Model(nn.Module):

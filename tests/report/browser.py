@@ -21,9 +21,9 @@ from typing import Any
 
 import aiohttp
 
-from trainload.launching.cache import default_cache_dir
+from trainload.launching.node.cache import default_cache_dir
 from trainload.report.page import page_of
-from trainload.report.reading import read_run
+from trainload.report.run_folder import read_run
 
 WIDTHS = (1280, 400)
 SCHEMES = ("light", "dark")

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from trainload.launching.journal import JOURNAL, Event, Journal
-from trainload.launching.spec import RunSpec, write_spec
-from trainload.sharding.plan import Cluster, Estimate, Plan
+from trainload.launching.run.journal import JOURNAL, Event, Journal
+from trainload.launching.run.run_spec import RunSpec, write_spec
+from trainload.sharding.plans.plan import Cluster, Estimate, Plan
 
 BEGIN = 1_790_000_000.0
 """When made-up runs begin, in seconds since 1970."""

@@ -1,4 +1,4 @@
-"""The board for Grafana. That it asks for what is exported: tests/launch/test_prometheus.py."""
+"""The board for Grafana. That it asks for what is exported: tests/launch/sinks/test_prometheus.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.launch.commands import refused
 
-from trainload import cli
-from trainload.grafana import board
+from trainload.cli import main as cli
+from trainload.deploy.grafana import board
 
 Capture = pytest.CaptureFixture[str]
 

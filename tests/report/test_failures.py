@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.report.made import BEGIN, event, failure, start, steps
 
-from trainload.launching.journal import GIVEN_UP, Event
+from trainload.launching.run.journal import GIVEN_UP, Event
 from trainload.report.episodes import Attempt, attempts_of
 from trainload.report.failures import Failure, failures_of, time_spent
 from trainload.report.history import read_history

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as given_by
 from tests.report.made import made_run, start, step, steps
 
-from trainload.launching.journal import JOURNAL, losses, read_events, stream_events
+from trainload.launching.run.journal import JOURNAL, losses, read_events, stream_events
 from trainload.report.history import read_history
 from trainload.report.thinning import thin
 

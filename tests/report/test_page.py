@@ -16,14 +16,14 @@ from tests.launch.commands import refused
 from tests.report.made import BEGIN, Read, event, failure, long_journal, made_run, start, step, steps
 
 import trainload
-from trainload import cli
-from trainload.launching.activity import Doing
-from trainload.launching.journal import Event
-from trainload.launching.state import RankSeen, Summary, write_state
-from trainload.packaging.read import Package
+from trainload.cli import main as cli
+from trainload.launching.run.activity import Doing
+from trainload.launching.run.journal import Event
+from trainload.launching.run.run_state import RankSeen, Summary, write_state
+from trainload.packaging.package import Package
 from trainload.report.charts import Chart, charts_of
 from trainload.report.page import page_of
-from trainload.report.reading import read_run
+from trainload.report.run_folder import read_run
 
 EVIL = """<script>alert(1)</script>"><img src=http://evil.example/x onerror=alert(2)> & '$x_1$"""
 BEFALLEN = [

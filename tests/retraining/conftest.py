@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import trainload
-from trainload import cli
-from trainload.packaging.read import Package
+from trainload.cli import main as cli
+from trainload.packaging.package import Package
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:

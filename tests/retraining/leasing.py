@@ -10,8 +10,8 @@ import sys
 
 from trainload.core.errors import TrainloadError
 from trainload.packaging.stores.store import Store
-from trainload.retraining import lease
-from trainload.retraining.lease import Held, Leases
+from trainload.retraining.ticks import lease
+from trainload.retraining.ticks.lease import Held, Leases
 
 
 def say(value: object) -> None:

@@ -15,17 +15,17 @@ import pytest
 from tests.packaging.places import retrained
 
 from trainload.core.errors import DivergedError, StorageError
-from trainload.core.storage.folder import FolderFiles
-from trainload.packaging.read import Package
+from trainload.core.storage.folder_files import FolderFiles
+from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store
-from trainload.retraining import lease
-from trainload.retraining.config import Config, checked
-from trainload.retraining.gate import Verdict, decide
-from trainload.retraining.records import Ended, Evaluated, Scores, Trained
-from trainload.retraining.snapshot_records import Snapshot
-from trainload.retraining.tick import Scheduler, Trail
+from trainload.retraining.config.config import Config, checked
+from trainload.retraining.data.snapshot_records import Snapshot
+from trainload.retraining.ticks import lease
+from trainload.retraining.ticks.gate import Verdict, decide
+from trainload.retraining.ticks.tick import Scheduler, Trail
+from trainload.retraining.ticks.tick_records import Ended, Evaluated, Scores, Trained
 
 LINE = "main"
 FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
@@ -201,7 +201,7 @@ def scheduler(config: Config, work: Pretended, said: list[str] | None = None, **
 
 def summary(store: Store) -> dict[str, Any]:
     """What a store says of its line, without times, random numbers and who did it."""
-    from trainload.retraining.records import Ticks
+    from trainload.retraining.ticks.tick_records import Ticks
 
     ticks = Ticks(store, LINE)
     return {

@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 import yaml
 
-from trainload import cli
+from trainload.cli import main as cli
 from trainload.core.errors import RequestError
-from trainload.retraining.checks import check_config
-from trainload.retraining.config import Config, checked, read_config
-from trainload.retraining.template import TEMPLATE
+from trainload.retraining.config.config import Config, checked, read_config
+from trainload.retraining.config.file_template import TEMPLATE
+from trainload.retraining.ticks.checks import check_config
 
 LEAST: dict[str, Any] = {"store": "s", "line": "gpt", "data": {"files": "x/*.parquet"}, "evaluation": {"hold_out": 0.1}}
 
@@ -167,7 +167,7 @@ def test_the_file_that_init_writes_is_right(tmp_path: Path) -> None:
 
 def every_key(kind: Any, place: str = "") -> set[str]:
     """The keys of a section, and of those in it."""
-    from trainload.retraining.config import _section_of
+    from trainload.retraining.config.config import _section_of
 
     found = set()
     for name, field in kind.model_fields.items():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainload.core.canonical_json import canonical_json
-from trainload.retraining.drift import MOST_VALUES, ColumnStatistics, Sampled, drift_of
+from trainload.retraining.data.drift import MOST_VALUES, ColumnStatistics, Sampled, drift_of
 
 
 def told(values: Any, dtype: str = "float32") -> ColumnStatistics:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainload.core.errors import RequestError
-from trainload.retraining.expression import MAX_LENGTH, parse
+from trainload.retraining.config.expression import MAX_LENGTH, parse
 
 NAMES = ("eval.loss", "champion.eval.loss", "eval.steps", "drift.greatest")
 VALUES = st.fixed_dictionaries({name: st.floats(-1e6, 1e6) for name in NAMES})

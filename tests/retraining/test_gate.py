@@ -9,7 +9,7 @@ import pytest
 
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import RequestError
-from trainload.retraining.gate import Check, Verdict, decide
+from trainload.retraining.ticks.gate import Check, Verdict, decide
 
 BETTER = {"eval.loss": 1.0, "champion.eval.loss": 1.1, "train.loss": 1.2}
 WORSE = {**BETTER, "eval.loss": 1.2}

@@ -16,12 +16,12 @@ from tests.packaging.places import retrained
 from tests.retraining import leasing
 
 from trainload.core.errors import ConflictError, StorageError
-from trainload.core.storage.folder import FolderFiles
-from trainload.packaging.read import Package
+from trainload.core.storage.folder_files import FolderFiles
+from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
-from trainload.retraining import lease
-from trainload.retraining.lease import Held, LeaseLostError, Leases, Other
+from trainload.retraining.ticks import lease
+from trainload.retraining.ticks.lease import Held, LeaseLostError, Leases, Other
 
 LINE = "main"
 SHORT = 3.0

@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, scheduler
 
 from trainload.core.errors import ConflictError, StorageError
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 from trainload.packaging.stores.store import Store, blob_path
-from trainload.retraining.lease import Held, Leases
-from trainload.retraining.lineage import ancestry, read_line, rollback
-from trainload.retraining.records import name_of
+from trainload.retraining.ticks.lease import Held, Leases
+from trainload.retraining.ticks.lineage import ancestry, read_line, rollback
+from trainload.retraining.ticks.tick_records import name_of
 
 KINDS = st.sampled_from(["better", "better", "worse", "empty", "bad", "diverging"])
 OUTCOMES = {"better": "promoted", "worse": "rejected", "empty": "no data", "bad": "bad data", "diverging": "rejected"}

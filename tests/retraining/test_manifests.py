@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from trainload import cli
+from trainload.cli import main as cli
 from trainload.core.errors import RequestError
-from trainload.retraining.config import Timing
-from trainload.retraining.manifests import calendar_of, crontab_of
-from trainload.retraining.schedule import Cron, schedule_of
+from trainload.deploy.schedulers import calendar_of, crontab_of
+from trainload.retraining.config.config import Timing
+from trainload.retraining.ticks.tick_times import Cron, schedule_of
 
 PODS = ("--image", "registry.example.com/trainload:1", "--claim", "storage:/trainload")
 

@@ -21,20 +21,21 @@ from tests.retraining.ticking import LINE, config_of, day, name, tick
 
 import trainload
 from trainload.core.errors import PackageError, RequestError, StorageError
-from trainload.launching.journal import Event, read_events
-from trainload.packaging.read import Package
+from trainload.launching.run.journal import Event, read_events
+from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
-from trainload.retraining import lease, stages, training
-from trainload.retraining.config import Config
-from trainload.retraining.lease import Held, LeaseLostError, Leases
-from trainload.retraining.lineage import ancestry, read_line, rollback
+from trainload.retraining.config.config import Config
 from trainload.retraining.migrate import migrate
-from trainload.retraining.records import Decided, Ended, Evaluated, Ticks, Trained
-from trainload.retraining.stages import Opening, Stages
-from trainload.retraining.tick import Scheduler
-from trainload.retraining.training import training_plan
-from trainload.sharding.plan import Plan
+from trainload.retraining.ticks import lease, training
+from trainload.retraining.ticks import tick_stages as stages
+from trainload.retraining.ticks.lease import Held, LeaseLostError, Leases
+from trainload.retraining.ticks.lineage import ancestry, read_line, rollback
+from trainload.retraining.ticks.tick import Scheduler
+from trainload.retraining.ticks.tick_records import Decided, Ended, Evaluated, Ticks, Trained
+from trainload.retraining.ticks.tick_stages import Opening, Stages
+from trainload.retraining.ticks.training import training_plan
+from trainload.sharding.plans.plan import Plan
 
 
 @pytest.fixture(scope="module")

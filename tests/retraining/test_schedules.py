@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainload.core.errors import RequestError
-from trainload.retraining.config import Timing
-from trainload.retraining.schedule import Cron, Every, Schedule, schedule_of
+from trainload.retraining.config.config import Timing
+from trainload.retraining.ticks.tick_times import Cron, Every, Schedule, schedule_of
 
 MOMENTS = st.datetimes(datetime(2020, 1, 1), datetime(2035, 1, 1), timezones=st.just(UTC))
 BERLIN = "Europe/Berlin"

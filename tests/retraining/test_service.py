@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.launch.forked import Talk, talking
 
 from trainload.core.errors import ClusterError, DataError, RequestError, RunInterrupted, StorageError, TrainingError
-from trainload.retraining.schedule import Every
 from trainload.retraining.service import Missed, serve
+from trainload.retraining.ticks.tick_times import Every
 
 HOUR = timedelta(hours=1)
 START = datetime(2026, 1, 1, 0, 30, tzinfo=UTC)

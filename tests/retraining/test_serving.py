@@ -13,10 +13,10 @@ import yaml
 from tests.retraining.conftest import write_day
 from tests.retraining.ticking import LINE, config_of, tick
 
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 from trainload.packaging.stores.store import Store
-from trainload.retraining.lineage import rollback
-from trainload.retraining.stages import Stages
+from trainload.retraining.ticks.lineage import rollback
+from trainload.retraining.ticks.tick_stages import Stages
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ import pytest
 from tests.retraining.conftest import write_day
 
 from trainload.core.errors import DataError, RequestError
-from trainload.launching.data.files import LocalFile
+from trainload.launching.data.data_files import LocalFile
 from trainload.launching.data.run_data import open_run_data
-from trainload.packaging.read import Package
-from trainload.retraining.config import Config, checked
-from trainload.retraining.snapshot import check_unchanged, evaluation_source, newest, take, train_source
-from trainload.retraining.snapshot_records import Snapshot
+from trainload.packaging.package import Package
+from trainload.retraining.config.config import Config, checked
+from trainload.retraining.data.snapshot import check_unchanged, evaluation_source, newest, take, train_source
+from trainload.retraining.data.snapshot_records import Snapshot
 
 WHEN = datetime(2026, 3, 10, tzinfo=UTC)
 

@@ -14,11 +14,11 @@ from tests.manifest.nodes import Cluster, variables
 from tests.manifest.variants import made
 from tests.retraining.conftest import write_day
 
-from trainload.launching.journal import losses, read_events
-from trainload.launching.state import read_state
-from trainload.packaging.read import Package
+from trainload.launching.run.journal import losses, read_events
+from trainload.launching.run.run_state import read_state
+from trainload.packaging.package import Package
 from trainload.packaging.stores.store import Store
-from trainload.retraining.lineage import LineStory, read_line
+from trainload.retraining.ticks.lineage import LineStory, read_line
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

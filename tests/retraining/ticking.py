@@ -6,11 +6,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from trainload.packaging.read import Package
-from trainload.retraining.config import Config, checked
-from trainload.retraining.records import Ended, name_of
-from trainload.retraining.stages import Opening, Stages
-from trainload.retraining.tick import Scheduler
+from trainload.packaging.package import Package
+from trainload.retraining.config.config import Config, checked
+from trainload.retraining.ticks.tick import Scheduler
+from trainload.retraining.ticks.tick_records import Ended, name_of
+from trainload.retraining.ticks.tick_stages import Opening, Stages
 
 LINE = "small"
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)

@@ -15,16 +15,16 @@ from tests.optimizers import optimizer_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainload.autograd_trace.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Recipe, Role, StepGraph, UpdateGraph
-from trainload.capture.job import Job, Loss
+from trainload.capture.job.definition import Job, Loss
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
-from trainload.sharding.buckets import make_buckets, parameter_order
-from trainload.sharding.plan import Cluster, Estimate, Plan
-from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite
-from trainload.sharding.strategies import Strategy
-from trainload.sharding.update import Lacking, UpdateStep
+from trainload.capture.tracing.trace import capture
+from trainload.sharding.plans.buckets import make_buckets, parameter_order
+from trainload.sharding.plans.plan import Cluster, Estimate, Plan
+from trainload.sharding.plans.strategies import Strategy
+from trainload.sharding.rewriting.rank_update import Lacking, UpdateStep
+from trainload.sharding.rewriting.rewrite import Phase, RankGraph, accumulated_length, rewrite
 
 ROWS = 8
 TIME = 6

@@ -12,8 +12,8 @@ from tests.sharding.cases import CASES, WORLD, prepare, rank_main, write_asked
 from tests.sharding.small import small_job
 from tests.shared import frozen_once
 
-from trainload.packaging.read import Package
-from trainload.sharding.source import Source
+from trainload.packaging.package import Package
+from trainload.sharding.planner.plan_source import Source
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,13 @@ from tests.shares import cut
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
-from trainload.sharding.plan import Shard
-from trainload.sharding.source import Source
+from trainload.capture.tracing.trace import capture
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.plan import Shard
 
 SCALARS = {Role.SEED: 5, Role.STEP: 3, Role.ROW: 0}
 

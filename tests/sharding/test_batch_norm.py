@@ -14,13 +14,13 @@ from tests.ranks import on_ranks
 from tests.sharding.given import value
 from torch import Tensor, nn
 
-from trainload.autograd_trace.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
-from trainload.sharding.batch_norm import BACKWARD, FORWARD, synchronised
-from trainload.sharding.plan import DATA
+from trainload.capture.tracing.trace import capture
+from trainload.sharding.plans.plan import DATA
+from trainload.sharding.rewriting.batch_norm import BACKWARD, FORWARD, synchronised
 
 WORLD, ROWS = 2, 8
 DTYPES = (torch.float32, torch.bfloat16)

@@ -12,15 +12,15 @@ from tests.optimizers import optimizer_of
 from tests.sharding.cases import captured, everything, flat_buckets, make_plan
 from torch import Tensor, nn, optim
 
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import Recipe
-from trainload.capture.trace import capture
+from trainload.capture.tracing.trace import capture
 from trainload.core.errors import PlanError
-from trainload.sharding.buckets import make_buckets
-from trainload.sharding.liveness import held
-from trainload.sharding.rewrite import rewrite
-from trainload.sharding.strategies import Strategy
-from trainload.sharding.update import UpdateStep
+from trainload.sharding.analysis.liveness import held
+from trainload.sharding.plans.buckets import make_buckets
+from trainload.sharding.plans.strategies import Strategy
+from trainload.sharding.rewriting.rank_update import UpdateStep
+from trainload.sharding.rewriting.rewrite import rewrite
 
 CPU = torch.device("cpu")
 RANK = torch.tensor(0)

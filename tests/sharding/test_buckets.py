@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainload.capture.program import ParameterSpec
-from trainload.sharding.buckets import ALIGNMENT, item_bytes, make_buckets
-from trainload.sharding.plan import Bucket
+from trainload.sharding.plans.buckets import ALIGNMENT, item_bytes, make_buckets
+from trainload.sharding.plans.plan import Bucket
 
 SHAPES = [(3, 5), (7,), (), (64, 2), (1,), (33,), (0, 4), (129,)]
 PARAMETERS = [ParameterSpec(f"p{i}", "bfloat16" if i == 4 else "float32", shape, i != 5) for i, shape in enumerate(SHAPES)]

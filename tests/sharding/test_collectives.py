@@ -14,13 +14,13 @@ from tests.sharding.cases import captured, make_plan
 from torch.fx import GraphModule, Node
 
 from trainload.core.errors import PlanError
-from trainload.sharding.collectives import Collective, check_agreement, collectives_of
-from trainload.sharding.plan import REPLICATE, SHARD, Plan
-from trainload.sharding.rank_graphs import calls_of
-from trainload.sharding.rewrite import Phase, rewrite
-from trainload.sharding.simulate import check_meeting
-from trainload.sharding.strategies import Strategy
-from trainload.sharding.update import UpdateStep
+from trainload.sharding.analysis.collectives import Collective, check_agreement, collectives_of
+from trainload.sharding.planner.simulate import check_meeting
+from trainload.sharding.plans.plan import REPLICATE, SHARD, Plan
+from trainload.sharding.plans.strategies import Strategy
+from trainload.sharding.rewriting.rank_graphs import calls_of
+from trainload.sharding.rewriting.rank_update import UpdateStep
+from trainload.sharding.rewriting.rewrite import Phase, rewrite
 
 C10D = torch.ops._c10d_functional
 WORLD = 8

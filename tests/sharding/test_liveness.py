@@ -11,12 +11,12 @@ from tests.autograd_trace.memory import peak_bytes
 from tests.sharding.given import captured, value
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.aot import fake_mode, trace_flat
+from trainload.autograd_trace.derivation.aot import fake_mode, trace_flat
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.launching.determinism import deterministic
-from trainload.sharding.liveness import held
-from trainload.sharding.recompute import recomputed
-from trainload.sharding.strategies import RECOMPUTES, Recompute
+from trainload.launching.node.determinism import deterministic
+from trainload.sharding.analysis.liveness import held
+from trainload.sharding.plans.strategies import RECOMPUTES, Recompute
+from trainload.sharding.rewriting.recompute import recomputed
 
 CASES = ("gpt", "llama", "mixtral", "t5", "LSTM")
 pytestmark = pytest.mark.usefixtures("frozen_gpt")

@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 import trainload
-from trainload import cli
+from trainload.cli import main as cli
 from trainload.core.errors import PlanError
-from trainload.launching.checkpoints.state import writes, written
-from trainload.packaging.read import Package
-from trainload.sharding.check_plan import check_plan
-from trainload.sharding.plan import DATA, PIPELINE, TENSOR, Plan, shared_group
-from trainload.sharding.source import Source
+from trainload.launching.checkpoints.sharded_state import writes, written
+from trainload.packaging.package import Package
+from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.plan import DATA, PIPELINE, TENSOR, Plan, shared_group
 
 EIGHT = trainload.Cluster(nodes=2, devices_per_node=4)
 

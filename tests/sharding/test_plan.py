@@ -7,12 +7,12 @@ from pydantic import ValidationError
 from tests.sharding.cases import make_plan
 
 import trainload
-from trainload import cli
+from trainload.cli import main as cli
 from trainload.core.errors import PlanError
-from trainload.packaging.read import Package
-from trainload.sharding.plan import DATA, REPLICATE, SHARD, Estimate, Plan
-from trainload.sharding.source import Source
-from trainload.sharding.strategies import STRATEGIES, Strategy
+from trainload.packaging.package import Package
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.plan import DATA, REPLICATE, SHARD, Estimate, Plan
+from trainload.sharding.plans.strategies import STRATEGIES, Strategy
 
 FOUR = trainload.Cluster(nodes=2, devices_per_node=2)
 

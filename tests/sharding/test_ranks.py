@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tests.sharding.cases import CASES, ROWS, WORLD, captured, case_file, make_plan, reference, unflatten
 from torch import Tensor
 
-from trainload.sharding.plan import Plan
-from trainload.sharding.rewrite import update_length
-from trainload.sharding.strategies import Strategy
+from trainload.sharding.plans.plan import Plan
+from trainload.sharding.plans.strategies import Strategy
+from trainload.sharding.rewriting.rewrite import update_length
 
 pytestmark = pytest.mark.slow  # law 3 has two ranks in every run of the suite
 

@@ -13,16 +13,16 @@ from tests.sharding.given import value
 from torch import Tensor, nn
 from torch.fx import Node
 
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import TANGENT, StepGraph
-from trainload.autograd_trace.remat import RECOMPUTES
-from trainload.capture.job import Job
+from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
-from trainload.launching.determinism import deterministic
-from trainload.sharding.liveness import held
-from trainload.sharding.recompute import recomputed
-from trainload.sharding.strategies import Recompute
-from trainload.sharding.work import flops
+from trainload.launching.node.determinism import deterministic
+from trainload.sharding.analysis.liveness import held
+from trainload.sharding.analysis.node_costs import flops
+from trainload.sharding.plans.strategies import Recompute
+from trainload.sharding.rewriting.recompute import recomputed
 
 CASES = ("gpt", "llama", "t5", "a convolutional classifier", "BatchNorm1d with momentum=None", "LSTM", "scan", "checkpoint_sequential")
 

@@ -14,15 +14,15 @@ from tests.capture.jobs import job
 from tests.ranks import on_ranks
 from torch import Tensor
 
-from trainload.autograd_trace.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import bind_groups, derive
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.autograd_trace.hold import hold_back
-from trainload.autograd_trace.remat import RECOMPUTES
+from trainload.autograd_trace.recompute.hold import hold_back
+from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES
 from trainload.capture.program import Program
-from trainload.capture.trace import capture
-from trainload.sharding.buckets import make_buckets, parameter_order
-from trainload.sharding.plan import Cluster, Estimate, Plan
-from trainload.sharding.rewrite import RankGraph, rewrite
+from trainload.capture.tracing.trace import capture
+from trainload.sharding.plans.buckets import make_buckets, parameter_order
+from trainload.sharding.plans.plan import Cluster, Estimate, Plan
+from trainload.sharding.rewriting.rewrite import RankGraph, rewrite
 
 WORLD, ROWS = 2, 8
 BATCH = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))

@@ -9,12 +9,12 @@ import torch
 from tests.sharding.cases import captured, flat_buckets, make_batch, make_plan, reference, run_rank, unflatten
 from torch.fx import Node
 
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.core.errors import PlanError
-from trainload.sharding.plan import REPLICATE, SHARD, Plan
-from trainload.sharding.rewrite import Phase, RankGraph, accumulated_length, rewrite, stored_length
-from trainload.sharding.strategies import STRATEGIES, Strategy
+from trainload.sharding.plans.plan import REPLICATE, SHARD, Plan
+from trainload.sharding.plans.strategies import STRATEGIES, Strategy
+from trainload.sharding.rewriting.rewrite import Phase, RankGraph, accumulated_length, rewrite, stored_length
 
 C10D = torch.ops._c10d_functional
 GATHER = C10D.all_gather_into_tensor.default

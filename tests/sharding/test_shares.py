@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.shares import cut
 
-from trainload.sharding import shares
-from trainload.sharding.plan import Shard
-from trainload.sharding.shares import fill_share, fill_whole
+from trainload.sharding.plans.plan import Shard
+from trainload.sharding.rewriting import shares
+from trainload.sharding.rewriting.shares import fill_share, fill_whole
 
 
 @st.composite

@@ -12,14 +12,14 @@ import pytest
 from pydantic import ValidationError
 
 import trainload
-from trainload import cli
+from trainload.cli import main as cli
 from trainload.core.errors import PlanError
-from trainload.packaging.read import Package
-from trainload.sharding.check_plan import check_plan
-from trainload.sharding.collectives import Collective
-from trainload.sharding.plan import PIPELINE, TENSOR, Plan
-from trainload.sharding.simulate import Calls, Simulation, check_meeting, simulate
-from trainload.sharding.source import Source
+from trainload.packaging.package import Package
+from trainload.sharding.analysis.collectives import Collective
+from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.planner.simulate import Calls, Simulation, check_meeting, simulate
+from trainload.sharding.plans.plan import PIPELINE, TENSOR, Plan
 
 Messages = tuple[Collective, ...]
 Rows = list[list[str]]

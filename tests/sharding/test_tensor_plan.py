@@ -14,12 +14,12 @@ from tests.capture.jobs import job
 from torch import nn
 
 import trainload
-from trainload import cli
+from trainload.cli import main as cli
 from trainload.core.errors import PlanError
-from trainload.packaging.read import Package
-from trainload.sharding.check_plan import check_plan
-from trainload.sharding.plan import DATA, REPLICATE, SHARD, TENSOR, Plan, Shard
-from trainload.sharding.source import Source
+from trainload.packaging.package import Package
+from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.plan import DATA, REPLICATE, SHARD, TENSOR, Plan, Shard
 
 EIGHT = trainload.Cluster(nodes=2, devices_per_node=4)
 

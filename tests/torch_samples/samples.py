@@ -20,7 +20,7 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from trainload import Job
-from trainload.capture.inputs import leaves_of
+from trainload.capture.job.inputs import leaves_of
 
 SAMPLES = 3
 """So many of a module's samples are tried: a loss has up to 857, for every way of reducing every shape."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from tests.coverage.eager import is_static
-from tests.coverage.masks import StatelessDraws
+from tests.coverage.models.masks import StatelessDraws
 from tests.torch_samples.samples import LAZY, TRAINABLE, ModuleSample, gives_nan, has_fixed_rows, job_of_module
 from tests.trained import assert_trains_as_eager, train_eagerly
 
 import trainload
 from trainload import Job
-from trainload.capture.rows import arranged
+from trainload.capture.job.leading_rows import arranged
 from trainload.core.errors import CaptureError, DivergedError
 
 pytestmark = [

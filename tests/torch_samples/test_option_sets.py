@@ -9,7 +9,7 @@ from tests.torch_samples.samples import OptionSet, job_of_optimizer, option_sets
 from tests.trained import assert_trains_as_eager
 
 
-@pytest.mark.slow  # tests/autograd_trace/test_optimizer.py has each optimizer
+@pytest.mark.slow  # tests/autograd_trace/optimizer/test_optimizer.py has each optimizer
 @pytest.mark.parametrize("options", option_sets(), ids=str)
 def test_four_updates_are_those_of_eager(options: OptionSet, tmp_path: Path) -> None:
     job = job_of_optimizer(options)

@@ -1,4 +1,4 @@
-"""The versions of torch that this library works with."""
+"""The version of this library, and those of torch that it works with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 from trainload.core.errors import VersionError
 
+VERSION = "0.1.0"
+"""The version of trainload."""
 OLDEST = (2, 11)
 """The oldest release of torch that is supported."""
 BEYOND = (2, 16)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainload.launching.journal import Event
+from trainload.launching.run.journal import Event
 from trainload.report.history import History
 
 Outcome = Literal["ended", "failed", "stopped", "moved", "broke off", "going on"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trainload.launching.journal import GIVEN_UP, Event
+from trainload.launching.run.journal import GIVEN_UP, Event
 from trainload.report.episodes import BROKE_OFF, Attempt
 from trainload.report.history import History
 from trainload.report.words import hour

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainload.launching.journal import Event
-from trainload.launching.state import Summary
+from trainload.launching.run.journal import Event
+from trainload.launching.run.run_state import Summary
 
 Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]

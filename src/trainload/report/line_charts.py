@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from trainload.report.charts import Chart
 from trainload.report.svg import drawing, shade, svg_of
-from trainload.retraining.lineage import TickStory, metrics_of
-from trainload.retraining.records import time_of
+from trainload.retraining.ticks.lineage import TickStory, metrics_of
+from trainload.retraining.ticks.tick_records import time_of
 
 _SIZE = (6.4, 2.75)
 _MOST_METRICS = 12

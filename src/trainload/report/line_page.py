@@ -8,14 +8,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from trainload import view
+from trainload.core.formatting import size
 from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store
 from trainload.report.line_charts import charts_of
-from trainload.report.template import rendered
+from trainload.report.page_frame import rendered
 from trainload.report.words import span, told
-from trainload.retraining.lineage import Ancestor, LineStory, TickStory, ancestry, metrics_of, read_line
-from trainload.retraining.records import time_of
+from trainload.retraining.ticks.lineage import Ancestor, LineStory, TickStory, ancestry, metrics_of, read_line
+from trainload.retraining.ticks.tick_records import time_of
 
 _MOST_TICKS = 500
 _TONES = {
@@ -45,7 +45,7 @@ def _line(store: Store, story: LineStory, name: str) -> dict[str, Any]:
     outcomes = Counter("under way" if tick.ended is None else tick.ended.outcome for tick in story.ticks)
     tiles = [
         ("current", "none" if current is None else current.release.name, "" if current is None else f"since {story.history[-1].created}"),
-        ("releases", f"{len(story.states):,}", f"{view.size(sum(state.release.bytes for state in story.states))} if each were alone"),
+        ("releases", f"{len(story.states):,}", f"{size(sum(state.release.bytes for state in story.states))} if each were alone"),
         ("ticks", f"{len(story.ticks):,}", f"until {time_of(story.ticks[-1].name):%Y-%m-%d %H:%M} UTC" if story.ticks else ""),
         *((outcome, f"{count:,}", "") for outcome, count in outcomes.most_common()),
     ]
@@ -87,7 +87,7 @@ def _facts(tick: TickStory) -> list[tuple[str, str]]:
         )
         if "first step" in tick.trained.seconds:
             found.append(("to the first step", span(tick.trained.seconds["first step"])))
-        found.append(("sent", view.size(tick.trained.sent_bytes)))
+        found.append(("sent", size(tick.trained.sent_bytes)))
     found += [(name, _both(both)) for name, both in metrics_of(tick).items()]
     if tick.decided is not None:
         found.append(("decision", told(tick.decided.reason)))

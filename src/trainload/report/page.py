@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from trainload import view
-from trainload.launching.state import RankSeen
+from trainload.core.formatting import duration
+from trainload.launching.run.run_state import RankSeen
 from trainload.report.charts import charts_of
 from trainload.report.failures import Failure
-from trainload.report.reading import Record, facts_of
-from trainload.report.template import rendered
+from trainload.report.page_frame import rendered
+from trainload.report.run_folder import Record, facts_of
 from trainload.report.timeline import ENDS, OUTCOMES, timeline_of
 from trainload.report.words import count, moment, percent, ranks, span, told
 
@@ -171,4 +171,4 @@ def _ranks(record: Record) -> list[tuple[int, RankSeen, str, str]]:
     if record.state is None:
         return []
     seen = sorted(record.state.ranks.items())[:_MOST_RANKS]
-    return [(rank, each, view.duration(each.age), told(each.doing, _LONG)) for rank, each in seen]
+    return [(rank, each, duration(each.age), told(each.doing, _LONG)) for rank, each in seen]

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable
 
-from trainload import view
+from trainload.core.formatting import clock, duration
 
 _SIGN_IN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*@")
 _QUERY = re.compile(r"(?P<url>[A-Za-z][A-Za-z0-9+.-]*://[^\s?'\"]*)\?[^\s'\")]*")
@@ -21,7 +21,7 @@ def told(text: str, longest: int = _LONGEST) -> str:
 
 def moment(seconds: float) -> str:
     """A time in UTC, to the second."""
-    return view.clock(seconds)
+    return clock(seconds)
 
 
 def hour(seconds: float) -> str:
@@ -34,7 +34,7 @@ def span(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     days, rest = divmod(round(seconds), 86400)
-    return f"{days}d{rest // 3600}h" if days else view.duration(seconds)
+    return f"{days}d{rest // 3600}h" if days else duration(seconds)
 
 
 def count(value: float) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trainload.core.errors import ConflictError, PackageError, RequestError
-from trainload.packaging.read import Package, check_weights
+from trainload.packaging.package import Package, check_weights
 from trainload.packaging.write import with_weights
-from trainload.retraining.lineage import LINE, RELEASE, STORE
+from trainload.retraining.ticks.lineage import LINE, RELEASE, STORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
         ConflictError: the line has releases already.
         StorageError: the store cannot be written.
     """
-    from trainload.launching.fetching import parts_of
+    from trainload.launching.node.fetching import parts_of
     from trainload.packaging.stores.push import push
     from trainload.packaging.stores.store import NOBODY, Store
 

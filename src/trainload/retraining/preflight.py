@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainload.core.errors import DataError, MissingDataError, RequestError
-from trainload.packaging.read import Package
+from trainload.packaging.package import Package
 from trainload.packaging.stores.store import Store
-from trainload.retraining.checks import check_config, check_known_names
-from trainload.retraining.config import Config
-from trainload.retraining.snapshot import newest
-from trainload.retraining.stages import Stages
-from trainload.retraining.training import training_plan
+from trainload.retraining.config.config import Config
+from trainload.retraining.data.snapshot import newest
+from trainload.retraining.ticks.checks import check_config, check_known_names
+from trainload.retraining.ticks.tick_stages import Stages
+from trainload.retraining.ticks.training import training_plan
 
 _FILES = 10
 """Number of files whose rows are read: the last ones."""

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from trainload.core.errors import ClusterError, DataError, RunInterrupted, StorageError, TrainloadError, WorkError
 from trainload.core.processes import heeded
-from trainload.retraining.schedule import Schedule
+from trainload.retraining.ticks.tick_times import Schedule
 
 LONGEST_WAIT = 60.0
 """Seconds after which the clock is looked at again, since it may have been set, and the machine may have slept."""

@@ -10,9 +10,9 @@ from tests.capture.jobs import job
 from tests.sharding.given import captured
 from torch import Tensor, nn
 
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.trace import capture
+from trainload.capture.tracing.trace import capture
 from trainload.core.errors import PlanError
 from trainload.sharding.pipeline.balance import choose_stages
 

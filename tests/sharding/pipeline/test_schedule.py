@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from trainload.core.errors import PlanError
-from trainload.sharding.pipeline.schedule import Action, Message, instructions, make_order, stage_ranks
+from trainload.sharding.pipeline.stage_schedule import Action, Message, instructions, make_order, stage_ranks
 from trainload.sharding.pipeline.stages import Part
-from trainload.sharding.strategies import SCHEDULES, Schedule
+from trainload.sharding.plans.strategies import SCHEDULES, Schedule
 
 RANKS = 4
 PER_RANK: dict[Schedule, tuple[int, ...]] = {"gpipe": (1, 2), "1f1b": (1, 2, 3), "zero-bubble": (1, 2), "zbv": (2,), "dualpipev": (2,)}

@@ -14,15 +14,15 @@ from tests.sharding.given import value
 from torch import Tensor
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
-from trainload.autograd_trace.hold import hold_back
-from trainload.autograd_trace.remat import RECOMPUTES
-from trainload.capture.job import Job
+from trainload.autograd_trace.recompute.hold import hold_back
+from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
 from trainload.core.errors import PlanError
-from trainload.launching.determinism import deterministic
+from trainload.launching.node.determinism import deterministic
 from trainload.sharding.pipeline.balance import choose_stages
 from trainload.sharding.pipeline.stages import Part, Stages, cut
-from trainload.sharding.rewrite import BETWEEN
+from trainload.sharding.rewriting.rewrite import BETWEEN
 
 aten = torch.ops.aten
 CASES = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from trainload import cli
-from trainload.packaging.read import Package
-from trainload.sharding.plan import Plan
+from trainload.cli import main as cli
+from trainload.packaging.package import Package
+from trainload.sharding.plans.plan import Plan
 
 Capture = pytest.CaptureFixture[str]
 FEW = ["--devices-per-node", "2", "--tensor", "1", "--pipeline", "1", "--recompute", "job", "--accumulate", "1"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.ranks import fork_server
 
-from trainload import cli
-from trainload.launching.measure import OPERATORS, SIZES, fit
-from trainload.packaging.read import Package
+from trainload.cli import main as cli
+from trainload.launching.node.measure import OPERATORS, SIZES, fit
+from trainload.packaging.package import Package
 from trainload.sharding.planner.device import Link, Measured, Span, read, seconds_of
 
 

@@ -11,12 +11,12 @@ import torch
 
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.core.errors import PlanError
-from trainload.packaging.read import Package
-from trainload.sharding.plan import Cluster, Shard
+from trainload.packaging.package import Package
 from trainload.sharding.planner.device import DeviceProfile, Link, Span, names, read, seconds_of, span_of
+from trainload.sharding.planner.plan_source import Source
 from trainload.sharding.planner.search import Candidate, Choice, Found, Wanted, costs_of, evaluate, in_order, search, smallest
-from trainload.sharding.source import Source
-from trainload.sharding.step_graphs import step_graphs
+from trainload.sharding.plans.device_step_graphs import step_graphs
+from trainload.sharding.plans.plan import Cluster, Shard
 from trainload.sharding.tensor.partition import Partitioned, partition
 
 MIB = 2**20
@@ -250,7 +250,7 @@ def test_a_graph_is_partitioned_once_for_all_plans_with_one_tensor_axis(small_pa
         made.append(ranks)
         return partition(step, ranks, shards, positions=positions)
 
-    monkeypatch.setattr("trainload.sharding.source.partition", counted)
+    monkeypatch.setattr("trainload.sharding.planner.plan_source.partition", counted)
     search(Source(small_package), cluster(2), device(), Wanted(tensor=2, pipeline=1), exact=1)
     assert made == [2, 2]  # once for all that is judged, whose graphs are let go of, and once for the plan that is played through
 
@@ -262,7 +262,7 @@ def test_a_search_without_evaluation_derives_no_graph_of_it(small_package: Packa
         asked.extend(wanted := list(names))
         return step_graphs(package, device, wanted)
 
-    monkeypatch.setattr("trainload.sharding.source.step_graphs", noted)
+    monkeypatch.setattr("trainload.sharding.planner.plan_source.step_graphs", noted)
     found = search(Source(small_package, evaluates=False), cluster(2), device(), Wanted(pipeline=2, recompute="job"), exact=1)
     assert found.best is not None and set(asked) == set(small_package.manifest.training_graphs())
 
@@ -290,7 +290,7 @@ def test_what_fits_nowhere_fits_on_more_nodes(source: Source) -> None:
 
 @pytest.mark.slow
 def test_a_plan_that_was_chosen_is_one_that_can_be_checked(source: Source) -> None:
-    from trainload.sharding.check_plan import check_plan
+    from trainload.sharding.planner.check_plan import check_plan
 
     package: Package = source.package
     for candidate in search(source, cluster(4), device(), exact=4).candidates:

@@ -7,12 +7,12 @@ import torch
 from tests.capture.jobs import job
 from torch import Tensor, nn
 
-from trainload.autograd_trace.aot import derive
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.trace import capture
+from trainload.capture.tracing.trace import capture
 from trainload.core.errors import PlanError
-from trainload.sharding.plan import Shard
-from trainload.sharding.source import Source
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.plan import Shard
 from trainload.sharding.tensor.choose import candidates, choose
 
 ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)

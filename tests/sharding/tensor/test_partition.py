@@ -14,14 +14,14 @@ from tests.selection import selected
 from tests.sharding.given import FROZEN, captured, distances
 
 import trainload
-from trainload.autograd_trace.aot import bind_groups
+from trainload.autograd_trace.derivation.aot import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
 from trainload.core.errors import PlanError
-from trainload.packaging.read import Package
-from trainload.sharding.plan import TENSOR, Shard
-from trainload.sharding.source import Source
+from trainload.packaging.package import Package
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.plan import TENSOR, Shard
 from trainload.sharding.tensor.choose import choose
 from trainload.sharding.tensor.partition import Partitioned, partition
 

@@ -15,17 +15,17 @@ from tests.selection import selected
 from tests.sharding.given import captured_step, distances, job_of
 
 import trainload
-from trainload.autograd_trace.aot import bind_groups
+from trainload.autograd_trace.derivation.aot import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.capture.job import Job
+from trainload.capture.job.definition import Job
 from trainload.core.errors import PlanError
-from trainload.sharding.liveness import held
-from trainload.sharding.plan import TENSOR, Shard
-from trainload.sharding.source import Source
-from trainload.sharding.strategies import Divide
-from trainload.sharding.tensor.axis import divide
+from trainload.sharding.analysis.liveness import held
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.plan import TENSOR, Shard
+from trainload.sharding.plans.strategies import Divide
 from trainload.sharding.tensor.partition import linked, partition
 from trainload.sharding.tensor.positions import positions_of
+from trainload.sharding.tensor.tensor_axis import divide
 
 WORLD = 2
 ASKED = "asked.json"

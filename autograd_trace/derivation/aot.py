@@ -1,0 +1,560 @@
+"""Derives step graphs and compiles them: the one module of this stage that touches torch's private names.
+
+Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
+`torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
+`torch._inductor.standalone_compile`, `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
+`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`,
+`ExportedProgram._guards_code`, `torch.utils._pytree`, `Graph._codegen`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor
+import torch._inductor.cpp_builder
+import torch._inductor.exc
+import torch._inductor.package.package
+import torch.distributed as dist
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._inductor.standalone_compile import CompiledArtifact
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_structure
+
+from trainload.autograd_trace.derivation.indices import forbid_negative_indices
+from trainload.autograd_trace.derivation.operands import keep_operands_apart
+from trainload.autograd_trace.derivation.step_module import StepModule, is_functional, placeholders, trainable_parameters
+from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
+from trainload.autograd_trace.randomness.draws import is_random
+from trainload.autograd_trace.recompute.hold import hold_back
+from trainload.autograd_trace.recompute.rematerialisation import Regions, recompute, regions_of
+from trainload.capture.job.ambient import neutrally, one_at_a_time
+from trainload.capture.operators import is_overload, is_seeded
+from trainload.capture.program import GraphCapture, Program
+from trainload.capture.watching.higher_order import differentiates, has_checkpoints
+from trainload.core.errors import CaptureError, raised
+
+_C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
+_VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
+
+
+def _fake_mode(capture: GraphCapture) -> FakeTensorMode:
+    for node in placeholders(capture):
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise AssertionError("a captured graph has no tensor inputs")
+
+
+def size_conditions(exported: ExportedProgram) -> list[str]:
+    """What torch asks of the sizes of a program's inputs beside their ranges: "L['batch']['x'].size()[1] % 2 == 0"."""
+    return [str(code) for code in exported._guards_code]
+
+
+def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) -> None:
+    """Has torch check conditions of the sizes of a program's inputs before it runs, wherever the program is saved and loaded.
+
+    Args:
+        exported: it is changed.
+        conditions: Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the first input.
+    """
+    exported._guards_code = list(conditions)
+
+
+@one_at_a_time
+@neutrally
+def derive(program: Program, graph: str, device: torch.device, *, sources: bool = False) -> StepGraph:
+    """Derive the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
+
+    What surrounds the call (`torch.no_grad()`, autocast, ...) does not reach it: a run derives in the middle of a step.
+
+    Args:
+        program: the captured program; no weights are read, only shapes.
+        graph: its name. A training graph yields forward and backward in one graph, others forward only.
+        device: where the graph will run. For "cuda" the machine must have a GPU (torch aborts otherwise).
+        sources: whether nodes get the stack traces of those of the captured graph that they come from. It takes longer.
+
+    Raises:
+        CaptureError: the graph draws random numbers that have no stateless form, or writes to what is no buffer.
+    """
+    capture = program.graphs[graph]
+    mode = _fake_mode(capture)
+    differentiated = capture.training or differentiates(capture.exported.graph_module)
+    trainable = trainable_parameters(program, capture) if differentiated else set()
+    owners = program.aliases
+    with mode:
+        state: dict[str, Tensor] = {}
+        inputs: list[Tensor] = []
+        for node, spec in zip(placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
+            value = node.meta["val"]
+            # Contiguous, whatever the example's strides were: so it comes from files and out of buckets.
+            fake = torch.empty(value.shape, dtype=value.dtype, device=device)
+            if spec.kind is InputKind.USER_INPUT:
+                inputs.append(fake)
+            elif spec.target is not None:
+                prefix = f"{graph}/" if spec.kind is InputKind.CONSTANT_TENSOR else ""
+                state.setdefault(prefix + owners.get(spec.target, spec.target), fake)
+        module = StepModule(capture, state, trainable, owners, device)
+        for port in module.input_ports()[len(inputs) :]:
+            inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
+        with preserve_node_meta(sources):
+            traced = _trace_functional(module, mode, inputs) if is_functional(capture.exported.graph_module) else None
+        if traced is None:
+            with preserve_node_meta(sources or has_checkpoints(capture.exported.graph_module)), _whole_triton_operators():
+                traced = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
+    return _flatten(traced, module, graph)
+
+
+def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
+    """Operators that are made of Triton kernels (`torch.library.triton_op`) stay calls by name, as all other custom operators do."""
+    whole: contextlib.AbstractContextManager[None] = torch._functorch.config.patch(decompose_custom_triton_ops=False)
+    return whole
+
+
+def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule | None:
+    """AOT autograd's joint graph of a functional graph, in half of its time: nothing in it needs to be made functional, and no first run is
+    needed to see what it writes to.
+
+    Args:
+        module: of a graph that `is_functional`; its state is fake.
+        mode: of its state and of the inputs.
+        inputs: fake tensors, as `StepModule.input_ports` says.
+
+    Returns:
+        The graph with AOT autograd's descriptions of inputs and outputs. None: an operator's own decomposition writes to a tensor, or
+        has another effect beside its result.
+    """
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    state = {**parameters, **buffers}
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    outputs: list[Any] = []
+
+    def step(*flat: Tensor) -> list[Tensor]:
+        given = dict(zip(state, flat, strict=False))
+        *entries, tangent = flat[len(state) :]
+        results = list(torch.func.functional_call(module, given, tuple(entries)))
+        outputs[:] = [PlainAOTOutput(idx=index) for index in range(len(results))]
+        if module.training_graph and results[-1].requires_grad:
+            wanted = [given[name] for name in trained]
+            gradients = torch.autograd.grad(results[-1], wanted, tangent, allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    results.append(gradient)
+                    outputs.append(GradAOTOutput(grad_of=ParamAOTInput(target=name)))
+        return results
+
+    lazily = _use_lazy_graph_module(True)  # the traced graph is read, never run: no source is written for it
+    with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False), lazily:
+        tangent = torch.empty((), dtype=module.loss_dtype(), device=inputs[0].device)
+        traced: GraphModule = make_fx(step, tracing_mode="real")(*state.values(), *inputs, tangent)
+    overloads = [node for node in traced.graph.nodes if node.op == "call_function" and is_overload(node.target)]
+    # Attention without dropout counts as seeded, and so as impure.
+    if any(node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target)) for node in overloads):
+        return None
+    _multiply_sizes(traced.graph)
+    places: list[Any] = [ParamAOTInput(target=name) for name in parameters] + [BufferAOTInput(target=name) for name in buffers]
+    places += [PlainAOTInput(idx=index) for index in range(len(inputs))]
+    places.append(TangentAOTInput(output=PlainAOTOutput(idx=len(module.output_ports()))))
+    for node, description in zip((n for n in traced.graph.nodes if n.op == "placeholder"), places, strict=True):
+        node.meta["desc"] = description
+    next(node for node in reversed(traced.graph.nodes) if node.op == "output").meta["desc"] = outputs
+    return traced
+
+
+def _multiply_sizes(graph: Graph) -> None:
+    """Products of sizes for counts of a tensor's entries: a count keeps a tensor of forward alive until backward."""
+    count = torch.ops.aten.sym_numel.default
+    sizes: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target is not count:
+            if isinstance(value, torch.SymInt):
+                sizes.setdefault(str(value), node)
+            continue
+        (source,) = node.all_input_nodes
+        with graph.inserting_before(node):
+            product: Node | None = None
+            for dim, size in enumerate(source.meta["val"].shape):
+                if isinstance(size, int):
+                    continue
+                if str(size) not in sizes:
+                    sizes[str(size)] = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+                    sizes[str(size)].meta["val"] = size
+                product = sizes[str(size)] if product is None else _product(graph, product, sizes[str(size)])
+            fixed = math.prod(size for size in source.meta["val"].shape if isinstance(size, int))
+            assert product is not None, "the count of a tensor of fixed sizes is a number"
+            node.replace_all_uses_with(product if fixed == 1 else _product(graph, product, fixed))
+        graph.erase_node(node)
+
+
+def _product(graph: Graph, size: Node, factor: Node | int) -> Node:
+    made = graph.call_function(operator.mul, (size, factor))
+    made.meta["val"] = size.meta["val"] * (factor.meta["val"] if isinstance(factor, Node) else factor)
+    return made
+
+
+def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
+    """Turns AOT autograd's joint graph, (primals, tangents) -> (outputs, gradients), into a step graph."""
+    graph = Graph()
+    batch_ports, output_ports = module.input_ports(), module.output_ports()
+    inputs: list[Port] = []
+    mapping: dict[Node, Node] = {}
+    constants: dict[str, Tensor] = {}
+    regions: dict[Node, Regions] = {}
+    varying: list[Node] = []
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            description = node.meta["desc"]
+            if isinstance(description, TangentAOTInput | ForwardTokenAOTInput | BackwardTokenAOTInput):
+                continue
+            match description:
+                case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+                    port = module.port_of(target)
+                case PlainAOTInput(idx=index):
+                    port = batch_ports[index]
+                case _:
+                    raise AssertionError(f"unforeseen input of a joint graph: {description}")
+            # The name is made unique and an identifier; the target, which is an argument's name in code, must be both by itself.
+            placeholder = graph.create_node("placeholder", f"input_{len(inputs)}", name=f"{port.role}_{port.name}")
+            placeholder.meta["val"] = node.meta["val"]
+            mapping[node] = placeholder
+            inputs.append(port)
+            if port.role in _VARYING:
+                varying.append(placeholder)
+    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and isinstance(n.meta["desc"], TangentAOTInput)]
+    if len(tangents) > 1:
+        raise CaptureError(
+            "a gradient flows into a buffer or parameter that forward writes to",
+            where=f"graph {name}",
+            cure="Write buffers under torch.no_grad(), with detached values; do not write to parameters.",
+        )
+    tangent = tangents[0] if tangents else None
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.target is torch.ops.higher_order.with_effects:
+            _forget_check(node, name)
+            continue
+        if node.target is operator.getitem and node.args[0].target is torch.ops.higher_order.with_effects:
+            continue  # a token
+        if is_random(node):
+            raise CaptureError(f"the derived graph draws from a generator with {node.target}", where=f"graph {name}")
+        if tangent is not None and tangent in node.all_input_nodes and tangent not in mapping:
+            value = tangent.meta["val"]
+            ones = graph.create_node(
+                "call_function", torch.ops.aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device}, name=TANGENT
+            )
+            ones.meta["val"] = value
+            mapping[tangent] = ones
+        if node.op == "output":
+            outputs, results = _outputs(node, module, output_ports)
+            graph.output(tuple(mapping[r] for r in results))
+        else:
+            copy = mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            regions[copy] = regions_of(node)
+            if node.op == "get_attr" and isinstance(getattr(joint, str(node.target)), Tensor):
+                constants[str(node.target)] = getattr(joint, str(node.target))
+    graph.eliminate_dead_code()
+    flat = GraphModule(joint, graph)
+    for name, tensor in constants.items():
+        setattr(flat, name, tensor)
+    recompute(flat, regions, varying, name)
+    return StepGraph(module=flat, inputs=tuple(inputs), outputs=outputs)
+
+
+def _forget_check(node: Node, graph: str) -> None:
+    """Tokens order operators with side effects. Those that check a matrix (is it singular?) are left out: a solution that there is not
+    comes out infinite or NaN.
+
+    Raises:
+        CaptureError: the operator does anything else.
+    """
+    effect = node.args[1]
+    if effect is not torch.ops.aten._linalg_check_errors.default:
+        raise CaptureError(
+            f"the operator {effect} has a side effect beside its result, which a step graph cannot have",
+            where=f"graph {graph}",
+            cure="Keep it out of forward: `if not torch.compiler.is_exporting(): ...`.",
+        )
+
+
+def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tuple[Port, ...], list[Node]]:
+    found: list[Port] = []
+    results: list[Node] = []
+    values: Any = node.args[0]
+    for value, description in zip(values, node.meta["desc"], strict=True):
+        if value is None:
+            continue
+        match description:
+            case ForwardTokenAOTOutput() | BackwardTokenAOTOutput():
+                continue
+            case PlainAOTOutput(idx=index):
+                if index >= len(ports):
+                    continue
+                port = ports[index]
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+                port = Port(Role.GRADIENT, module.port_of(target).name)
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if target[0] == "b":
+                port = module.port_of(target)
+            case InputMutationAOTOutput(mutated_input=written):
+                raise CaptureError("forward writes to what is no buffer", where=f"{written}", cure="Keep what changes in a buffer.")
+            case _:
+                raise AssertionError(f"unforeseen output of a joint graph: {description}")
+        found.append(port)
+        results.append(value)
+    return tuple(found), results
+
+
+def fake_mode() -> FakeTensorMode:
+    """A context in which tensors have shapes and no data."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def trace_flat(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
+    """Traces a function of fake tensors (made under `fake_mode`) to a flat graph of ATen operators."""
+    mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
+    with mode:
+        traced: GraphModule = make_fx(function, tracing_mode="real")(*inputs)
+    return traced
+
+
+class NotCompiled(Exception):
+    """Inductor cannot compile a graph. The message is the first line of what it says."""
+
+
+def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+    """Compiles a flat graph with Inductor and saves the artifact as one file.
+
+    Args:
+        module: the graph; it is changed.
+        path: where the artifact goes.
+        groups: logical name -> size of the process groups that the graph's collectives name. They need not exist yet.
+
+    Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`): keep both.
+    It is native code and pickles: never load one from somewhere that is not trusted.
+
+    Raises:
+        NotCompiled: Inductor or the C++ compiler fails.
+    """
+    hold_back(module)
+    forbid_negative_indices(module)
+    keep_operands_apart(module)
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    for node in output.args[0]:
+        node.meta["example_value"] = node.meta["val"]
+    module = GraphModule(module, module.graph)  # of torch's own class, which Inductor's cache knows
+    marked = dict.fromkeys(_CACHEABLE, True)
+    whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
+    try:
+        with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), _in_order(), whole:
+            artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
+            artifact.save(path=str(path), format="binary")
+    except OSError:
+        raise
+    except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
+        raise NotCompiled(raised(error)) from error
+
+
+@contextlib.contextmanager
+def _in_order() -> Iterator[None]:
+    """Keep kernels behind the operators that write in place to what they read, such as the wait for a collective.
+
+    Inductor gives a buffer a new name for each operator that writes to it. To fuse CPU kernels with different loops, it recomputes the
+    loops of one kernel and its reads, and there uses the buffer's old name. A kernel could then run before the wait for the collective
+    whose result it reads.
+    """
+    from torch._inductor.scheduler import SchedulerNode  # which takes a second to import
+
+    computing = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(computing)
+    def recompute(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        computing(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SchedulerNode.recompute_size_and_body = computing  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
+    """Process groups without members, under the names that have none: Inductor asks for a group's size, and calls nothing."""
+    made: dict[str, ProcessGroup] = {}  # the registry itself holds weak references
+    for name, size in groups.items():
+        try:
+            torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
+        except RuntimeError:
+            made[name] = _C10D.ProcessGroup(0, size)
+            torch._C._distributed_c10d._register_process_group(name, made[name])  # type: ignore[arg-type]  # as above
+    try:
+        yield
+    finally:
+        for name in made:
+            torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]  # as above
+
+
+def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
+    """Compiles a program with AOTInductor into one file that torch's own loader runs, `torch._inductor.aoti_load_package(path)(**batch)`.
+
+    Args:
+        exported: of one dict, with its state and example inputs, all on the device that it is for.
+        path: the file, whose name ends in .pt2. Its folder gets what is built meanwhile, too.
+        metadata: what the loaded program's `get_metadata()` gives.
+    """
+    (batch,), _ = exported.example_inputs
+    module = exported.module(check_guards=False)
+    # The loader takes the tensors of a dict in the order that they come in, and looks at no name; keywords it puts into theirs.
+    codegen: Any = module.graph._codegen
+    codegen.pytree_info = codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
+    options = {
+        "aot_inductor.package": True,
+        "aot_inductor.output_path": str(path.parent / "built"),
+        "aot_inductor.metadata": dict(metadata),
+        # torch's folding takes tensors of one element for constants, also a buffer that the graph writes to: it would never change.
+        "joint_graph_constant_folding": not any(buffer.numel() == 1 for buffer in _buffers(exported)),
+    }
+    with torch.no_grad():
+        files: Any = torch._inductor.aot_compile(module, (), batch, options=options)
+    torch._inductor.package.package.package_aoti(str(path), files)
+
+
+def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
+    """Those that the graph uses."""
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.BUFFER and node.users:
+            yield node.meta["val"]
+
+
+def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
+    """Loads what `compile_ahead` wrote. It is native code: never load one from somewhere that is not trusted."""
+    loaded: Callable[..., Sequence[Tensor]] = torch._inductor.aoti_load_package(str(path))
+    return loaded
+
+
+def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
+    """Loads what `compile_graph` saved, with the same torch build and Inductor cache."""
+    artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(path=str(path), format="binary")
+    return artifact
+
+
+def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Makes process groups under the logical names that rewritten graphs use. Every rank must call it, with the same groups.
+
+    With gloo all of them carry out one collective after another: on gloo's usual two threads functional all-gathers beside other
+    collectives in flight corrupt the heap (see ARCHITECTURE.md).
+
+    Args:
+        groups: name -> the ranks of its groups; a rank is in one of each name, or in none.
+    """
+    serial = dist.get_backend() == dist.Backend.GLOO
+    if serial and not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
+        dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
+    backend = _SERIAL_GLOO if serial else dist.get_backend()
+    for name, parts in groups.items():
+        if len(parts) == 1 and len(parts[0]) == dist.get_world_size() and not serial:
+            _C10D._register_process_group(name, dist.group.WORLD)
+            continue
+        for ranks in parts:
+            group = dist.new_group(list(ranks), backend=backend)
+            if dist.get_rank() in ranks:
+                _C10D._register_process_group(name, group)
+
+
+@contextlib.contextmanager
+def alone_of(rank: int, world: int) -> Iterator[None]:
+    """Within it this process is a rank of a default process group whose other ranks do not exist: collectives return at once, with values
+    that mean nothing. For trying out what a rank calls.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
+    """Counts the collectives that this rank has begun in the groups of these names, as of those that it is in. The counting may be done by
+    any thread, also while another one waits for a collective.
+    """
+    backends: dict[str, Any] = {}
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # this rank is in none of that name
+            group: Any = _C10D._resolve_process_group(name)
+            backends[name] = group._get_backend(group._device_types[0])  # a group of our own gloo does not count, its backend does
+    return lambda: {name: int(backend._get_sequence_number_for_group()) for name, backend in backends.items()}
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The process group of this rank that was bound to a logical name."""
+    found: ProcessGroup = _C10D._resolve_process_group(name)
+    return found
+
+
+_SERIAL_GLOO = "trainload_gloo"
+
+
+def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    """Gloo with one thread; its network interfaces are chosen as torch does."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    made: dist.Backend = gloo(store, rank, size, options)
+    return made
+
+
+_CONTROL_FLOW = ("cond", "scan", "while_loop", "while_loop_stack_output", "map_impl", "associative_scan")
+_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in _CONTROL_FLOW)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler on this machine."""
+    try:
+        torch._inductor.cpp_builder.get_cpp_compiler()
+    except torch._inductor.exc.InvalidCxxCompiler:
+        return False
+    return True

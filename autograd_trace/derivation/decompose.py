@@ -1,0 +1,145 @@
+"""Operator sets: what a captured graph's operators become when they are decomposed, and graphs in which chosen ones are.
+
+A graph is taken apart before autograd sees it, operator by operator, in place: no_grad and autocast regions and the bodies of control flow
+stay what they are. `ExportedProgram.run_decompositions` would not do: it makes inference graphs, in which those regions are dissolved.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from trainload.autograd_trace.randomness.draws import is_random
+from trainload.capture.operators import graphs_in, is_overload
+from trainload.core.errors import CaptureError
+
+_DEVICE = re.compile(r"(^|_)(cpu|cuda|cudnn|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient)(_|$)")
+_ROUNDS = 16
+"""Decompositions of decompositions; torch's tables go three deep."""
+
+
+@cache
+def _table() -> Mapping[Any, Callable[..., Any]]:
+    table: Any = torch.export.default_decompositions()  # a dict whose get() does not see what its items() hold; and without types
+    return dict(table.items())
+
+
+def _decomposition(target: Any) -> Callable[..., Any]:
+    """Torch's own: from its table, else what the operator is composed of."""
+
+    def composite(*args: Any, **kwargs: Any) -> Any:
+        result = target.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise NotImplementedError(f"{target} is composed of nothing")
+        return result
+
+    return _table().get(target, composite)
+
+
+def is_core(target: object) -> bool:
+    """Whether torch counts an operator as core ATen, the set that backends are asked to support."""
+    return is_overload(target) and torch.Tag.core in target.tags
+
+
+def is_device_specific(target: object) -> bool:
+    """Whether an operator's name names a device, or a library of one."""
+    return is_overload(target) and _DEVICE.search(target.overloadpacket.__name__) is not None
+
+
+def spelled(target: Any) -> str:
+    """`aten.linear.default`, `higher_order.cond`, `getitem`."""
+    return str(target) if is_overload(target) else str(getattr(target, "__name__", target))
+
+
+def becomes(node: Node) -> tuple[str, ...]:
+    """The operators that a call decomposes into, one step, sorted; () where it stays as it is."""
+    traced = _trace(node)
+    return () if traced is None else tuple(sorted({spelled(n.target) for n in traced.graph.nodes if is_overload(n.target)}))
+
+
+def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule:
+    """A copy of a captured graph in which every call of a chosen operator is replaced by what torch's decomposition of it calls.
+
+    A call stays as it is if it draws random numbers, or if its decomposition names a device, needs a tensor constant or is not there: the
+    graph remains portable, and a mask remains the same. Names, values (`meta["val"]`), module paths and stack traces are kept.
+
+    Raises:
+        CaptureError: decompositions go round in circles.
+    """
+    made = copy.deepcopy(module)
+    for part in graphs_in(made):
+        kept: set[Node] = set()
+        for _ in range(_ROUNDS):
+            calls = [node for node in part.graph.nodes if node.op == "call_function" and is_overload(node.target)]
+            left = [node for node in calls if node not in kept and chosen(node.target)]
+            for node in left:
+                traced = _trace(node)
+                if traced is None:
+                    kept.add(node)
+                else:
+                    _replace(part, node, traced)
+            if not left:
+                break
+        else:
+            raise CaptureError("decompositions do not come to an end", got=", ".join(sorted({spelled(n.target) for n in left})))
+        part.graph.lint()
+        part.recompile()
+    return made
+
+
+def _trace(node: Node) -> GraphModule | None:
+    """A flat graph, from the call's tensors and symbols to its value, one step taken apart; None if the call is to stay as it is."""
+    inputs = node.all_input_nodes
+    if not is_overload(node.target) or is_random(node) or any(source.op == "get_attr" for source in inputs):
+        return None
+    table: dict[Any, Callable[..., Any]] = {node.target: _decomposition(node.target)}
+    values = [source.meta["val"] for source in inputs]
+    mode = next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
+    if mode is None:
+        return None
+
+    def call(*given: Any) -> Any:
+        found = dict(zip(inputs, given, strict=True))
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), found.__getitem__)
+        function: Any = node.target
+        return function(*args, **kwargs)
+
+    try:
+        with mode, torch.enable_grad():
+            traced: GraphModule = make_fx(call, decomposition_table=table, tracing_mode="real", pre_dispatch=True)(*values)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+        return None  # a decomposition that does not take these arguments, or wants to know a size
+    calls = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
+    if any(n.op == "get_attr" or is_device_specific(n.target) or is_random(n) for n in calls):
+        return None
+    return None if [n.target for n in calls if is_overload(n.target)] == [node.target] else traced
+
+
+def _replace(part: GraphModule, node: Node, traced: GraphModule) -> None:
+    mapping: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), node.all_input_nodes, strict=True))
+    told = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "torch_fn") if key in node.meta}
+    result: Any = None
+    with part.graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "output":
+                result = map_arg(inner.args[0], mapping.__getitem__)
+            elif inner.op != "placeholder":
+                mapping[inner] = part.graph.node_copy(inner, mapping.__getitem__)
+                value = inner.meta.get("val")
+                mapping[inner].meta = {**told, "val": value}
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])
+            part.graph.erase_node(user)
+    part.graph.erase_node(node)

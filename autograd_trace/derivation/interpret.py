@@ -1,0 +1,217 @@
+"""Runs a captured graph with stateless random numbers, on any device.
+
+The same interpreter serves twice: under AOT autograd's tracer it yields the step graph, and on real tensors it is the reference
+that the step graph is compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from trainload.autograd_trace.derivation.derivable import DERIVABLE
+from trainload.autograd_trace.randomness.batch_dim import Layout, Rows
+from trainload.autograd_trace.randomness.draws import RANDOM, is_random
+from trainload.autograd_trace.randomness.keyed import KEYED
+from trainload.autograd_trace.randomness.random_key import RandomKey
+from trainload.autograd_trace.recompute.rematerialisation import Region, Regions, marking
+from trainload.capture.operators import draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded, nodes_in
+from trainload.capture.source.source_place import place_of_node
+from trainload.capture.watching.higher_order import CHECKPOINT, SELECTIVE, Call, evaluate, is_ours
+from trainload.core.errors import CaptureError
+
+aten = torch.ops.aten
+_HOP = torch.ops.higher_order
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What a graph and those nested in it count together: random operators, and checkpoints."""
+
+    sites: int = 0
+    checkpoints: int = 0
+
+
+class GraphInterpreter(Interpreter):
+    """Interprets a pre-dispatch graph.
+
+    - Random operators become functions of `key`; one that has no stateless form raises CaptureError.
+    - Autocast and grad-mode regions become the real context managers, on `device`.
+    - Factory calls and `.to` go to `device` where they named the device of the capture; a view is a `reshape` on another device.
+    - Nodes that are traced inside a checkpoint are marked for `remat.recompute`.
+
+    Args:
+        module: the graph, parameters lifted to inputs.
+        key: where random numbers come from; None: the graph must not need any.
+        device: where the graph runs.
+        batch_symbol: the batch size as `node.meta["val"]` spells it: a SymInt, or an int where it is static.
+        counts: shared by nested graphs; leave it out.
+        regions: the checkpoints that the graph lies in; leave it out.
+        layout: of the outermost graph; leave it out.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        key: RandomKey | None,
+        device: torch.device,
+        batch_symbol: int | torch.SymInt,
+        counts: _Counts | None = None,
+        regions: Regions = (),
+        layout: Layout | None = None,
+    ) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._key = key
+        self._device = device
+        self._batch = batch_symbol
+        self._counts = counts if counts is not None else _Counts()
+        self._regions = regions
+        self._layout = layout if layout is not None else Layout(module, batch_symbol)
+        self._node: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._regions:
+            return self._call(target, args, kwargs)
+        with marking(self._regions):
+            return self._call(target, args, kwargs)
+
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _HOP.wrap_with_autocast:
+            _, dtype, enabled, cache, body, *operands = args
+            with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=bool(cache)):
+                return self._nested(body, operands)
+        if target is _HOP.wrap_with_set_grad_enabled:
+            enabled, body, *operands = args
+            with torch.set_grad_enabled(enabled):
+                return self._nested(body, operands)
+        if target in (CHECKPOINT, SELECTIVE):
+            self._counts.checkpoints += 1
+            return evaluate(target, args, self._inside(Region(self._counts.checkpoints, args[1] if target is SELECTIVE else "")))
+        if is_ours(target):
+            return evaluate(target, args, self._nested)
+        if target is aten._assert_tensor_metadata.default:
+            return None
+        if target in DERIVABLE:
+            return DERIVABLE[target](*args, **kwargs)
+        rule = RANDOM.get(target)
+        if rule is not None:
+            return rule(self, *args, **kwargs)
+        if is_higher_order(target):
+            if any(is_random(node) for body in args if isinstance(body, GraphModule) for node in nodes_in(body)):
+                return self._drawn_in(target, args)
+            args = tuple(self._retargeted_body(a) if isinstance(a, GraphModule) else a for a in args)
+        elif is_overload(target):
+            if is_seeded(target) and not draws_nothing(target, args, kwargs):
+                raise CaptureError(
+                    f"the random operator {target} has no stateless form, so its values could not be repeated after a restart",
+                    where=self.where(),
+                    cure="Draw with dropout, torch.rand, torch.randn or torch.bernoulli instead.",
+                )
+            target = self._retargeted_view(target, self._node)
+            args = tuple(self._retarget(a) for a in args)
+            kwargs = {k: self._retarget(v) for k, v in kwargs.items()}
+        return super().call_function(target, args, kwargs)
+
+    def _nested(self, body: GraphModule, operands: Sequence[Any]) -> Any:
+        return self._of_body(body, self._regions).run(*operands)
+
+    def _of_body(self, body: GraphModule, regions: Regions) -> GraphInterpreter:
+        return type(self)(body, self._key, self._device, self._batch, self._counts, regions, self._layout)
+
+    def _inside(self, checkpoint: Region) -> Call:
+        """Runs a graph inside one more checkpoint."""
+
+        def call(body: GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
+            results: tuple[Any, ...] = self._of_body(body, (*self._regions, checkpoint)).run(*operands)
+            return results
+
+        return call
+
+    def _drawn_in(self, target: Any, args: tuple[Any, ...]) -> Any:
+        if target not in KEYED:
+            raise CaptureError(
+                f"a body of {target} draws random numbers, for which it has no stateless form",
+                where=self.where(),
+                cure="Draw the random tensor before it and pass it in as an operand.",
+            )
+        return KEYED[target](self, target, self._node, *args)
+
+    def _retarget(self, value: Any) -> Any:
+        return self._device if isinstance(value, torch.device) and value.type != "meta" else value
+
+    def _retargeted_view(self, target: Any, node: Node | None) -> Any:
+        """Return `reshape` for a `view` on another device than the capture's: attention kernels give other strides there, which may need a
+        copy.
+        """
+        if target is not aten.view.default or node is None or not isinstance(value := node.meta.get("val"), Tensor):
+            return target
+        return target if value.device.type == self._device.type else aten.reshape.default
+
+    def _retargeted_body(self, body: GraphModule) -> GraphModule:
+        """Return the body itself, or, if it names another device, a copy for this interpreter's device."""
+        retargeted = copy.deepcopy(body)
+        changed = False
+        for module in graphs_in(retargeted):
+            for node in module.graph.nodes:
+                arguments = (tuple(self._retarget(a) for a in node.args), {k: self._retarget(v) for k, v in node.kwargs.items()})
+                if node.target is _HOP.wrap_with_autocast:
+                    arguments = ((self._device.type, *node.args[1:]), node.kwargs)
+                target = self._retargeted_view(node.target, node)
+                if (target, *arguments) != (node.target, node.args, node.kwargs):
+                    node.target, node.args, node.kwargs = target, *arguments
+                    changed = True
+            module.recompile()
+        return retargeted if changed else body
+
+    def where(self) -> str:
+        """The user's file and line of the present node."""
+        return place_of_node(self._node)
+
+    def site(self, count: int = 1) -> int:
+        """The number of this random operator; `count` numbers are taken."""
+        first = self._counts.sites
+        self._counts.sites += count
+        return first
+
+    def key(self) -> RandomKey:
+        """Where the present node's random numbers come from."""
+        return self._key_over(self._rows())
+
+    def key_of_call(self) -> RandomKey:
+        """Return the key for values that are drawn once per call."""
+        return self._key_over(None)
+
+    def key_of_entries(self, entries: Node) -> tuple[RandomKey, int | None]:
+        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries are rows, else None."""
+        rows = self._layout.rows(entries, self.where())
+        if rows is None or rows.dim != 0:
+            return self.key_of_call(), None
+        return self._key_over(rows), 0
+
+    def _key_over(self, rows: Rows | None) -> RandomKey:
+        assert self._key is not None, "a graph that draws is given a key"
+        return self._key if rows is None else replace(self._key, stacks=rows.stacks)
+
+    def drawing(self, body: GraphModule, key: RandomKey) -> Callable[..., Any]:
+        """Return a function that runs a body with the given key."""
+        run: Callable[..., Any] = type(self)(body, key, self._device, self._batch, _Counts(), self._regions, self._layout).run
+        return run
+
+    def batch_dim(self) -> int | None:
+        """Which dim of the present node's value runs over the rows of the batch."""
+        rows = self._rows()
+        return None if rows is None else rows.dim
+
+    def _rows(self) -> Rows | None:
+        assert self._node is not None
+        return self._layout.rows(self._node, self.where())

@@ -1,0 +1,194 @@
+"""Captured graphs by torch's own operators alone, for one device, so that plain torch runs them where this project is not installed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from trainload.autograd_trace.derivation.decompose import spelled
+from trainload.autograd_trace.derivation.interpret import GraphInterpreter
+from trainload.autograd_trace.derivation.step_module import batch_symbol, placeholders
+from trainload.autograd_trace.randomness.draws import RANDOM
+from trainload.capture.operators import calls_in, graphs_in, is_overload, is_seeded, nodes_in
+from trainload.capture.program import GraphCapture
+from trainload.capture.substitutes import gamma  # noqa: F401 - its operators must be registered before they are named
+from trainload.capture.watching.higher_order import differentiates, is_ours
+from trainload.core.errors import PackageError, first_line
+
+_HOP: Any = torch.ops.higher_order
+_NAMESPACE = "trainload"
+_OURS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.trainload.dirichlet.default: torch.ops.aten._sample_dirichlet.default,
+    torch.ops.trainload.dirichlet_at.default: lambda _, x: x.clone(),
+    torch.ops.trainload.gamma_at.default: lambda _, x: x.clone(),
+}
+"""Operators of the dispatcher of this project's own -> what they compute, where no gradient is asked for."""
+_CAUSE = "it calls operators that plain torch does not have"
+
+
+def own_operators(module: GraphModule) -> tuple[str, ...]:
+    """The operators that a graph calls and torch does not have without this project, sorted."""
+    targets = (node.target for node in nodes_in(module) if node.op == "call_function")
+    return tuple(sorted({spelled(t) for t in targets if is_ours(t) or (is_overload(t) and t.namespace == _NAMESPACE)}))
+
+
+def other_devices(module: GraphModule, device: torch.device) -> bool:
+    """Whether a graph names, or was captured on, a device other than this one (and the meta device)."""
+    return any(found != device.type for node in nodes_in(module) for found in _devices_of(node) if found != "meta")
+
+
+def _devices_of(node: Node) -> set[str]:
+    value = node.meta.get("val")
+    found = {v.device.type for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, Tensor)}
+    found |= {a.type for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)}
+    if node.target is _HOP.wrap_with_autocast:
+        found.add(str(node.args[0]))
+    return found
+
+
+def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
+    """A captured graph for evaluation or prediction, with placeholders of the same names, by torch's own operators, on a device.
+
+    Regions of a grad mode are taken apart, since nobody differentiates it. A graph that has none but torch's operators, and is of that
+    device, stays what it is otherwise. Any other one is traced again below autograd: regions of autocast become conversions, gradients
+    that it takes the operators that compute them, and attention the kernels of the device.
+
+    Raises:
+        PackageError: an operator of this project stays; the message names it and the graph.
+    """
+    module = capture.exported.graph_module
+    own = own_operators(module)
+    if not own and not other_devices(module, device) and not _writes_in_autocast(module):
+        return _without_grad_modes(module)
+    where = f"graph {capture.name}"
+    try:
+        traced = _traced(capture, device)
+    except Exception as error:  # torch's tracer may raise anything
+        cause = _CAUSE if own else "it is for another device, or has regions that torch cannot save"
+        raise PackageError(f"{cause}, and cannot be traced again: {first_line(error)}", where=where, got=", ".join(own)) from error
+    left = own_operators(traced)
+    if left:
+        raise PackageError(_CAUSE, where=where, got=", ".join(left), cure="Export a graph without them: --graph.")
+    return traced
+
+
+def _writes_in_autocast(module: GraphModule) -> bool:
+    """Whether a region of autocast gives nothing and only writes to buffers: torch saves such a one, and cannot load it."""
+    values = [node.meta.get("val") for node in calls_in(module) if node.target is _HOP.wrap_with_autocast]
+    return any(value is None or (isinstance(value, list | tuple) and not value) for value in values)
+
+
+def _without_grad_modes(module: GraphModule) -> GraphModule:
+    """A copy with the bodies of grad-mode regions where they are called."""
+    made = copy.deepcopy(module)
+    for part in list(graphs_in(made)):
+        while calls := [node for node in part.graph.nodes if node.target is _HOP.wrap_with_set_grad_enabled]:
+            for node in calls:
+                _inline(part, node)
+        part.graph.lint()
+        part.recompile()
+    return made
+
+
+def _inline(part: GraphModule, node: Node) -> None:
+    """Puts the body of a grad-mode region in its place."""
+    _, attribute, *operands = node.args
+    assert isinstance(attribute, Node)
+    body = part.get_submodule(str(attribute.target))
+    assert isinstance(body, GraphModule)
+    mapping: dict[Node, Any] = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), operands, strict=True))
+    results: Any = ()
+    with part.graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "output":
+                results = map_arg(inner.args[0], mapping.__getitem__)
+            elif inner.op == "get_attr":
+                name = _free_name(part, str(inner.target))
+                setattr(part, name, getattr(body, str(inner.target)))
+                mapping[inner] = part.graph.get_attr(name)
+                mapping[inner].meta = dict(inner.meta)
+            elif inner.op != "placeholder":
+                mapping[inner] = part.graph.node_copy(inner, mapping.__getitem__)
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        part.graph.erase_node(user)
+    part.graph.erase_node(node)
+    if not attribute.users:
+        part.graph.erase_node(attribute)
+        delattr(part, str(attribute.target))
+
+
+def _free_name(part: GraphModule, name: str) -> str:
+    while hasattr(part, name):
+        name += "_"
+    return name
+
+
+def _traced(capture: GraphCapture, device: torch.device) -> GraphModule:
+    nodes = placeholders(capture)
+    mode = next(n.meta["val"].fake_mode for n in nodes if isinstance(n.meta.get("val"), Tensor))
+    interpreter = _PlainInterpreter(capture.exported.graph_module, None, device, batch_symbol(capture))
+
+    def run(*values: Tensor) -> Any:
+        return interpreter.run(*values)
+
+    gradients = torch.enable_grad() if differentiates(capture.exported.graph_module) else torch.no_grad()
+    trained = {name for name, value in capture.exported.state_dict.items() if value.requires_grad}
+    with mode, gradients:
+        given = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device=device) for n in nodes]
+        for value, spec in zip(given, capture.exported.graph_signature.input_specs, strict=True):
+            value.requires_grad_(spec.target in trained)  # a graph that takes gradients may take them through parameters
+        traced: GraphModule = make_fx(run, tracing_mode="real")(*given)
+    return _with_names(traced, nodes)
+
+
+def _with_names(traced: GraphModule, names: list[Node]) -> GraphModule:
+    """The traced graph with the placeholders of the old one, and its results as a tuple without gradients."""
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    old = iter(names)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            before = next(old)
+            made = graph.placeholder(str(before.target))
+            made.name = before.name
+            made.meta = {"val": node.meta["val"]}
+            mapping[node] = made
+        elif node.op == "output":
+            results = node.args[0] if isinstance(node.args[0], list | tuple) else (node.args[0],)
+            graph.output(tuple(mapping[value] for value in results))
+        else:
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+    named = GraphModule(traced, graph)
+    named.graph.lint()
+    return named
+
+
+class _PlainInterpreter(GraphInterpreter):
+    """Runs a captured graph on a device, its random operators being torch's own."""
+
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _OURS:
+            return _OURS[target](*args, **kwargs)
+        if target in RANDOM or is_seeded(target):
+            moved = tuple(self._retarget(a) for a in args), {k: self._retarget(v) for k, v in kwargs.items()}
+            return Interpreter.call_function(self, target, *moved)
+        return super()._call(target, args, kwargs)
+
+
+def custom_libraries(module: GraphModule, libraries: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Namespaces of other libraries' operators that a graph calls -> the distribution that provides them, None where that is not known.
+
+    Args:
+        module: the graph.
+        libraries: namespace -> the distribution that provides it, where it is known.
+    """
+    used = {node.target.namespace for part in graphs_in(module) for node in part.graph.nodes if is_overload(node.target)}
+    return {name: libraries[name] for name in sorted(used & set(libraries))}

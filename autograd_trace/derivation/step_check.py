@@ -1,0 +1,167 @@
+"""Proves a step graph equal to autograd on the program that it was derived from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.derivation.step_module import StepModule, output_ports, trainable_parameters
+from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.capture.parity.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
+from trainload.capture.parity.float64 import Key, Reference, doubled, reference_of
+from trainload.capture.parity.parity import tolerance_of
+from trainload.capture.parity.replays import Check, Replayed, replay_batches
+from trainload.capture.program import GraphCapture, Program
+from trainload.core.errors import CaptureError, first_line
+
+_STEP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What a step must give: outputs and buffers by role and name, and `factor` (0-dim) times each gradient."""
+
+    values: dict[tuple[Role, str], Tensor]
+    gradients: dict[str, Tensor]
+    factor: Tensor
+
+
+def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str, Tensor], known: Sequence[Replayed] = ()) -> None:
+    """Runs a batch through the step graph, and through eager autograd with the same stateless random numbers; compares loss, metrics,
+    buffers and every gradient. Where the number of rows is dynamic, another number is tried too: a derivative may have baked it in.
+
+    Args:
+        program: what `step` was derived from; its weights are read.
+        name: of the training graph.
+        step: its step graph, for the CPU.
+        batch: an example, (rows, ...) tensors on the CPU; inputs of other graphs are left alone.
+        known: what autograd gave on the same graph and state before, when it was compared with eager; it is not computed again.
+
+    Raises:
+        CaptureError: something differs.
+    """
+    capture = program.graphs[name]
+    for each in replay_batches(capture, {i.name: batch[i.name] for i in capture.inputs}, Check.USUAL):
+        _check_batch(program, capture, step, each, next((replayed for replayed in known if replayed.is_of(each)), None))
+
+
+def arguments_of(program: Program, step: StepGraph, batch: Mapping[str, Tensor], row: int, rows: int) -> list[Tensor]:
+    """Return what a step graph is called with to be compared.
+
+    Args:
+        program: what the graph was derived from; its state is read.
+        step: the graph.
+        batch: (rows, ...) tensors on the CPU.
+        row: the number of the batch's first row, for what is drawn.
+        rows: that the loss's gradient is divided by.
+    """
+    arguments, scalars = list[Tensor](), _scalars(row, rows)
+    for port in step.inputs:
+        match port.role:
+            case Role.PARAMETER:
+                arguments.append(program.state[port.name])
+            case Role.BUFFER:
+                arguments.append(program.state[port.name].clone())
+            case Role.CONSTANT:
+                arguments.append(program.constants[port.name])
+            case Role.BATCH:
+                arguments.append(batch[port.name])
+            case _:
+                arguments.append(scalars[port.role])
+    return arguments
+
+
+def _scalars(row: int, rows: int) -> dict[Role, Tensor]:
+    return {
+        Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(row), Role.SCALE: torch.tensor(1.0 / rows),
+    }  # fmt: skip
+
+
+def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor], known: Replayed | None) -> None:
+    rows = next(iter(batch.values())).shape[0]
+    scalars = _scalars(rows, rows)
+    arguments = arguments_of(program, step, batch, rows, rows)
+    with torch.no_grad():
+        try:
+            results = step.module(*arguments)
+        except RuntimeError as error:  # torch's kernels
+            raise CaptureError(
+                f"the joint graph fails on {rows} rows: {first_line(error)}",
+                where=f"graph {capture.name}",
+                cure="The derivative of an operator of the model has the number of rows of the example in it: write it with other "
+                "operators (x * mask in place of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+            ) from error
+    found = {(p.role, p.name): v for p, v in zip(step.outputs, results, strict=True)}
+    state = {name: program.state[name] for name in program.state} | dict(program.constants)
+    if known is None:
+        wanted = _by_autograd(program, capture, batch, scalars, state)
+    else:
+        wanted = _from_replay(program, capture, known, scalars[Role.SCALE])
+    factor = float(wanted.factor.abs())
+    floor, total = noise_floor(wanted.gradients.values()) * factor, norm_of(wanted.gradients.values()) * factor
+    tolerance = tolerance_of(capture)
+    moved: _Reference | None = None
+
+    @functools.cache
+    def exact() -> Reference | None:
+        def call(twin: GraphCapture) -> dict[Key, Tensor | None]:
+            precise = _by_autograd(program, twin, doubled(batch), scalars, doubled(state))
+            values: dict[Key, Tensor | None] = {key: value.detach() for key, value in precise.values.items()}
+            return values | {(Role.GRADIENT, name): gradient for name, gradient in precise.gradients.items()}
+
+        gradients: dict[Key, Tensor | None] = {(Role.GRADIENT, name): g * wanted.factor.to(g.dtype) for name, g in wanted.gradients.items()}
+        return reference_of(capture, call, gradients)
+
+    for key in (*wanted.values, *((Role.GRADIENT, name) for name in wanted.gradients)):
+        if key[0] is Role.GRADIENT:
+            gradient = wanted.gradients[key[1]]
+            reference = gradient * wanted.factor.to(gradient.dtype)
+        elif key in found:
+            reference = wanted.values[key].detach()
+        else:
+            continue  # a buffer that forward does not write
+        distance = relative_distance(reference, found.get(key), floor)
+        allowed = tolerance_for(reference, tolerance) if key[0] is Role.GRADIENT else tolerance
+        if not distance <= allowed and key[0] is Role.GRADIENT and key in found:
+            moved = moved or _by_autograd(program, capture, batch, scalars, nudged(state))
+            other = moved.gradients[key[1]] * wanted.factor.to(reference.dtype)
+            distance = relative_distance(reference, found[key], digits_floor(reference, other, tolerance, total))
+        if not distance <= allowed and not ((precise := exact()) is not None and precise.allows(key, reference, found.get(key), floor)):
+            raise CaptureError(
+                f"the joint graph differs from autograd in the {key[0].value} {key[1]!r} on {rows} rows",
+                where=f"graph {capture.name}",
+                expected=f"a relative difference of at most {allowed:g}",
+                got=f"{distance:.2g}" if key in found else "no gradient",
+                cure="This is a fault of trainload or of torch's AOT autograd for an operator of the model, not of the model.",
+            )
+
+
+def _by_autograd(
+    program: Program, capture: GraphCapture, batch: Mapping[str, Tensor], scalars: Mapping[Role, Tensor], state: Mapping[str, Tensor]
+) -> _Reference:
+    """Return what the captured graph gives, interpreted with stateless random numbers, and its gradients by backward()."""
+    own = {**state, **{buffer.name: state[buffer.name].clone() for buffer in program.buffers}}
+    module = StepModule(capture, own, trainable_parameters(program, capture), program.aliases, torch.device("cpu"))
+    *expected, objective = module(*(batch[i.name] for i in capture.inputs), *scalars.values())
+    objective.backward()
+    values = {(p.role, p.name): v for p, v in zip(module.output_ports(), expected, strict=True)}
+    values |= {(Role.BUFFER, name): value for name, value in module.buffers_by_name().items()}
+    gradients = {name: p.grad for name, p in module.parameters_by_name().items() if p.grad is not None}
+    return _Reference(values, gradients, torch.tensor(1.0))
+
+
+def _from_replay(program: Program, capture: GraphCapture, known: Replayed, scale: Tensor) -> _Reference:
+    """The same of what autograd gave before: it drew nothing and left the buffers alone; its gradients are the plain loss's."""
+    outputs, ports = list(known.outputs), output_ports(capture)
+    if len(ports) > len(outputs):
+        outputs.append(torch.tensor(float(next(iter(known.batch.values())).shape[0])))
+    values = {(port.role, port.name): value for port, value in zip(ports, outputs, strict=True)}
+    weight = values[Role.WEIGHT, "weight"].to(torch.float32)
+    values |= {(Role.WEIGHT, "weight"): weight} | {(Role.BUFFER, buffer.name): program.state[buffer.name] for buffer in program.buffers}
+    trainable = trainable_parameters(program, capture)
+    gradients = {name: gradient for name, gradient in known.gradients.items() if gradient is not None and name in trainable}
+    return _Reference(values, gradients, weight * scale)

@@ -1,0 +1,119 @@
+"""An optimizer over tensors of our own choice."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.optimizer.state_leaves import copied, rebuilt
+from trainload.core.errors import CaptureError, JobError
+
+_LEAST_RATE = 1e-30
+"""Stands for a learning rate of 0: no parameter moves by it."""
+
+
+def bound(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[Tensor], lr: Tensor | float
+) -> torch.optim.Optimizer:
+    """The same optimizer over other tensors, before its first step, on its plain path (no foreach, no fused kernels).
+
+    Args:
+        optimizer: the job's.
+        group: the options of one of its groups.
+        params: any tensors.
+        lr: a tensor where the update is captured.
+
+    Raises:
+        JobError: the optimizer has done steps already.
+    """
+    options = {k: copied(v) for k, v in group.items() if k != "params"}
+    options |= {"params": list(params), "lr": lr}
+    options.pop("param_names", None)
+    for name in ("foreach", "fused", "differentiable"):
+        if name in options:
+            options[name] = False
+    if "capturable" in options and isinstance(lr, Tensor) and is_torchs(optimizer):
+        options["capturable"] = True  # others' classes may ask for a device with it; their numbers stay tensors as they are
+        # That path divides by the learning rate: at 0 (the first step of a warmup) a gradient of 0 would give NaN.
+        options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
+    if not optimizer.state:
+        return _copied(optimizer, {id(optimizer.param_groups): [options]})
+    try:
+        taken = inspect.signature(type(optimizer)).parameters
+        # The group has every option. A constructor asks a tensor's value, which is none while an update is traced.
+        defaults = {
+            n: v
+            for n, v in optimizer.defaults.items()
+            if n in taken and (not isinstance(v, Tensor) or taken[n].default is inspect.Parameter.empty)
+        }
+        made = type(optimizer)([options], **defaults)  # its state is made in __init__
+    except TypeError as error:
+        raise CaptureError(
+            f"the optimizer makes state in __init__, and cannot be made again for other tensors: {error}",
+            where=f"Job.optimizer: {type(optimizer).__name__}",
+            expected="a constructor that takes (params, **options)",
+            cure="Make the state in the first step.",
+        ) from error
+    if not made.state:
+        raise JobError(
+            "the optimizer has done steps already, and a package holds none of its state",
+            where="Job.optimizer",
+            expected="a new optimizer",
+            cure="Make it in the function.",
+        )
+    return made
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is one of torch's own."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers that it steps in its own step, by their attributes, as Lookahead does."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
+
+
+def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy with other groups and no state. copy.copy leaves out what a class of its own adds to torch's attributes.
+
+    Args:
+        optimizer: one without state.
+        made_of: id of what it or its wrapper holds -> what the copy holds: groups, state and wrapped optimizers stay the same for both.
+    """
+    made_of.setdefault(id(optimizer.state), defaultdict(dict))
+    for name, inner in wrapped(optimizer).items():
+        if inner.param_groups is not optimizer.param_groups or inner.state:
+            raise CaptureError(
+                "the optimizer wraps another one that has parameter groups or state of its own already",
+                where=f"Job.optimizer: {type(optimizer).__name__}.{name}",
+                expected="the same groups, and no state before the first step",
+                cure="Write both updates in the step() of one class.",
+            )
+        made_of[id(inner)] = _copied(inner, made_of)
+    made = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, MethodType) and value.__self__ is optimizer:
+            made.__dict__[name] = MethodType(value.__func__, made)
+            continue
+        made.__dict__[name] = made_of.get(id(value), rebuilt(value, {}) if type(value) in (list, dict) else value)
+    return made
+
+
+def step(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> None:
+    """One step of an optimizer on parameters of a shape. Raises: CaptureError if that fails."""
+    try:
+        optimizer.step()
+    except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line
+        raise CaptureError(
+            f"the optimizer cannot update a parameter of shape {shape}: {type(error).__name__}: {error}",
+            where=f"Job.optimizer: {type(optimizer).__name__}",
+            expected="an update of (parameter, gradient, state)",
+            cure="Give these parameters to another optimizer, such as AdamW or SGD.",
+        ) from error

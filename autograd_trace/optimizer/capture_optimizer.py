@@ -1,0 +1,166 @@
+"""Captures an optimizer: its update as graphs, its hyperparameters and schedule as data.
+
+An update that works element by element is captured once for each parameter group, over a flat tensor of any length, and runs on whatever
+slice a rank holds. One that needs a whole parameter (a norm, a factored moment, a matrix product) is captured once for each shape in the
+group, which for this becomes a group of its own in the recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trainload.autograd_trace.graphs import GroupRecipe, Recipe, UpdateGraph
+from trainload.autograd_trace.optimizer.bound_optimizer import is_torchs
+from trainload.autograd_trace.optimizer.elementwise import is_elementwise
+from trainload.autograd_trace.optimizer.lr_schedule import learning_rates
+from trainload.autograd_trace.optimizer.optimizer_groups import group_parameters
+from trainload.autograd_trace.optimizer.recipe import make_recipe
+from trainload.autograd_trace.optimizer.trainers import Optimizers, make_loop, trainers_of
+from trainload.autograd_trace.optimizer.update_check import check_alike, check_separate, check_update
+from trainload.autograd_trace.optimizer.update_graph import EXAMPLE, capture_update, checked_shape
+from trainload.capture.job.definition import Job
+from trainload.capture.program import Program
+from trainload.core.errors import CaptureError, JobError
+
+_FLAT_SHAPES = ((EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
+"""Of parameters on which an update over flat tensors must be the optimizer's own; for a class that is not torch's, the group's beside."""
+
+
+def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
+    """Capture the job's optimizers and schedules.
+
+    Args:
+        job: its schedules and numbers are taken.
+        program: captured after `optimizers` were made.
+        optimizers: what `make_optimizers(job)` returned.
+
+    Raises:
+        JobError: the optimizer does not fit the model or the schedule fails.
+        CaptureError: the update is not a function of (param, grad, state, lr) that can be captured.
+    """
+    loop = make_loop(job)
+    trainers = trainers_of(job, program, loop, optimizers)
+    specs = {p.name: p for p in program.parameters}
+    schedules: dict[tuple[float, ...], None] = {}
+    recipes: list[GroupRecipe] = []
+    updates: list[UpdateGraph] = []
+    groups_of: dict[str, list[str]] = {}
+    for trainer in trainers:
+        for optimizer in trainer.optimizers:
+            _check_kind(optimizer, trainer.where)
+        of_group = [optimizer for optimizer in trainer.optimizers for _ in optimizer.param_groups]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [found for optimizer in trainer.optimizers for found in learning_rates(trainer.schedule, trainer.updates, optimizer)]
+        for number, names in enumerate(group_parameters(job.model, trainer.reached(), groups, trainer.where)):
+            if not names:
+                continue
+            kinds = {specs[n].dtype for n in names}
+            if len(kinds) > 1:
+                raise JobError(
+                    "a parameter group mixes dtypes",
+                    where=f"{trainer.where}: group {number}",
+                    expected="one dtype",
+                    got=str(sorted(kinds)),
+                    cure="Make one parameter group for each dtype.",
+                )
+            shapes = {n: tuple(specs[n].shape) for n in names}
+            table = rates[number].factors
+            if table is not None:
+                schedules.setdefault(table)
+            found = _capture_group(f"{trainer.prefix}group{number}", of_group[number], groups[number], getattr(torch, kinds.pop()), shapes)
+            for update in found:
+                fitting = [n for n in names if update.shape is None or shapes[n] == update.shape]
+                for name, members, graphs in trainer.parts(update.group, fitting):
+                    recipes.append(
+                        GroupRecipe(
+                            name=name,
+                            parameters=members,
+                            learning_rates=(rates[number].base,),
+                            schedule=None if table is None else list(schedules).index(table),
+                            clock=trainer.clock,
+                        )
+                    )
+                    updates.append(dataclasses.replace(update, group=name))
+                    for graph in graphs:
+                        groups_of.setdefault(graph, []).append(name)
+    for trainer in trainers:
+        reached = trainer.reached()
+        followed = {id(p): name for name, p in job.model.named_parameters() if name in reached}
+        for optimizer in trainer.optimizers:
+            check_alike(optimizer, followed)
+    return make_recipe(job, program, trainers, recipes, tuple(schedules), groups_of, loop), tuple(updates)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Raise for kinds of optimizers that no graph can express."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CaptureError(
+            "the optimizer calls a closure, which runs the model as often as it likes, so it has no fixed update",
+            where=f"{where}: {type(optimizer).__name__}",
+            expected="an update of (parameter, gradient, state)",
+            cure="Use AdamW or SGD.",
+        )
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise CaptureError(
+            "the optimizer evaluates the model with other weights than it trains (its train() and eval())",
+            where=f"{where}: {type(optimizer).__name__}",
+            expected="weights that are what the updates leave",
+            cure="Use AdamW or SGD with Job.ema, whose mean is what evaluations see and the trained package holds.",
+        )
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise CaptureError(
+            "the optimizer has no learning rate",
+            where=f"{where}: {type(optimizer).__name__}",
+            expected='"lr" among the options of each group',
+            cure="Give it one. transformers' Adafactor takes one with relative_step=False.",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise CaptureError(
+            "the optimizer wants sparse gradients, and a step graph's gradients are dense",
+            where=f"{where}: SparseAdam",
+            cure="Use Adam; it updates the rows of an embedding that were not looked up as well, by their moments.",
+        )
+
+
+def _capture_group(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
+) -> list[UpdateGraph]:
+    """One update over flat tensors, or one for each shape where it needs whole parameters."""
+    try:
+        update, steps = capture_update(name, optimizer, group, dtype, None)
+        elementwise = is_elementwise(update) and all(is_elementwise(u) for u in _with_dims(name, optimizer, group, dtype))
+        if elementwise:
+            own = () if is_torchs(optimizer) else sorted({checked_shape(shape) for shape in shapes.values()})
+            for shape in (*_FLAT_SHAPES, *own):
+                check_update(update, optimizer, group, dtype, shape, steps)
+            check_separate(optimizer, group, dtype, (5, 13))
+    except CaptureError:  # perhaps it can do with whole parameters; if not, that attempt says why
+        elementwise = False
+    return [update] if elementwise else [_capture_whole(name, optimizer, group, dtype, s) for s in sorted(set(shapes.values()))]
+
+
+def _capture_whole(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> UpdateGraph:
+    smaller = checked_shape(shape)
+    try:
+        update, steps = capture_update(f"{name}-{'x'.join(map(str, shape)) or 'scalar'}", optimizer, group, dtype, shape)
+    except CaptureError:
+        check_separate(optimizer, group, dtype, smaller)  # what depends on other parameters is refused for that
+        raise
+    checked = update if smaller == shape else capture_update(name, optimizer, group, dtype, smaller)[0]
+    check_update(checked, optimizer, group, dtype, smaller, steps)
+    check_separate(optimizer, group, dtype, smaller)
+    return update
+
+
+def _with_dims(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Iterator[UpdateGraph]:
+    """The update of parameters with several dims, which a class out there may treat otherwise than a vector, and on some values only."""
+    if not is_torchs(optimizer):
+        yield from (capture_update(name, optimizer, group, dtype, shape)[0] for shape in _FLAT_SHAPES if len(shape) > 1)

@@ -1,0 +1,117 @@
+"""Turns schedules into tables: the learning rate of every parameter group at every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainload.capture.job.definition import ScheduleFunction, SchedulerFactory
+from trainload.core.errors import JobError
+
+Schedule = ScheduleFunction | SchedulerFactory
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRates:
+    """A group's learning rate at step s is `base` * `factors`[s]; `base` where there are none."""
+
+    base: float
+    factors: tuple[float, ...] | None = None
+
+
+def learning_rates(schedule: Schedule | None, updates: int, optimizer: torch.optim.Optimizer) -> list[GroupRates]:
+    """The learning rates of every group of the optimizer.
+
+    Args:
+        schedule: as `Job.schedule`.
+        updates: how many learning rates to tabulate.
+        optimizer: whose.
+
+    Raises:
+        JobError: the schedule fails, gives no finite rate, needs what only a run knows, or drives more than learning rates.
+    """
+    base = [float(g["lr"]) for g in optimizer.param_groups]
+    if schedule is None:
+        return [GroupRates(b) for b in base]
+    first = _call_schedule(schedule, 0) if not _wants_optimizer(schedule) else None
+    if first is not None:
+        factors = tuple(_call_schedule(schedule, s) for s in range(updates))
+        return [GroupRates(b, factors) for b in base]
+    # A stand-in with the same options, so that schedulers which drive momentum or betas find them and are found out.
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    shadow = torch.optim.SGD([{**o, "params": [nn.Parameter(torch.zeros(1))]} for o in options], lr=0.1)
+    shadow.defaults = dict(optimizer.defaults)
+    try:
+        return [GroupRates(1.0, tuple(table)) for table in _tabulate(schedule, updates, shadow, options)]
+    except JobError:
+        raise
+    except Exception as error:  # a user's scheduler may raise anything; all of it becomes one line
+        raise JobError(f"the schedule fails: {type(error).__name__}: {error}", where="Job.schedule") from error
+
+
+def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    scheduler = schedule(shadow)  # type: ignore[arg-type]  # called so after it was found to want an optimizer
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise JobError(
+            "returns neither a factor nor a scheduler",
+            where="Job.schedule",
+            got=type(scheduler).__name__,
+            expected="a float for a step, or a torch.optim.lr_scheduler for an optimizer",
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError(
+            "the scheduler watches a metric, and learning rates are fixed before a run",
+            where="Job.schedule",
+            expected="learning rates that follow from the step",
+            got="ReduceLROnPlateau",
+            cure="Use a schedule of the step; evaluate, and resume with another package where it does not suit.",
+        )
+    rates: list[list[float]] = [[] for _ in options]
+    for step in range(updates):
+        if step:
+            shadow.step()
+            scheduler.step()
+        for table, group, before in zip(rates, shadow.param_groups, options, strict=True):
+            table.append(_finite(float(group["lr"]), step))
+            driven = sorted(k for k, v in before.items() if k not in ("lr", "initial_lr") and group.get(k) != v)
+            if driven:
+                raise JobError(
+                    f"the scheduler changes {', '.join(driven)}, and only learning rates are scheduled",
+                    where=f"Job.schedule at step {step}",
+                    expected="learning rates alone",
+                    got=f"{driven[0]} = {group[driven[0]]}, was {before[driven[0]]}",
+                    cure="Give the scheduler cycle_momentum=False.",
+                )
+    return rates
+
+
+def _finite(rate: float, step: int) -> float:
+    if not math.isfinite(rate):
+        raise JobError("is not a finite number", where=f"Job.schedule at step {step}", expected="a finite learning rate", got=str(rate))
+    return rate
+
+
+def _wants_optimizer(schedule: Schedule) -> bool:
+    """Whether the schedule is a scheduler's factory: it fails on a step's number."""
+    try:
+        return isinstance(schedule(0), torch.optim.lr_scheduler.LRScheduler)  # type: ignore[arg-type]  # tried as a step's
+    except Exception:  # noqa: BLE001 - what a factory raises for a number is anything; the second try tells
+        return True
+
+
+def _call_schedule(schedule: Schedule, step: int) -> float:
+    try:
+        value = schedule(step)  # type: ignore[arg-type]  # called so after it was found to take a step
+    except Exception as error:  # a user's schedule may raise anything; all of it becomes one line
+        raise JobError(f"fails: {type(error).__name__}: {error}", where=f"Job.schedule at step {step}") from error
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
+        value = value.item()
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise JobError("does not return a number", where=f"Job.schedule at step {step}", expected="a factor", got=repr(value))
+    return float(value)

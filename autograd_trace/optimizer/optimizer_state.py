@@ -1,0 +1,155 @@
+"""What an optimizer keeps of a parameter from step to step, and which of it an update takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.optimizer.bound_optimizer import bound, step, wrapped
+from trainload.autograd_trace.optimizer.state_leaves import copied, leaves, rebuilt
+from trainload.core.errors import CaptureError
+
+_RATES = (1.0, 0.5, 2.0)
+"""Of the group's own, at the steps that show what changes: what follows the learning rate changes too."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """What an optimizer keeps of a parameter from step to step.
+
+    changing: names of its state's leaves that are tensors, or numbers that change. like: that state; its other leaves never change.
+    shared: names of what it keeps for all parameters and that changes, among a group's options ("group-k") or in its state ("optimizer-k");
+    since every step updates all of a group, each parameter can have them for itself. fixed: of these, what the first step alone changes.
+    numbers: which entries are Python's numbers.
+    """
+
+    changing: tuple[str, ...]
+    like: Mapping[str, Any]
+    shared: tuple[str, ...]
+    fixed: Mapping[str, Any]
+    numbers: frozenset[str]
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The names of what an update takes and gives as state."""
+        return (*self.changing, *self.shared)
+
+    def of(self, optimizer: torch.optim.Optimizer, param: Tensor) -> list[Any]:
+        """The values of `entries` after a step."""
+        found = kept(optimizer, param)
+        return [found[name] for name in self.entries]
+
+    def give(self, optimizer: torch.optim.Optimizer, param: Tensor, values: Sequence[Any]) -> None:
+        """Has the optimizer keep these values of `entries`."""
+        count = len(self.changing)
+        _put(optimizer, param, rebuilt(self.like, dict(zip(self.changing, values[:count], strict=True))))
+        for name, value in {**self.fixed, **dict(zip(self.shared, values[count:], strict=True))}.items():
+            owner, _, key = name.partition("-")
+            held: dict[Any, Any] = optimizer.param_groups[0] if owner == "group" else optimizer.state
+            held[key] = value
+
+
+def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> StateNames:
+    """Steps the optimizer on a parameter of a shape and looks at its state.
+
+    Raises:
+        CaptureError: it cannot update such a parameter, or what it keeps is more than tensors and numbers.
+    """
+    kind = f"Job.optimizer: {type(optimizer).__name__}"
+    generator = torch.Generator().manual_seed(0)
+    param = torch.randn(shape, generator=generator).to(dtype)
+    rate = float(group["lr"])
+    stepped = bound(optimizer, group, [param], rate)
+    before = _shared(stepped)
+    states: list[dict[str, Any]] = []
+    shared: list[dict[str, Any]] = []
+    for factor in _RATES:
+        param.grad = torch.randn(shape, generator=generator).to(dtype)
+        stepped.param_groups[0]["lr"] = rate * factor
+        step(stepped, shape)
+        if stepped.param_groups[0]["lr"] != rate * factor:
+            raise CaptureError(
+                "step() changes the learning rate, which the job's schedule gives", where=kind, cure="Say it in Job.schedule."
+            )
+        states.append(_own(stepped, param))
+        shared.append(_shared(stepped))
+    if any(set(entries) != set(states[-1]) for entries in states):
+        raise CaptureError(
+            "the optimizer's state has other entries after the first step than later",
+            where=kind,
+            expected=", ".join(sorted(states[-1])) or "none",
+            got=", ".join(sorted(states[0])) or "none",
+            cure="Make all of the state in the first step, and let none of it grow.",
+        )
+    changing = {n: _changes(f"{kind}: state {n!r}", [s[n] for s in states]) for n in sorted(states[-1])}
+    moved = [n for n in sorted(shared[-1]) if any(not _same(before.get(n), each.get(n)) for each in shared)]
+    changing_shared = {n: _changes(f"{kind}: option {n!r}", [each.get(n) for each in shared]) for n in moved}
+    return StateNames(
+        changing=tuple(n for n, changes in changing.items() if changes),
+        like=rebuilt(_state(stepped, param), {}),
+        shared=tuple(n for n, changes in changing_shared.items() if changes),
+        fixed={n: shared[-1][n] for n, changes in changing_shared.items() if not changes},
+        numbers=frozenset(n for each in (*states, *shared) for n, value in each.items() if _is_number(value)),
+    )
+
+
+def kept(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    """Everything that it keeps of a parameter, by the names of `StateNames`."""
+    return {**_own(optimizer, param), **_shared(optimizer)}
+
+
+def _own(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    return dict(leaves(_state(optimizer, param)))
+
+
+def _state(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    """Its state of a parameter, and under their attributes that of the optimizers that it wraps, where it is not the same."""
+    inner = {name: _state(each, param) for name, each in wrapped(optimizer).items() if each.state is not optimizer.state}
+    return {**optimizer.state[param], **inner}
+
+
+def _put(optimizer: torch.optim.Optimizer, param: Tensor, state: dict[str, Any]) -> None:
+    inner = {name: each for name, each in wrapped(optimizer).items() if each.state is not optimizer.state}
+    for name, each in inner.items():
+        _put(each, param, state[name])
+    optimizer.state[param] = {name: value for name, value in state.items() if name not in inner}
+
+
+def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What it keeps for all parameters: the group's options, and its state under other names than parameters."""
+    (group,) = optimizer.param_groups
+    found = {f"group-{k}": v for k, v in group.items() if k not in ("params", "lr")}
+    state: dict[Any, Any] = optimizer.state
+    found |= {f"optimizer-{k}": v for k, v in state.items() if isinstance(k, str)}
+    return {name: copied(value) for name, value in found.items()}
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return first is second or bool(first == second)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _changes(where: str, values: Sequence[Any]) -> bool:
+    """Whether what an optimizer keeps, as it was after each step, is an input of its update. Otherwise it is a constant."""
+    if all(isinstance(v, Tensor) for v in values):
+        return True
+    if all(v is None or isinstance(v, bool | int | float | str) for v in values) and all(v == values[0] for v in values):
+        return False
+    if all(v.ndim == 0 if isinstance(v, Tensor) else _is_number(v) for v in values):  # by values one or the other
+        return True
+    raise CaptureError(
+        "what the optimizer keeps is neither a tensor in its state nor a number",
+        where=where,
+        expected="tensors and numbers in self.state[param]",
+        got=", ".join(dict.fromkeys(type(v).__name__ for v in values)),
+        cure="Keep it as tensors, each under a name of its own.",
+    )

@@ -1,0 +1,116 @@
+"""Stateless random numbers in the bodies of control flow: a body receives its random key as an extra operand.
+
+A body is traced once and may run many times or never, so its random operators cannot be numbered by their places in the graph. The
+operator takes one site, and draws a key from it: one per call of a `cond`, one per iteration of a loop. If a loop runs over the rows of the
+batch, the key belongs to the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from trainload.autograd_trace.randomness.random_key import RandomKey
+
+_HOP = torch.ops.higher_order
+Operands = Sequence[Any]
+
+
+class Run(Protocol):
+    """The interface of the interpreter that the functions of `KEYED` use."""
+
+    def key_of_call(self) -> RandomKey:
+        """Return the key for values that are drawn once per call."""
+        ...
+
+    def key_of_entries(self, entries: Node) -> tuple[RandomKey, int | None]:
+        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries are rows, else None."""
+        ...
+
+    def site(self, count: int = 1) -> int:
+        """Return the next site, and take `count` of them."""
+        ...
+
+    def drawing(self, body: GraphModule, key: RandomKey) -> Callable[..., Any]:
+        """Return a function that runs a body with the given key."""
+        ...
+
+
+def _held(key: RandomKey) -> tuple[Any, ...]:
+    """The operands that complete a body's key: the first row of the call, and the number of rows if it is symbolic. They come last."""
+    return (key.row,) if isinstance(key.rows, int) else (key.row, key.rows)
+
+
+def _keyed(key: RandomKey, before: int, call: Callable[[RandomKey, Operands], Any]) -> Callable[..., Any]:
+    """Return a body whose operand number `before` is its key. `call` receives the key, and the operands of the original body."""
+    behind = len(_held(key))
+
+    def body(*operands: Any) -> Any:
+        end = len(operands) - behind
+        row, *rows = operands[end:]
+        own = RandomKey(operands[before], row, rows[0] if rows else key.rows)
+        return call(own, (*operands[:before], *operands[before + 1 : end]))
+
+    return body
+
+
+def _plain(run: Run, body: GraphModule) -> Callable[[RandomKey, Operands], Any]:
+    """Return a function that runs a body with a key and the body's own operands."""
+    return lambda own, given: run.drawing(body, own)(*given)
+
+
+def _cond(run: Run, target: Any, _: Node, predicate: Any, true: GraphModule, false: GraphModule, operands: Operands) -> Any:
+    key = run.key_of_call()
+    own = key.bits(run.site(), [], None)
+    branches = [_keyed(key, len(operands), _plain(run, body)) for body in (true, false)]
+    return target(predicate, *branches, (*operands, own, *_held(key)))
+
+
+def _scan(run: Run, target: Any, node: Node, body: GraphModule, first: Operands, entries: Operands, operands: Operands) -> Any:
+    key, keys = _of_entries(run, node.args[2], entries)
+    combine = _keyed(key, len(first) + len(entries), _plain(run, body))
+    return target(combine, first, [*entries, keys], (*operands, *_held(key)))
+
+
+def _map(run: Run, target: Any, node: Node, body: GraphModule, entries: Operands, operands: Operands) -> Any:
+    key, keys = _of_entries(run, node.args[1], entries)
+    each = _keyed(key, len(entries), _plain(run, body))
+    return target(each, (*entries, keys), (*operands, *_held(key)))
+
+
+def _of_entries(run: Run, nodes: Any, entries: Operands) -> tuple[RandomKey, Tensor]:
+    """Return the key of the call, and the keys of the iterations: int64 (entries,)."""
+    key, dim = run.key_of_entries(nodes[0])
+    return key, key.bits(run.site(), [entries[0].shape[0]], dim)
+
+
+def _while_loop(run: Run, target: Any, _: Node, condition: GraphModule, body: GraphModule, carried: Operands, operands: Operands) -> Any:
+    """Carries the number of the iteration beside the loop's own values."""
+    key, count = run.key_of_call(), len(carried)
+    own = key.bits(run.site(), [], None)
+
+    def call(part: GraphModule) -> Callable[[RandomKey, Operands], Any]:
+        return lambda own, given: run.drawing(part, own.of_iteration(given[count]))(*given[:count], *given[count + 1 :])
+
+    asked, called = call(condition), call(body)
+    place = count + 1 + len(operands)
+    results = target(
+        _keyed(key, place, asked),
+        _keyed(key, place, lambda own, given: (*called(own, given), given[count] + 1)),
+        (*carried, torch.zeros((), dtype=torch.int64, device=own.device)),
+        (*operands, own, *_held(key)),
+    )
+    return tuple(results[:count])
+
+
+KEYED: Mapping[Any, Callable[..., Any]] = {
+    _HOP.cond: _cond,
+    _HOP.scan: _scan,
+    _HOP.map_impl: _map,
+    _HOP.while_loop: _while_loop,
+}
+"""Operator -> a function that calls it with keyed bodies. Arguments: interpreter, operator, node, and the operator's own arguments."""

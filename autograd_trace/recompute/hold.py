@@ -1,0 +1,126 @@
+"""Holds back what backward computes again until backward has come so far, in graphs that a compiler may reorder.
+
+A copy of a forward node reads only what forward has left. So nothing but its place in the graph says that it belongs to backward, and a
+compiler that orders and fuses kernels by their inputs may compute it beside the node that it is a copy of, and keep it: Inductor does so
+with the first operators of a checkpoint, matrix products too. Therefore the copies' inputs are made to depend on a gradient:
+
+    where(isnan(one element of the gradient), input, input)
+
+whose value is the input, whatever the gradient is. It is fused into the kernel that reads the input, and costs a read of one element.
+jax.checkpoint has optimization_barrier for the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from trainload.autograd_trace.graphs import TANGENT
+from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES, REPEATED
+from trainload.capture.operators import is_collective, is_overload
+
+aten = torch.ops.aten
+
+_CALLS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "convolution", "_convolution"}
+    | {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"}
+    | {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"}
+)
+"""Operators that compilers call libraries for: their inputs must lie in memory as they are, so that holding one back costs a copy of it."""
+
+
+def hold_back(module: GraphModule) -> None:
+    """Makes the nodes that compute forward's values again depend on a gradient computed right before them. In place; no value changes.
+
+    Args:
+        module: a step graph after `remat.recompute`, as a plan has rewritten it, or one part of a pipeline stage. Every node has
+            `meta["val"]`.
+    """
+    graph = module.graph
+    nodes = list(graph.nodes)
+    if not any(RECOMPUTES in node.meta for node in nodes):
+        return
+    backward = [i for i, n in enumerate(nodes) if _is_of_backward(n)]
+    if not backward:
+        return  # the forward part of a pipeline stage
+    begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), backward[0])
+    late: set[Node] = set() if any(REPEATED in node.meta for node in nodes[:begin]) else {nodes[backward[0]]}
+    """Nodes that cannot be computed before forward is over, and, in the backward part, not before `last`."""
+    last: Node | None = None
+    guards: dict[Node, Node] = {}
+    copied: dict[Node, Node] = {}
+    for node in nodes[:begin]:
+        if REPEATED in node.meta or any(s in late for s in node.all_input_nodes):
+            late.add(node)
+            last = node if _has_an_element(node) else last
+    for node in nodes[begin:]:
+        if RECOMPUTES not in node.meta:
+            if node in late or any(s in late for s in node.all_input_nodes):
+                late.add(node)
+                last = node if _has_an_element(node) else last
+                copied.clear()
+            continue
+        sources = [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), Tensor)]
+        if any(s in late and RECOMPUTES in s.meta for s in sources):
+            late.add(node)
+        elif last is not None and sources and is_overload(node.target) and not _is_view(node):
+            guard = guards[last] = guards.get(last) or _guard(graph, last, node)
+            if node.target.overloadpacket.__name__ in _CALLS:
+                source = _main(sources)
+                copied[source] = copied.get(source) or _held(graph, source, guard, node)
+                node.replace_input_with(source, copied[source])
+            else:
+                for source in sources:
+                    node.replace_input_with(source, _held(graph, source, guard, node))
+            late.add(node)
+    graph.lint()
+    module.recompile()
+
+
+def _is_of_backward(node: Node) -> bool:
+    """Whether a node is part of the backward pass and not a copy of a forward node."""
+    return node.meta.get("partitioner_tag") == "is_backward" and RECOMPUTES not in node.meta
+
+
+def _has_an_element(node: Node) -> bool:
+    """Whether a node's value may be asked for its first element. The result of a collective may still be on its way."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or is_collective(node):
+        return False
+    return value.is_floating_point() and all(statically_known_true(size >= 1) for size in value.shape)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether an operator computes nothing."""
+    return is_overload(node.target) and (node.target.is_view or node.target.overloadpacket.__name__ == "_unsafe_view")
+
+
+def _main(sources: list[Node]) -> Node:
+    """Of a library call's inputs the first that is no bias: it is copied, so one has to do."""
+    return next((s for s in sources if s.meta["val"].ndim > 1), sources[0])
+
+
+def _guard(graph: Graph, gradient: Node, before: Node) -> Node:
+    """A 0-dim bool that is there no sooner than a gradient."""
+    with graph.inserting_before(before):
+        while gradient.meta["val"].ndim:
+            gradient = _call(graph, aten.select.int, gradient, 0, 0)
+        return _call(graph, aten.isnan.default, gradient)
+
+
+def _held(graph: Graph, source: Node, guard: Node, before: Node) -> Node:
+    with graph.inserting_before(before):
+        return _call(graph, aten.where.self, guard, source, source)
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    first = next(v for v in values if isinstance(v, Tensor))
+    with first.fake_mode:  # type: ignore[attr-defined]  # a FakeTensor: its class has no public name
+        node.meta["val"] = target(*values)
+    return node

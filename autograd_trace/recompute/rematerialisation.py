@@ -1,0 +1,181 @@
+"""Rematerialisation: what the model's checkpoints compute in forward is computed again in backward instead of being kept.
+
+While a program is interpreted under AOT autograd's tracer, `marking` writes into each node that is made which checkpoints it lies in; torch
+hands that on from an operator's forward nodes to its backward nodes. `recompute` then copies forward nodes into the backward part of the
+flat graph, as late as they are needed there, and has backward use the copies.
+
+The copies follow eager's torch.utils.checkpoint. A checkpoint's inputs are kept, and so are its results where an operator outside of it has
+saved them, and what a policy wants kept. What lies in several checkpoints, one in the other, is computed again once for each: while the
+outer one is computed again the inner one keeps nothing, and is computed again by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.traceback import get_current_meta
+
+from trainload.autograd_trace.graphs import TANGENT
+from trainload.capture.watching.selective import kept_operators
+from trainload.core.errors import CaptureError
+
+RECOMPUTES = "trainload_recomputes"
+"""In the metadata of a node that computes a value of forward again: that forward node's name."""
+REPEATED = "trainload_repeated"
+"""In the metadata of a forward node that is computed again, and depends on the batch or on random numbers, not on weights alone."""
+_REGIONS = "trainload_checkpoints"
+
+
+class Region(NamedTuple):
+    """A checkpoint of one graph: its number, and what it keeps, as `capture/watching/selective.py` says."""
+
+    number: int
+    keeps: str = ""
+
+
+Regions = tuple[Region, ...]
+"""The checkpoints that a node lies in, outermost first."""
+
+
+@contextmanager
+def marking(regions: Regions) -> Iterator[None]:
+    """Nodes that are traced inside lie in these checkpoints. Needs torch.fx.traceback.preserve_node_meta around the whole trace."""
+    meta = get_current_meta()
+    before = meta.get("custom")
+    meta["custom"] = {**(before or {}), _REGIONS: regions}  # a new one: torch's `annotate` writes into that of the interpreted node
+    try:
+        yield
+    finally:
+        if before is None:
+            del meta["custom"]
+        else:
+            meta["custom"] = before
+
+
+def regions_of(node: Node) -> Regions:
+    """The checkpoints that a traced node lies in; for a backward node, those of the operator that it is the derivative of."""
+    found: Regions = node.meta.get("custom", {}).get(_REGIONS, ())
+    return found
+
+
+def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Collection[Node], graph: str) -> None:
+    """Has the backward part of a flat functional graph compute again what lies in checkpoints. In place; all values stay what they are.
+
+    Args:
+        module: a graph whose backward part begins at the node named TANGENT. Nothing in it draws from a generator, so that a node may be
+            computed twice.
+        regions: node -> the checkpoints that it lies in; what is missing lies in none.
+        varying: the placeholders that are other ones in every step: the batch, and what random numbers come from.
+        graph: its name.
+
+    Raises:
+        CaptureError: a policy's answers do not fit the graph.
+    """
+    nodes = list(module.graph.nodes)
+    begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), None)
+    if begin is None:
+        return
+    inside = {n: found for n in nodes[:begin] if (found := regions.get(n, ())) and _makes_tensors(n)}
+    copies = _Copies(module.graph, inside, _kept(inside, graph))
+    for node in nodes[begin:]:
+        if node.op == "call_function":
+            for source in [s for s in node.all_input_nodes if s in inside]:
+                node.replace_input_with(source, copies.of(source, regions.get(node, ()), before=node))
+    varied, copied = set(varying), copies.originals()
+    for node in nodes[:begin]:
+        if any(s in varied for s in node.all_input_nodes):
+            varied.add(node)
+            if node in copied:
+                node.meta[REPEATED] = True
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+
+
+def _makes_tensors(node: Node) -> bool:
+    """Whether a node's value holds tensors. Sizes take no memory, and are kept."""
+    value = node.meta.get("val")
+    return node.op == "call_function" and any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,)))
+
+
+def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]:
+    """Node -> the checkpoints that keep its value, by their policies."""
+    calls: dict[Region, dict[str, list[Node]]] = {}
+    for node, regions in inside.items():
+        for region in regions:
+            if region.keeps:
+                calls.setdefault(region, {}).setdefault(str(node.target), []).append(node)
+    kept: dict[Node, set[Region]] = {}
+    for region, found in calls.items():
+        for name, answers in kept_operators(region.keeps).items():
+            made = found.get(name, [])
+            if len(answers) == 1:
+                answers *= len(made)
+            elif len(answers) != len(made):
+                raise CaptureError(
+                    f"a selective checkpoint's policy treats the calls of {name} differently, and the derived graph has not as many",
+                    where=f"graph {graph}",
+                    expected=f"{len(answers)} calls in the checkpoint",
+                    got=f"{len(made)}",
+                    cure="Have the policy decide by the operator alone.",
+                )
+            for node, answer in zip(made, answers, strict=True):
+                if answer == "1":
+                    kept.setdefault(node, set()).add(region)
+    for node in inside:
+        if node.target is operator.getitem and node.all_input_nodes[0] in kept:
+            kept[node] = kept[node.all_input_nodes[0]]
+    return kept
+
+
+class _Copies:
+    """Copies of forward nodes in the backward part: one of each node for each checkpoint around it that is computed again."""
+
+    def __init__(self, graph: Graph, regions: Mapping[Node, Regions], kept: Mapping[Node, set[Region]]) -> None:
+        self._graph = graph
+        self._regions = regions
+        self._kept = kept
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._made: dict[tuple[Node, int], Node] = {}
+
+    def of(self, node: Node, inside: Regions, before: Node) -> Node:
+        """What stands for a forward node where the checkpoints `inside` are computed again: the node itself if it lies in none of them.
+
+        Copies that are not there yet are made, before the node `before`, in the order of forward.
+        """
+        depth = self._depth(node, inside)
+        wanted = [(node, depth)] if depth else []
+        missing: dict[tuple[Node, int], dict[Node, int]] = {}
+        while wanted:
+            here = wanted.pop()
+            if here not in self._made and here not in missing:
+                around = self._regions[here[0]][: here[1]]
+                missing[here] = {s: self._depth(s, around) for s in here[0].all_input_nodes}
+                wanted += [(s, d) for s, d in missing[here].items() if d]
+        for here in sorted(missing, key=lambda pair: self._order[pair[0]]):
+            depths = missing[here]
+            with self._graph.inserting_before(before):
+                copy = self._graph.node_copy(here[0], lambda n, depths=depths: self._found(n, depths[n]))  # type: ignore[misc]  # a default
+            copy.meta = {**here[0].meta, "partitioner_tag": "is_backward", RECOMPUTES: here[0].name}
+            self._made[here] = copy
+        return self._found(node, depth)
+
+    def originals(self) -> set[Node]:
+        """The nodes that there are copies of."""
+        return {node for node, _ in self._made}
+
+    def _depth(self, node: Node, inside: Regions) -> int:
+        """How many of the checkpoints `inside` a node lies in, up to the innermost that does not keep its value."""
+        own = self._regions.get(node, ())
+        depth = next((i for i, (a, b) in enumerate(zip(own, inside, strict=False)) if a != b), min(len(own), len(inside)))
+        while depth and own[depth - 1] in self._kept.get(node, ()):
+            depth -= 1
+        return depth
+
+    def _found(self, node: Node, depth: int) -> Node:
+        return self._made[node, depth] if depth else node

@@ -1,0 +1,397 @@
+"""Turns what torch.export and a model's own code raise into a page that names the user's line, the cause and the rewrite."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainload.capture.diagnostics.rerun import Answers, Deed, Watched, watch
+from trainload.capture.guards.guard_lines import listening
+from trainload.capture.job.definition import Job
+from trainload.capture.job.flat_function import Traced
+from trainload.capture.program import GraphCapture
+from trainload.capture.source import code_rewrite as rewrite
+from trainload.capture.source.causes import (
+    ASKS,
+    BACKWARD,
+    BRANCH,
+    BREAK,
+    CONSTRAINT,
+    DATA,
+    DEVICES,
+    DIFFERENCE,
+    EAGER,
+    GLOBAL,
+    INPUT,
+    INPUT_WRITE,
+    MODULE,
+    NO_AUTOGRAD,
+    NO_FAKE_KERNEL,
+    NO_GRADIENT,
+    NUMBER,
+    OTHER_SIZE,
+    PARAMETER_WRITE,
+    SPECIALISED,
+    TENSOR_CLASS,
+    VALUES,
+    Cause,
+    cause_of,
+)
+from trainload.capture.source.source_place import chain, place_here, place_of_error, place_of_function
+from trainload.capture.source.user_kernels import without_kernel
+from trainload.core.errors import CaptureError, first_line, raised
+from trainload.core.finding import Finding, Place
+
+Attempt = Callable[[AbstractContextManager[object]], object]
+"""Captures once more, within a context."""
+
+_ATTEMPTS = 8
+_SECONDS = 30.0
+"""The search for further causes takes at most so many captures, and begins none after so many seconds."""
+
+
+def capture_error(
+    graph: str,
+    error: Exception,
+    attempt: Attempt,
+    function: Traced,
+    batch: dict[str, Tensor],
+    *,
+    training: bool,
+    runs: bool = True,
+) -> CaptureError:
+    """The page for an exception of torch.export or of the model's own code: its cause, and whatever else stands in the way.
+
+    Args:
+        graph: which graph was being captured.
+        error: what was raised.
+        attempt: captures again.
+        function: what was to be captured. Its model's buffers change.
+        batch: what it is given.
+        training: whether it is traced with gradients.
+        runs: whether the model can be run to find out more.
+    """
+    watched = Watched()
+    findings = list(_findings(error, watched))
+    # What follows runs the model's own code, which may raise anything: the first cause is told all the same.
+    with contextlib.suppress(Exception):
+        if runs:
+            with torch.set_grad_enabled(training):
+                watched = watch(function, batch)
+        findings = list(_unique(_findings(error, watched)))
+        findings = list(_unique(_all(error, attempt, watched)))
+    first = findings[0]
+    problem = f"the {graph} graph cannot be captured: {first.sentence}"
+    return CaptureError(
+        problem,
+        where=_where(first.place),
+        got=_gist(error),
+        cure=first.advice,
+        findings=findings,
+    )
+
+
+def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -> CaptureError:
+    """The page for an exception of a replay: eager (`by` "the model") or captured (`by` "the captured graph")."""
+    cause = cause_of(chain(error))
+    place = place_of_error(error) if by == "the model" else None
+    if by != "the model" and "functorch" in str(error):
+        return _nested_transforms(captured.name, error)
+    if cause is not NO_AUTOGRAD:
+        cause = OTHER_SIZE
+    return CaptureError(
+        f"{by} fails on {rows} rows of the example batch in the {captured.name} graph: {raised(error)}",
+        where=_where(place) or f"graph {captured.name}",
+        cure=cause.advice,
+        findings=[_finding(cause, place, str(error), captured.inputs[0].name)],
+    )
+
+
+def _nested_transforms(graph: str, error: Exception) -> CaptureError:
+    """The page for transforms of torch.func of which one, traced, cannot run inside the other."""
+    problem = "a transform of torch.func inside of another, which a graph cannot hold"
+    advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) in place of vmap over the jvp of a row."
+    finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
+    return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(error), cure=advice, findings=[finding])
+
+
+def own_generator() -> CaptureError:
+    """The page for a random number that is drawn from a generator of the user's. To be called below the user's line."""
+    place = place_here()
+    problem = "forward draws from a generator of its own, whose state is no part of the model"
+    advice = "Leave out `generator`: what a graph draws follows from the run's seed, the step and the row."
+    finding = Finding(GLOBAL.anchor, problem, advice, "noise = torch.rand(size, device=x.device)  # no generator", place)
+    return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
+
+
+def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
+    """An error of the comparison with eager, with the lines of the user's source that may be behind it.
+
+    Args:
+        error: the difference.
+        function: what was captured, in the mode of that graph. Its model's buffers change.
+        batch: what it is given.
+        compare: compares the graph with eager on `batch` alone.
+    """
+    if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
+        if error.findings[0].cause != OTHER_SIZE.anchor:
+            return error
+        return without_kernel(function, batch) or _of_any_size(error, function, batch) or _of_graph(compare) or error
+    watched = Watched()
+    with contextlib.suppress(Exception):  # as above
+        watched = watch(function, batch)
+    if error.findings:
+        place = next((p for name, p in watched.operators.items() if f'"{name}"' in error.findings[0].rewrite), None)
+        findings = [replace(error.findings[0], place=place)]
+        where = _where(place) or error.where
+    else:
+        for suspects in ((PARAMETER_WRITE, INPUT_WRITE), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,), (ASKS,)):
+            findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
+            if findings:
+                break
+        else:
+            findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.cure)]
+        where = error.where
+    found = list(_unique(findings))
+    return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, cure=error.cure, findings=found)
+
+
+def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]) -> CaptureError | None:
+    """The page for a model that fails on the example batch too, so that its size is not the cause; None: it does not fail there."""
+    watched = Watched()
+    with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
+        watched = watch(function, batch)
+    error_of_eager = watched.error or _backward_error(function, batch)
+    if error_of_eager is None:
+        return None
+    finding = _of_eager(error_of_eager)
+    return CaptureError(error.problem, where=_where(finding.place), cure=EAGER.advice, findings=[finding])
+
+
+def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
+    """The page for a graph that fails on the example batch too, where the model runs; None: it does not fail there."""
+    try:
+        compare()
+    except CaptureError as error:
+        if error.__cause__ is None or not error.findings or error.findings[0].cause != OTHER_SIZE.anchor:
+            return None
+        problem = f"the captured graph fails on the example batch, and the model does not: {raised(error.__cause__)}"
+        finding = Finding(DIFFERENCE.anchor, problem, BREAK.advice, rewrite.custom_operator(), None)
+        return CaptureError(problem, where=error.where, cure=BREAK.advice, findings=[finding])
+    return None
+
+
+def _backward_error(function: Traced, batch: dict[str, Tensor]) -> Exception | None:
+    """Return what eager mode raises in backward on a batch; None where it raises nothing, or the model is not in train mode."""
+    if not function.get_submodule("model").training:
+        return None
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            loss = function(batch)[0]
+            torch.autograd.grad(loss, [p for p in function.parameters() if p.requires_grad], allow_unused=True)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is what the user would see
+        return error
+    return None
+
+
+def _of_eager(error: Exception) -> Finding:
+    return Finding(EAGER.anchor, f"{EAGER.sentence}: {raised(error)}", EAGER.advice, "", place_of_error(error))
+
+
+def unfollowed(problem: str, advice: str) -> CaptureError:
+    """Return the report for an operation in forward that a graph cannot represent. Call it below the user's frame."""
+    place = place_here()
+    return CaptureError(problem, where=_where(place), cure=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
+
+
+def of_hook(problem: str, advice: str) -> CaptureError:
+    """Return the report for a hook of the model that a graph cannot represent."""
+    return CaptureError(problem, where="Job.model", cure=advice, findings=[Finding(BACKWARD.anchor, problem, advice)])
+
+
+def own_backward(problem: str, advice: str) -> CaptureError:
+    """The page for something in the model's backward that has no place in a graph. To be called below the user's line."""
+    place = place_here()
+    finding = Finding(BACKWARD.anchor, problem, advice, rewrite.custom_operator(), place)
+    return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
+
+
+def no_gradient(job: Job) -> CaptureError:
+    """The page for a loss that reaches no parameter; it names the function that computes it."""
+    function = job.loss if job.loss is not None else job.model.forward
+    place = place_of_function(function)
+    code = "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the parameters and here"
+    finding = Finding(NO_GRADIENT.anchor, NO_GRADIENT.sentence, NO_GRADIENT.advice, code, place)
+    return CaptureError(NO_GRADIENT.sentence, where=_where(place) or "Job.loss", cure=NO_GRADIENT.advice, findings=[finding])
+
+
+# From exceptions and deeds to findings
+
+
+def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
+    """What one exception means: a cause, in as many places as there are."""
+    text = "\n".join(str(each) for each in chain(error))
+    cause, place = cause_of(chain(error)), rewrite.sharpened(place_of_error(error))
+    if cause in (BRANCH, NUMBER):
+        cause = _branch_or_number(place, text)
+    if cause is DATA:
+        yield from _data(watched) or [_finding(DATA, place, text)]
+    elif cause is not None:
+        yield _finding(cause, place, text, watched.input)
+    elif watched.error is not None:
+        yield _of_eager(watched.error)
+    else:
+        yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised(error)}", BREAK.advice, rewrite.custom_operator(), place)
+
+
+def _data(watched: Watched) -> list[Finding]:
+    deeds = [deed for deed in watched.deeds if deed.cause is DATA and deed.place is not None and ".data" in deed.place.expression]
+    return [_of_deed(deed) for deed in sorted(deeds, key=lambda deed: deed.place.span if deed.place is not None else ())]
+
+
+def _branch_or_number(place: Place | None, text: str) -> Cause:
+    spot = rewrite.spot_of(place)
+    if spot is not None and spot.test_of is not None:
+        return BRANCH
+    if place is not None and re.match(r"(int|float|range|len|round)\(", place.expression):
+        return NUMBER
+    return NUMBER if re.search(r"specialized integer|zuf?\d+ \(unhinted: zuf?\d+\)|\.item\(\)", text) else BRANCH
+
+
+def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -> Finding:
+    spot = rewrite.spot_of(place)
+    rewrites: dict[str, Callable[[], str]] = {
+        BRANCH.anchor: lambda: rewrite.branch(spot),
+        NUMBER.anchor: lambda: rewrite.number(spot),
+        VALUES.anchor: lambda: rewrite.values(spot),
+        BREAK.anchor: rewrite.custom_operator,
+        TENSOR_CLASS.anchor: lambda: "y = scaled(x)  # a function of ordinary tensors, in place of a class",
+        DATA.anchor: lambda: rewrite.data(spot),
+        SPECIALISED.anchor: lambda: rewrite.size(spot, text, name),
+        CONSTRAINT.anchor: lambda: rewrite.size(spot, text, name),
+        OTHER_SIZE.anchor: lambda: rewrite.size(spot, "", name),
+        NO_FAKE_KERNEL.anchor: lambda: rewrite.fake_kernel(text),
+        DEVICES.anchor: lambda: "torch.ones(size, device=x.device)",
+        INPUT.anchor: lambda: 'Job(batch={"x": torch.tensor(values)}, ...)',
+        BACKWARD.anchor: rewrite.custom_operator,
+        NO_AUTOGRAD.anchor: lambda: rewrite.derivative(text),
+        GLOBAL.anchor: lambda: rewrite.outside(spot),
+        MODULE.anchor: lambda: rewrite.attribute(spot),
+        INPUT_WRITE.anchor: lambda: rewrite.input_write(spot),
+        PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
+    }
+    code = ""
+    with contextlib.suppress(Exception):  # any source may stand there; a place without a rewrite is better than none
+        code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
+    return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
+
+
+def _of_deed(deed: Deed) -> Finding:
+    if deed.cause is MODULE:
+        spot = rewrite.spot_of(deed.place)
+        code = rewrite.attribute(spot) if deed.sure else rewrite.outside(spot)
+        return Finding(MODULE.anchor, f"forward changes {deed.detail}, which a graph would freeze", MODULE.advice, code, deed.place)
+    found = _finding(deed.cause, deed.place, "")
+    if deed.cause is GLOBAL:
+        sentence = f"forward uses {deed.detail}, which is no part of the model and which a graph would freeze"
+        return replace(found, sentence=sentence)
+    return found
+
+
+def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """One for each cause and line."""
+    seen: set[tuple[str, str]] = set()
+    for finding in findings:
+        if (finding.cause, str(finding.place)) not in seen:
+            seen.add((finding.cause, str(finding.place)))
+            yield finding
+
+
+# Further causes
+
+
+def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
+    """Everything that stands in the way: captures again, giving eager's numbers where one is known, until nothing new comes up."""
+    findings: list[Finding] = []
+    passed: set[Place] = set()
+    began = time.monotonic()
+    current: Exception | None = error
+    for _ in range(_ATTEMPTS):
+        if current is None:
+            break
+        cause = cause_of(chain(current))
+        if cause in (SPECIALISED, CONSTRAINT):
+            findings += _of_sizes(cause, current, attempt, Answers(watched, passed), watched.input)
+            break
+        findings += _findings(current, watched)
+        ahead = _passable(place_of_error(current), watched) - passed if cause in (BRANCH, NUMBER) else set()
+        if not ahead or time.monotonic() - began > _SECONDS:
+            break
+        passed |= ahead
+        current = _raised(attempt, Answers(watched, passed))
+    return findings + _data(watched) + [_of_deed(deed) for deed in watched.deeds if deed.sure]
+
+
+def _passable(place: Place | None, watched: Watched) -> set[Place]:
+    """The conversions that a failure at `place` comes from: those at this very place, else all that give numbers."""
+    places = {at for at, _ in watched.answers}
+    return {place} if place in places else {at for at, name in watched.answers if name not in ("__bool__", "numpy")}
+
+
+def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Exception | None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            attempt(inside)
+        except Exception as error:  # noqa: BLE001  # handed on
+            return error
+    return None
+
+
+def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers, name: str) -> list[Finding]:
+    """A violated constraint has no place: torch raises it at the end. Captures again and listens to where sizes are compared."""
+    guards = _Guards()
+    _raised(attempt, guards.heard(answers))
+    text = "\n".join(str(each) for each in chain(error))
+    key = place_of_error(error) if "unhashable" in text else None  # a size as a key is an error where it stands
+    places = [key] if key is not None else guards.places
+    return [_finding(cause, place, text, name) for place in places] or [_finding(cause, None, text, name)]
+
+
+class _Guards(logging.Handler):
+    """Where in the user's source torch decided something about a dynamic size, from its log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.places: list[Place] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called in the middle of the user's code, which is therefore on the stack."""
+        if "[guard added]" in str(record.msg) and isinstance(record.args, tuple) and record.args[:1] == ("eval",):
+            place = place_here()
+            if place is not None and place not in self.places:
+                self.places.append(place)
+
+    @contextlib.contextmanager
+    def heard(self, answers: Answers) -> Iterator[None]:
+        """Listens while `answers` are given."""
+        with listening(self), answers:
+            yield
+
+
+def _where(place: Place | None) -> str:
+    return "" if place is None else str(place)
+
+
+def _gist(error: Exception) -> str:
+    """Return what torch said, in a line: of violated constraints the first one, not their number."""
+    constraint = re.search(r"^  - (.*)$", str(error), re.MULTILINE)
+    return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(error)

@@ -1,0 +1,314 @@
+"""Finds the variant of a graph that takes a batch, by the guards."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.capture.guard import FixedValue, Guard, fixed_value, limits_text
+from trainload.capture.guards.size_expressions import Expression, parse
+from trainload.capture.job.inputs import constants_of, leaves_of
+from trainload.core.errors import DataError
+
+Facts = Mapping[str, "tuple[torch.dtype, Sequence[int]]"]
+"""Input name -> its dtype and sizes."""
+
+Constants = Mapping[str, FixedValue]
+"""Constants by name; None is left out."""
+
+_CONSTANTS = (str, int, float, enum.Enum)
+_REMEMBERED = 4096
+"""Outcomes of a variant's conditions that are kept: a run sees few lengths again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Why a batch is not a variant's: where ("mask", "tokens[1]"), what its guard wants there, what the batch has. `coarse`: it is about
+    what the batch holds, not about a size.
+    """
+
+    where: str
+    expected: str
+    got: str
+    coarse: bool
+
+    def __str__(self) -> str:
+        return f"{self.where}: expected {self.expected}, got {self.got}"
+
+
+class Dispatcher:
+    """Picks the variant of a graph, or of several that run on the same batch, for a batch.
+
+    Args:
+        graph: what it picks for, as errors name it.
+        guards: variant ("" is the first) -> the guards of its graphs, all of which must hold. In the order in which they are tried.
+        ignored: inputs and constants that a batch may have although no guard names them: other graphs of the package do.
+        fed: inputs that no batch has, since another graph makes them.
+
+    Attributes:
+        names: of all that a batch may hold.
+    """
+
+    def __init__(
+        self, graph: str, guards: Mapping[str, Sequence[Guard]], *, ignored: Collection[str] = (), fed: Collection[str] = ()
+    ) -> None:
+        assert guards, "a graph has one variant at least"
+        every = [guard for each in guards.values() for guard in each]
+        told = {name for guard in every for name in guard.constants}
+        # A constant that all variants agree on picks none of them, so a batch need not have it.
+        deciding = {name for name in told if len({guard.constants.get(name) for guard in every}) > 1}
+        first = {name: value for guard in next(iter(guards.values())) for name, value in guard.constants.items() if value.kind != "none"}
+        usual = {name: first.get(name) for name in deciding}
+        self._graph = graph
+        self._variants = {name: tuple(_Matcher(guard, usual, frozenset(fed)) for guard in each) for name, each in guards.items()}
+        inputs = {name for guard in every for name in (*(i.name for i in guard.inputs), *guard.absent)}
+        self.names = frozenset((inputs | told | set(ignored)) - set(fed))
+
+    def pick(self, batch: Mapping[str, Any]) -> str:
+        """The first variant that takes a batch. Constants that the batch leaves out are as the first variant has them.
+
+        Args:
+            batch: name -> tensor or constant, flat with dotted names or nested as the job's was.
+
+        Raises:
+            DataError: it fits none. The message says of each what does not fit, the nearest first.
+        """
+        facts: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
+        constants: dict[str, FixedValue] = {}
+        for name, value in batch.items():
+            if name not in self.names:
+                return self._pick_nested(batch)
+            if isinstance(value, Tensor):
+                facts[name] = (value.dtype, value.shape)
+            elif isinstance(value, _CONSTANTS):
+                constants[name] = fixed_value(value)
+            elif value is not None:
+                return self._pick_nested(batch)
+        return self.pick_facts(facts, constants)
+
+    def pick_facts(self, facts: Facts, constants: Constants) -> str:
+        """As `pick`, of a batch of which only the inputs' dtypes and sizes, and the constants, are known."""
+        for name, matchers in self._variants.items():
+            for matcher in matchers:
+                if not matcher.takes(facts, constants):
+                    break
+            else:
+                return name
+        raise self._error(facts, constants)
+
+    def misfits(self, facts: Facts, constants: Constants) -> dict[str, Misfit]:
+        """What does not fit, by variant, the nearest first; of each the first thing. Variants that take the batch are left out."""
+        found = {name: [m for matcher in matchers for m in matcher.misfits(facts, constants)] for name, matchers in self._variants.items()}
+        ranked = sorted((sum(m.coarse for m in each), len(each), order, name) for order, (name, each) in enumerate(found.items()) if each)
+        return {name: found[name][0] for *_, name in ranked}
+
+    def _pick_nested(self, batch: Mapping[str, Any]) -> str:
+        leaves = leaves_of(batch, values=False)
+        constants = {name: fixed_value(value) for name, value in constants_of(batch).items() if value is not None}
+        unknown = sorted(set(leaves).union(constants) - self.names)
+        if unknown:
+            raise DataError(
+                f"the batch has what no variant takes: {', '.join(map(repr, unknown))}",
+                where=f"graph {self._graph}",
+                expected=", ".join(sorted(self.names)),
+                got=", ".join(sorted({*leaves, *constants})),
+                cure="Leave it out.",
+            )
+        return self.pick_facts({name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}, constants)
+
+    def _error(self, facts: Facts, constants: Constants) -> DataError:
+        said = [f"{name or 'the first'}: {misfit}" for name, misfit in self.misfits(facts, constants).items()]
+        if len(said) == 1:
+            return DataError(
+                f"the graph does not take this batch: {said[0].partition(': ')[2]}",
+                where=f"graph {self._graph}",
+                cure="`trainload inspect` lists what it takes; another freeze, with Job.dynamic or Job.variants, takes more.",
+            )
+        return DataError(
+            f"none of the {len(said)} variants takes this batch, the nearest first: {'; '.join(said)}",
+            where=f"graph {self._graph}",
+            cure="`trainload inspect` lists what each takes; another freeze, with one more in Job.variants, takes more.",
+        )
+
+
+class _Matcher:
+    """A guard, prepared: dims are compared, or bind a slot; then expressions and conditions are asked.
+
+    `usual`: constants on which variants differ -> what they are where a batch leaves them out, None where it may not.
+    """
+
+    def __init__(self, guard: Guard, usual: Mapping[str, FixedValue | None], fed: frozenset[str]) -> None:
+        self._guard = guard
+        inputs = [i for i in guard.inputs if i.name not in fed]
+        absent = [name for name in guard.absent if name not in fed]
+        self._nothing = (*absent, *(name for name, value in guard.constants.items() if value.kind == "none"))
+        self._constants = tuple((n, v, usual.get(n) if n in usual else v) for n, v in guard.constants.items() if v.kind != "none")
+        self._slots: dict[str, int] = {}
+        self._derived: list[tuple[str, int, Expression]] = []
+        plain = {s for i in inputs for s in i.sizes if isinstance(s, str) and s in guard.ranges}
+        self._whole: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        self._parts: list[tuple[str, torch.dtype, int, tuple[tuple[int, int | None, int, int, float], ...]]] = []
+        for entry in inputs:
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            fixed = tuple(s for s in entry.sizes if isinstance(s, int))
+            if len(fixed) == len(entry.sizes):
+                self._whole.append((entry.name, dtype, fixed))
+                continue
+            dims: list[tuple[int, int | None, int, int, float]] = []
+            for dim, size in enumerate(entry.sizes):
+                if isinstance(size, int):
+                    dims.append((dim, size, 0, 0, 0))
+                elif size in plain:
+                    least, most = guard.ranges[size]
+                    dims.append((dim, None, self._slot(size), least, float("inf") if most is None else most))
+                else:
+                    self._derived.append((entry.name, dim, parse(size)))
+            self._parts.append((entry.name, dtype, len(entry.sizes), tuple(dims)))
+        self._solved: list[tuple[str, int, str, int, int]] = []
+        for name, dim, expression in self._derived:
+            line = expression.affine()
+            if line is not None and expression.symbols[0] not in plain and expression.symbols[0] not in {s[2] for s in self._solved}:
+                self._solved.append((name, dim, expression.symbols[0], *line))
+        self._conditions = [parse(text) for text in guard.conditions]
+        if fed:  # what is asked of sizes that only fed inputs tell was asked of the graph that feeds them
+            known = {*self._slots, *(symbol for _, _, symbol, _, _ in self._solved)}
+            self._derived = [each for each in self._derived if set(each[2].symbols) <= known]
+            self._conditions = [condition for condition in self._conditions if set(condition.symbols) <= known]
+        self._outcomes: dict[tuple[int, ...], bool] = {}
+
+    def _slot(self, symbol: str) -> int:
+        return self._slots.setdefault(symbol, len(self._slots))
+
+    def takes(self, facts: Facts, constants: Constants) -> bool:
+        """Whether the guard holds. This is what a run asks of every batch, so it stops at the first thing that does not fit."""
+        for name in self._nothing:
+            if name in facts or name in constants:
+                return False
+        for name, value, usual in self._constants:
+            given = constants.get(name, usual)
+            if name in facts or given is None or (given != value and not _named_member(given, value)):
+                return False
+        for name, dtype, shape in self._whole:
+            fact = facts.get(name)
+            if fact is None or fact[0] is not dtype or tuple(fact[1]) != shape:
+                return False
+        bound: list[int] = [-1] * len(self._slots)
+        for name, dtype, ndim, dims in self._parts:
+            fact = facts.get(name)
+            if fact is None or fact[0] is not dtype:
+                return False
+            sizes = fact[1]
+            if len(sizes) != ndim:
+                return False
+            for dim, wanted, slot, least, most in dims:
+                size = sizes[dim]
+                if wanted is not None:
+                    if size != wanted:
+                        return False
+                elif bound[slot] != size:
+                    if bound[slot] >= 0 or not least <= size <= most:
+                        return False
+                    bound[slot] = size
+        if not self._derived and not self._conditions:
+            return True
+        key = (*bound, *(facts[name][1][dim] for name, dim, _ in self._derived))
+        outcome = self._outcomes.get(key)
+        if outcome is None:
+            if len(self._outcomes) >= _REMEMBERED:
+                self._outcomes.clear()
+            outcome = self._outcomes[key] = not any(True for _ in self._unequal(facts, dict(zip(self._slots, bound, strict=True))))
+        return outcome
+
+    def misfits(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
+        """All that does not fit: what the batch holds, then sizes, then what is asked of several sizes together."""
+        before = True
+        for misfit in self._differences(facts, constants):
+            before = False
+            yield misfit
+        if before:
+            values: dict[str, int] = {}
+            for entry in self._guard.inputs:
+                for size, found in zip(entry.sizes, facts[entry.name][1] if entry.name in facts else (), strict=False):
+                    if isinstance(size, str) and size in self._slots:
+                        values[size] = found
+            yield from self._unequal(facts, values)
+
+    def _differences(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
+        for name in self._nothing:
+            if name in facts or name in constants:
+                yield Misfit(name, "nothing", _seen(name, facts, constants), coarse=True)
+        for name, value, usual in self._constants:
+            given = constants.get(name, usual)
+            if name in facts or given is None or (given != value and not _named_member(given, value)):
+                usually = f"nothing, which is {usual}" if name not in constants and name not in facts and usual is not None else ""
+                yield Misfit(name, str(value), usually or _seen(name, facts, constants), coarse=True)
+        dims_of = {name: dims for name, _, _, dims in self._parts}
+        shown = {entry.name: f"{entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self._guard.inputs}
+        first: dict[int, tuple[int, str]] = {}
+        checked = [(name, dtype, len(shape)) for name, dtype, shape in self._whole] + [(n, d, count) for n, d, count, _ in self._parts]
+        fixed = {name: shape for name, _, shape in self._whole}
+        for name, dtype, ndim in checked:
+            fact = facts.get(name)
+            if fact is None or fact[0] is not dtype or len(fact[1]) != ndim:
+                yield Misfit(name, shown[name], _seen(name, facts, constants), coarse=True)
+                continue
+            for dim, wanted in enumerate(fixed.get(name, ())):
+                if fact[1][dim] != wanted:
+                    yield Misfit(f"{name}[{dim}]", str(wanted), str(fact[1][dim]), coarse=False)
+            for dim, known, slot, least, most in dims_of.get(name, ()):
+                size = fact[1][dim]
+                if known is not None:
+                    if size != known:
+                        yield Misfit(f"{name}[{dim}]", str(known), str(size), coarse=False)
+                    continue
+                other, where = first.setdefault(slot, (size, f"{name}[{dim}]"))
+                if size != other:
+                    yield Misfit(f"{name}[{dim}]", f"{other}, as {where}", str(size), coarse=False)
+                elif where == f"{name}[{dim}]" and not least <= size <= most:
+                    yield Misfit(where, limits_text(least, None if most == float("inf") else int(most)), str(size), coarse=False)
+
+    def _unequal(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
+        """What does not fit of derived sizes and of conditions. `values`: of the symbols that stand alone."""
+        for name, dim, symbol, factor, offset in self._solved:
+            value, rest = divmod(facts[name][1][dim] - offset, factor)
+            least, most = self._guard.ranges[symbol]
+            text = next(e.text for n, d, e in self._derived if (n, d) == (name, dim))
+            if rest or value < least or (most is not None and value > most):
+                limits = limits_text(least, most)
+                yield Misfit(f"{name}[{dim}]", f"{text} with {symbol} of {limits}", str(facts[name][1][dim]), coarse=False)
+                return
+            values[symbol] = value
+        for name, dim, expression in self._derived:
+            wanted = _value(expression.value, values)
+            size = facts[name][1][dim]
+            if size != wanted:
+                yield Misfit(f"{name}[{dim}]", f"{expression.text} = {wanted}", str(size), coarse=False)
+        for condition in self._conditions:
+            if not _value(condition.value, values):
+                got = ", ".join(f"{symbol} = {values[symbol]}" for symbol in condition.symbols)
+                yield Misfit("sizes", condition.text, got, coarse=False)
+
+
+def _value(function: Callable[[Mapping[str, int]], int], values: Mapping[str, int]) -> int | None:
+    """None where it divides by zero, which no size fulfils."""
+    try:
+        return function(values)
+    except ZeroDivisionError:
+        return None
+
+
+def _named_member(given: FixedValue, value: FixedValue) -> bool:
+    """Whether a string names the member of an Enum: who opens a package has not its class."""
+    return value.kind == "enum" and given.kind == "str" and given.text == value.text
+
+
+def _seen(name: str, facts: Facts, constants: Constants) -> str:
+    if name in facts:
+        dtype, sizes = facts[name]
+        return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
+    return str(constants[name]) if name in constants else "nothing"

@@ -1,0 +1,212 @@
+"""A job's loss and its predict function as modules that torch.export takes: a flat batch in, one flat tuple of tensors out.
+
+The user's functions are given the batch nested as `Job.batch` is, with its constants.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainload.capture.job.definition import Loss, LossFunction
+from trainload.capture.job.definition import PredictFunction as TensorsOf
+from trainload.capture.job.inputs import leaves_of, rebuild
+from trainload.capture.program import OutputRole, OutputSpec
+from trainload.core.errors import JobError
+
+
+class Signature:
+    """What a traced function returned last. Not an attribute of the module itself: torch.export puts those back after tracing."""
+
+    def __init__(self) -> None:
+        self.outputs: tuple[OutputSpec, ...] = ()
+
+
+Around = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+"""What a function is traced in, given the leaves of its batch."""
+
+
+def nothing_around(_: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """No context."""
+    return nullcontext()
+
+
+class Traced(nn.Module):
+    """A function of a job's model as a module: {leaf name: tensor} -> flat tuple of tensors.
+
+    Attributes:
+        inputs: the names of its leaves, sorted.
+        signature: what it returned last.
+        watched: what its forward runs in, given the leaves; a trace sets it.
+        differentiates: whether it takes gradients itself, so that evaluation needs them too.
+        runs: whether it can be run in eager mode; not without values.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs = tuple(leaves_of(batch))
+        self._batch = (batch,)  # in a tuple, so that torch.export does not look for its tensors here
+        self.signature = Signature()
+        self.watched: Around = nothing_around
+        self.differentiates = False
+        self.runs = True
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        (example,) = self._batch
+        with self.watched(batch), torch.enable_grad() if self.differentiates else nullcontext():
+            return self.run(rebuild(example, batch))
+
+    def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        """What is traced; `batch` is nested as the example is."""
+        raise NotImplementedError
+
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Return the user's functions that are traced."""
+        raise NotImplementedError
+
+    def _note(self, outputs: tuple[OutputSpec, ...]) -> None:
+        """Writes the signature down; not while the strict mode reads this line, to which it would be a side effect of the model's."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.signature.outputs = outputs
+
+
+class StepFunction(Traced):
+    """A loss as a module; `signature` describes its outputs after a call.
+
+    Args:
+        model: the job's.
+        batch: an example, nested.
+        loss: as `Job.loss`.
+        where: its place in the job, for errors.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], loss: LossFunction | None, where: str = "Job.loss") -> None:
+        super().__init__(model, batch)
+        # In a tuple, so that a loss that is a module is not registered as one.
+        self._loss = (None if loss is None else _traced_as_forward(loss),)
+        self._where = where
+        _check_stateless(loss, where)
+
+    def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        (function,) = self._loss
+        result = self.model(**batch) if function is None else function(self.model, batch)
+        loss = result if isinstance(result, Loss) else Loss(result)
+        value: Any = loss.value  # what a user's function returns may be anything
+        if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
+            raise JobError(
+                "the loss is not a scalar",
+                where=self._where,
+                expected="a 0-dim floating-point tensor, or trainload.Loss with one",
+                got=_described(value),
+                cure="Reduce it with .mean(), or give loss=... a function that returns the scalar.",
+            )
+        outputs = [OutputSpec("loss", OutputRole.LOSS)]
+        values: list[Any] = [value]
+        if loss.weight is not None:
+            outputs.append(OutputSpec("weight", OutputRole.WEIGHT))
+            values.append(loss.weight)
+        _check_names(loss.metrics, f"{self._where}: metrics")
+        _check_names(loss.outputs, f"{self._where}: outputs")
+        for name in sorted(loss.metrics):
+            outputs.append(OutputSpec(name, OutputRole.METRIC))
+            values.append(loss.metrics[name])
+        for spec, entry in zip(outputs, values, strict=True):
+            if not isinstance(entry, Tensor) or entry.ndim != 0 or entry.is_complex():
+                raise JobError(
+                    "not a 0-dim tensor",
+                    where=f"{self._where}: {spec.role} {spec.name!r}",
+                    expected="a 0-dim tensor",
+                    got=_described(entry),
+                )
+        for name in sorted(loss.outputs):
+            outputs.append(OutputSpec(name, OutputRole.OUTPUT))
+            values.append(_detached(loss.outputs[name], f"{self._where}: output {name!r}"))
+        self._note(tuple(outputs))
+        return tuple(values)
+
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return tuple(function for function in self._loss if function is not None)
+
+
+class TensorsFunction(Traced):
+    """A function that returns tensors by name (`Job.predict`, `Graph.compute`) as a module; `signature` names its outputs after a call.
+
+    Args:
+        model: the job's.
+        batch: what it reads of an example, nested.
+        function: as `Job.predict`.
+        role: of its outputs.
+        where: its place in the job, for errors.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], function: TensorsOf, role: OutputRole, where: str) -> None:
+        super().__init__(model, batch)
+        self._function = (_traced_as_forward(function),)
+        self._role = role
+        self._where = where
+        _check_stateless(function, where)
+
+    def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        (function,) = self._function
+        result = function(self.model, batch)
+        named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {self._role.value: result}
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
+                raise JobError(
+                    f"its {name!r} is not a tensor",
+                    where=self._where,
+                    expected="a tensor, or a flat mapping of names to tensors",
+                    got=type(value).__name__,
+                )
+        _check_names(named, self._where)
+        names = sorted(named)
+        self._note(tuple(OutputSpec(name, self._role) for name in names))
+        return tuple(named[name] for name in names)
+
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return self._function
+
+
+def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the name forward: torch.export keeps only frames of that name, and a node would not know its line in the loss."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    renamed = types.FunctionType(
+        function.__code__.replace(co_name="forward"), function.__globals__, "forward", function.__defaults__, function.__closure__
+    )
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return renamed
+
+
+def _check_names(values: Mapping[Any, Any], where: str) -> None:
+    """Check that the names of metrics and outputs are non-empty printable strings."""
+    for name in values:
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise JobError("not a usable name", where=where, expected="a text of printable characters", got=repr(name))
+
+
+def _detached(value: Any, where: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        raise JobError("not a tensor with a row for each of the batch's", where=where, got=_described(value))
+    return value.detach()
+
+
+def _described(value: object) -> str:
+    return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_stateless(function: object, where: str) -> None:
+    if isinstance(function, nn.Module) and (any(True for _ in function.parameters()) or any(True for _ in function.buffers())):
+        raise JobError(
+            "has parameters or buffers of its own, which would be lost",
+            where=where,
+            expected="a function of the model and the batch",
+            got=f"a {type(function).__name__} with state",
+            cure="Make it a part of Job.model, and reach it there: model.criterion(...).",
+        )

@@ -1,0 +1,73 @@
+"""Models without values, stood in for by tensors that look like any other on a CPU and take no memory.
+
+Each is mapped from one sparse file whose pages nobody touches: a trace asks for shapes, strides and dtypes. So what is traced is what a
+model with values gives, device and all, and a model of any size fits.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainload.capture.job.tensor_classes import has_values
+from trainload.core.errors import StorageError
+
+
+@contextmanager
+def hollow(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's parameters and buffers without values are such tensors; ties are kept. Afterwards they are what they were.
+
+    Raises:
+        StorageError: the folder for temporary files cannot hold a sparse file.
+    """
+    registries: list[dict[str, Any]] = [found for module in model.modules() for found in (module._parameters, module._buffers)]
+    replaced = [
+        (registry, name, value)
+        for registry in registries
+        for name, value in registry.items()
+        if value is not None and not has_values(value)
+    ]
+    largest = max((value.numel() * value.dtype.itemsize for _, _, value in replaced), default=0)
+    made: dict[int, Tensor] = {}
+    with _sparse_file(largest) as path:
+        for _, _, value in replaced:
+            if id(value) not in made:
+                made[id(value)] = _mapped(value, path)
+    try:
+        for registry, name, value in replaced:
+            registry[name] = made[id(value)]
+        yield
+    finally:
+        for registry, name, value in replaced:
+            registry[name] = value
+
+
+def _mapped(value: Tensor, path: str) -> Tensor:
+    if value.numel() == 0:
+        plain = torch.empty(value.shape, dtype=value.dtype)
+    else:
+        plain = torch.from_file(path, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+    return nn.Parameter(plain, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else plain
+
+
+@contextmanager
+def _sparse_file(size: int) -> Iterator[str]:
+    """The path of a file of this many bytes that takes no room; what is mapped from it stays when it is removed."""
+    try:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            os.truncate(file.fileno(), size)
+    except OSError as error:
+        raise StorageError(
+            f"no sparse file of {size:,} bytes can be made: {error.strerror}", where=tempfile.gettempdir(), cure="Set TMPDIR."
+        ) from error
+    try:
+        yield file.name
+    finally:
+        with suppress(OSError):
+            os.unlink(file.name)

@@ -1,0 +1,179 @@
+"""The example batch, nested as the user's code takes it, as leaf tensors with dotted names; and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.capture.job.names import is_part
+from trainload.capture.job.tensor_classes import check_tensors, has_values
+from trainload.core.errors import JobError
+
+Constant = int | float | str | bool | enum.Enum | None
+"""What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""
+
+LONGEST_NAME = 256
+"""Characters of an input's name, dots included."""
+
+
+class Placed:
+    """A tensor of an example batch whose leading dim is not that of the rows.
+
+    Not a dataclass: a dataclass in a batch is a container.
+
+    Args:
+        tensor: as the user's functions take it.
+        dim: of its rows; None: it has none, and is the same for every batch.
+    """
+
+    __slots__ = ("dim", "tensor")
+
+    def __init__(self, tensor: Tensor, dim: int | None) -> None:
+        self.tensor = tensor
+        self.dim = dim
+
+
+def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Tensor]:
+    """Return the inputs of a batch by dotted name ("mask.left", "pair.0"), in sorted order of names: (rows, ...) tensors.
+
+    A tensor that is `Placed` has its rows moved to the front; one that is the same for every batch is no input.
+
+    Args:
+        batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of these, to any depth.
+        values: whether the tensors must have values.
+
+    Raises:
+        JobError: a name cannot be one of an input, an entry is of another type, or there is no tensor.
+        CaptureError: a tensor is of a class with behaviour of its own, not dense, or without values.
+    """
+    if not batch:
+        raise JobError("the example batch is empty", where="Job.batch", cure="Give one real batch, input name -> tensor.")
+    found: dict[str, Tensor] = {}
+    for name, value in _entries("", batch):
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, Placed):
+            found |= {} if value.dim is None else {name: value.tensor.movedim(value.dim, 0)}
+        elif not (value is None or isinstance(value, int | float | str | enum.Enum)):
+            raise JobError(
+                "an entry of a type that a batch cannot hold",
+                where=f"Job.batch: {name}",
+                expected="a tensor, None, a number, a string, an Enum's member, or a dict, list, tuple, named tuple or dataclass of these",
+                got=f"{type(value).__module__}.{type(value).__qualname__}",
+                cure="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
+                "See docs/capture.md#unsupported-input.",
+            )
+    if not found:
+        raise JobError(
+            "the example batch holds no tensor",
+            where="Job.batch",
+            cure="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
+        )
+    check_tensors(("input", name, leaf) for name, leaf in sorted(found.items()) if values or has_values(leaf))
+    return dict(sorted(found.items()))
+
+
+def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
+    """What a batch holds beside tensors, by dotted name, sorted."""
+    return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor | Placed)))
+
+
+def with_tensors(batch: Mapping[str, Any], replaced: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """Return a batch nested as `batch` is, with what `replaced` gives for the name and the value of each of its tensors."""
+
+    def each(name: str, value: Any) -> Any:
+        return replaced(name, value) if isinstance(value, Tensor) else value
+
+    return {name: _mapped(value, str(name), each) for name, value in batch.items()}
+
+
+def structure_of(value: Any) -> str:
+    """The containers of a batch, without what is in them: batches of one structure differ in tensors and constants only."""
+    parts = _parts(value)
+    if parts is None:
+        return "tensor" if isinstance(value, Tensor | Placed) else "constant"
+    inside = ", ".join(f"{key}: {structure_of(part)}" for key, part in sorted(parts.items(), key=lambda entry: str(entry[0])))
+    return f"{type(value).__module__}.{type(value).__qualname__}({inside})"
+
+
+def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a batch as the user's functions take it: nested as `batch` is, with its constants, and `leaves` in the places of its tensors.
+
+    Dataclasses are copied field by field: neither `__init__` nor `__post_init__` runs.
+
+    Args:
+        batch: the example.
+        leaves: (rows, ...) tensors by dotted name; rows of a tensor that is `Placed` are moved to where it has them.
+    """
+
+    def made(name: str, value: Any) -> Any:
+        if isinstance(value, Placed):
+            return value.tensor if value.dim is None else leaves[name].movedim(0, value.dim).contiguous()
+        return leaves[name] if isinstance(value, Tensor) else value
+
+    return {name: _mapped(value, str(name), made) for name, value in batch.items()}
+
+
+def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
+    """Return a value with every entry that is no container replaced; `function` is given its dotted name and itself."""
+    parts = _parts(value)
+    if parts is None:
+        return function(name, value)
+    made = {key: _mapped(part, f"{name}.{key}", function) for key, part in parts.items()}
+    if dataclasses.is_dataclass(value):
+        twin = copy.copy(value)
+        for key, part in made.items():
+            object.__setattr__(twin, key, part)
+        return twin
+    if isinstance(value, dict):
+        return type(value)(made)
+    return type(value)._make(made.values()) if hasattr(value, "_make") else type(value)(made.values())
+
+
+def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, tensor or whatever else is no container), depth first."""
+    for key, value in parts.items():
+        name = f"{prefix}{key}"
+        if not isinstance(key, int | str) or isinstance(key, bool) or not is_part(str(key)):
+            place = f"Job.batch: {prefix.rstrip('.')}" if prefix else "Job.batch"
+            expected = "an integer, or a text without dots and control characters"
+            raise JobError("not a usable input name", where=place, expected=expected, got=repr(key))
+        if len(name) > LONGEST_NAME:
+            raise JobError("an input's name is too long", where="Job.batch", expected=f"{LONGEST_NAME} characters", got=f"{name[:40]}...")
+        inside = _parts(value)
+        if inside is None:
+            yield name, value
+        else:
+            yield from _entries(f"{name}.", inside)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """The entries of a container that can be rebuilt from them, by the key that names them; None for anything else."""
+    if type(value) in (dict, OrderedDict):
+        if len({str(key) for key in value}) < len(value):
+            raise JobError("a dict with two keys of one spelling", where="Job.batch", expected="different names", got=repr(list(value)[:8]))
+        return dict(value)
+    if type(value) in (tuple, list):
+        return dict(enumerate(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, torch.Size):
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | torch.nn.Module):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        beside = sorted(set(getattr(value, "__dict__", ())) - set(parts))
+        if beside:
+            raise JobError(
+                f"a {type(value).__name__} holds more than its fields, which the graphs would fix to what the example has",
+                where="Job.batch",
+                expected=f"the fields {', '.join(parts)} alone",
+                got=", ".join(beside),
+                cure="Make it a field, or a property.",
+            )
+        return parts
+    return None

@@ -1,0 +1,107 @@
+"""Gives every input of a job its rows in the leading dim, where all that follows expects them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.export import Dim
+
+from trainload.capture.job.declared_sizes import dims_said, is_hint
+from trainload.capture.job.definition import Batch, Job, check_job
+from trainload.capture.job.inputs import Placed, leaves_of, with_tensors
+from trainload.core.errors import JobError
+
+_USUAL = "batch"
+"""The batch dim's name where no leading dim has another."""
+
+
+def arranged(job: Job) -> Job:
+    """Return the job with the rows of every input in its leading dim. A job that is arranged already is returned as it is.
+
+    Tensors that have them elsewhere, or that all rows share, are `Placed` in its batches, so that its functions get them as they were.
+
+    Raises:
+        JobError: `Job.shared` or `Job.dynamic` name what the batches lack, contradict one another, or leave no input with rows.
+    """
+    check_job(job)
+    tensors = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values(), *job.replays)]
+    examples: dict[str, Tensor] = {}
+    for leaves in tensors:  # `Job.dynamic` speaks of the dims of the variant that has most
+        examples |= {name: leaf for name, leaf in leaves.items() if name not in examples or leaf.ndim > examples[name].ndim}
+    shared = _shared(job, examples)
+    said = {name: dims_said(name, job.dynamic[name], leaf) for name, leaf in examples.items() if name in job.dynamic}
+    places = dict(_places(said))
+    if not shared and not places:
+        return job
+    dynamic = dict(job.dynamic) | {name: _moved(said[name], place) for name, place in places.items()}
+
+    def placed(batch: Batch) -> dict[str, Any]:
+        return with_tensors(batch, lambda name, leaf: _placed(name, leaf, None if name in shared else places.get(name, 0)))
+
+    return replace(
+        job,
+        batch=placed(job.batch),
+        variants={name: placed(batch) for name, batch in job.variants.items()},
+        replays=tuple(placed(batch) for batch in job.replays),
+        dynamic=dynamic,
+        shared=(),
+    )
+
+
+def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the tensors that `Job.shared` names, itself or by a container."""
+    if isinstance(job.shared, str):
+        raise JobError("a name in place of names", where="Job.shared", expected="a list of names", got=repr(job.shared))
+    found: set[str] = set()
+    for entry in job.shared:
+        names = {name for name in examples if name == entry or name.startswith(f"{entry}.")}
+        if not names:
+            raise JobError("names inputs that the batch lacks", where="Job.shared", expected=f"some of {sorted(examples)}", got=repr(entry))
+        if sized := sorted(names & set(job.dynamic)):
+            raise JobError(
+                "an input that all rows share has the sizes of the example",
+                where=f"Job.dynamic[{sized[0]!r}]",
+                cure="Leave it out there, or in Job.shared.",
+            )
+        found |= names
+    if found and found >= set(examples):
+        raise JobError(
+            "no input has rows", where="Job.shared", expected="one input that differs from row to row", got=", ".join(sorted(found))
+        )
+    return found
+
+
+def _places(said: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
+    """Yield (input, the dim of its rows) where that is not the leading one: the dim that is declared to be the batch dim."""
+    named = {name: {dim: spec.__name__ for dim, spec in dims.items() if _is_plain(spec)} for name, dims in said.items()}
+    leading = {dims[0] for dims in named.values() if 0 in dims}
+    rows = next(iter(leading)) if len(leading) == 1 and not any(_USUAL in dims.values() for dims in named.values()) else _USUAL
+    for name, dims in named.items():
+        places = [dim for dim, of in dims.items() if of == rows]
+        if len(places) == 1 and places[0] > 0:
+            yield name, places[0]
+
+
+def _is_plain(spec: Any) -> bool:
+    """Return whether it is a dim with a name of its own."""
+    return isinstance(spec, Dim) and not is_hint(spec) and not hasattr(spec, "root")
+
+
+def _moved(dims: Mapping[int, Any], place: int) -> dict[int, Any]:
+    """Return what is said of an input's dims, by the numbers that they have when one has been moved to the front."""
+    return {0 if dim == place else dim + (dim < place): spec for dim, spec in dims.items()}
+
+
+def _placed(name: str, leaf: Tensor, place: int | None) -> Tensor | Placed:
+    if place is None:
+        return Placed(leaf.detach(), None)  # not a copy: whether it shares memory with a parameter is still to be seen
+    if place == 0:
+        return leaf
+    if place >= leaf.ndim:
+        raise JobError(
+            "the input has no such dim", where=f"Job.dynamic[{name!r}]", expected=f"{place + 1} dims or more", got=f"{leaf.ndim}"
+        )
+    return Placed(leaf, place)

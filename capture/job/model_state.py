@@ -1,0 +1,216 @@
+"""A model's parameters and buffers: what they are, whether they can be stored, and putting them back after a replay."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from trainload.capture.job.names import check_names
+from trainload.capture.job.shared_memory import check_sharing
+from trainload.capture.job.tensor_classes import check_tensors, fake_attributes
+from trainload.capture.program import BufferSpec, ParameterSpec
+from trainload.capture.source.source_place import place_of_error
+from trainload.core.errors import CaptureError, JobError, raised
+
+
+def check_model(model: object) -> nn.Module:
+    """The model, if its parameters and buffers can be stored: ordinary tensors with values, no two of which share memory.
+
+    Raises:
+        JobError: it is no module.
+        CaptureError: it is scripted, or holds tensors without values (meta, fake, lazy) or of a class with behaviour; or two parameters
+            are different objects on one memory.
+    """
+    if not isinstance(model, nn.Module):
+        raise JobError("not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
+    _check_no_modules(
+        model,
+        (torch.jit.ScriptModule,),
+        "a scripted module, which torch.export does not follow",
+        expected="a module of Python",
+        cure="Give the module that was scripted or traced: torch.jit has no use here.",
+    )
+    _check_no_modules(
+        model,
+        _wrappers(),
+        "a wrapper that spreads the model over ranks, which is decided by the plan of a launch",
+        expected="the module that was wrapped",
+        cure="Give model.module.",
+    )
+    check_names(model)
+    check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
+    _check_floating(model)
+    _check_not_inference(model)
+    check_tensors(("buffer", name, buffer) for name, buffer in model.named_buffers())
+    check_tensors(fake_attributes(model))
+    check_sharing(model)
+    return model
+
+
+def _check_no_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, cure: str) -> None:
+    """Raise CaptureError if one of the model's modules is of one of these classes."""
+    for path, module in model.named_modules():
+        if isinstance(module, kinds):
+            where = f"Job.model: {path}" if path else "Job.model"
+            raise CaptureError(problem, where=where, expected=expected, got=type(module).__name__, cure=cure)
+
+
+def _wrappers() -> tuple[type, ...]:
+    """Return the classes that spread a module over ranks. FSDP's is looked up only if it was imported, since that takes 0.8 s."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    own = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
+    return (nn.parallel.DistributedDataParallel, nn.DataParallel, *own)
+
+
+def _check_not_inference(model: nn.Module) -> None:
+    """Check that no parameter or buffer was made in inference mode: outside of it nothing can write to such a tensor."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_inference():
+                raise JobError(
+                    f"the {kind} was made in inference mode, so it cannot be changed in training",
+                    where=f"Job.model: {name}",
+                    expected="a model made outside of torch.inference_mode()",
+                    cure="Make the model outside of inference mode, or give copy.deepcopy(model).",
+                )
+
+
+def _check_floating(model: nn.Module) -> None:
+    """Check that parameters are of floating point: ranks store them, frozen ones too, in buckets of such."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            owner, _, own = name.rpartition(".")
+            raise CaptureError(
+                "the parameter is of no floating-point dtype",
+                where=f"Job.model: {name}",
+                expected="float32, bfloat16, float16 or float64",
+                got=str(parameter.dtype).removeprefix("torch."),
+                cure=f"Nothing trains it, so make it a buffer: {owner or 'self'}.register_buffer({own!r}, value).",
+            )
+
+
+def parameter_specs(model: nn.Module, without_gradient: set[str]) -> tuple[ParameterSpec, ...]:
+    """The model's parameters; the first name of a tied one owns it. `without_gradient`: owners that the loss does not reach."""
+    owners: dict[int, str] = {}
+    specs = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = owners.setdefault(id(parameter), name)
+        specs.append(
+            ParameterSpec(
+                name=name,
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                shape=tuple(parameter.shape),
+                trainable=parameter.requires_grad and owner not in without_gradient,
+                alias_of=None if owner == name else owner,
+            )
+        )
+    return tuple(specs)
+
+
+def buffer_specs(model: nn.Module) -> tuple[BufferSpec, ...]:
+    """The model's buffers, persistent or not."""
+    persistent = model.state_dict().keys()
+    return tuple(
+        BufferSpec(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), name in persistent)
+        for name, value in model.named_buffers(remove_duplicate=False)
+    )
+
+
+def state_of(model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: tuple[BufferSpec, ...]) -> dict[str, Tensor]:
+    """The tensors of `Program.state`, contiguous. On a CPU they are the model's own memory where that is contiguous, not copies."""
+    by_name: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    names = [p.name for p in parameters if p.alias_of is None] + [b.name for b in buffers]
+    return {name: by_name[name].detach().as_subclass(Tensor).cpu().contiguous() for name in names}
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
+    """Restore every module's train or eval mode on exit, which may differ within a model, and what an overridden `train()` freezes.
+
+    Yields:
+        A function that puts the model into train mode (True) or eval mode (False), as `model.train(mode)` does. In train mode, a module
+        that the user had put into eval mode within a model in train mode (a frozen normalization, a teacher) stays in eval mode.
+
+    Raises:
+        CaptureError: an overridden `train()` changes values of the model as well; the yielded function raises it.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    kept_in_eval = [module for module, training in before if not training] if model.training else []
+    overridden = next((module for module, _ in before if type(module).train is not nn.Module.train), None)
+
+    def set_training(training: bool) -> None:
+        with nullcontext() if overridden is None else _values_unchanged(model, overridden):
+            try:
+                model.train(training)
+            except Exception as error:  # it may be a method of the user's own
+                raise CaptureError(
+                    f"the model cannot be put into {'train' if training else 'eval'} mode: {raised(error)}",
+                    where=str(place_of_error(error) or "Job.model"),
+                    cure="Give the module itself, in place of what torch.export made of it." if isinstance(model, GraphModule) else "",
+                ) from error
+        if training:
+            for module in kept_in_eval:
+                module.training = False
+
+    try:
+        yield set_training
+    finally:
+        for module, training in before:
+            module.training = training
+        for parameter, requires in required:
+            parameter.requires_grad_(requires)
+
+
+@contextmanager
+def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]:
+    """Raise if the model's parameters or buffers change inside, and restore them. `overridden`: a module with a `train()` of its own."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    # The sparse file of an abstract model's tensors (hollow.py) is not to be read.
+    before = {name: (value, value.detach().clone()) for name, value in named if value.untyped_storage().filename is None}
+    yield
+    changed = [name for name, (value, copy) in before.items() if not torch.equal(value.detach(), copy)]
+    if changed:
+        with torch.no_grad():
+            for value, copy in before.values():
+                value.copy_(copy)
+        raise CaptureError(
+            f"{type(overridden).__name__}.train() changes values of the model: {', '.join(changed[:4])}",
+            where=f"Job.model: {changed[0]}",
+            expected="train() and eval() that set modes alone, since a run calls neither",
+            got="other values after a change of mode",
+            cure="Merge or change the weights elsewhere (for LoRA layers: merge_weights=False).",
+        )
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back buffers (the objects and their values), gradients and the random generators; what was registered meanwhile is removed."""
+    held = [
+        (module, name, value, value.detach().clone())
+        for module in model.modules()
+        for name, value in module._buffers.items()  # the registry itself: a buffer that forward assigned anew is another object
+        if value is not None
+    ]
+    registered = [(registry, set(registry)) for module in model.modules() for registry in (module._buffers, module._parameters)]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            for registry, names in registered:
+                for name in set(registry) - names:
+                    del registry[name]
+            with torch.no_grad():
+                for module, name, value, before in held:
+                    if value.requires_grad:
+                        value.detach_()
+                    value.copy_(before)
+                    module._buffers[name] = value
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

@@ -1,0 +1,287 @@
+"""Tensors that are more or less than numbers in a row: subclasses with behaviour, other layouts, tensors without values.
+
+A subclass without behaviour of its own (it overrides nothing of `torch.Tensor`) computes what a tensor computes, and is captured as one.
+Any other class decides in Python what its operators do: the graph would have what the class does inside, over tensors that are no
+parameters of the model, or would leave it out. Such a tensor is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainload.capture.source.causes import NO_VALUES, TENSOR_CLASS, Cause
+from trainload.core.errors import CaptureError
+from trainload.core.finding import Finding, Place
+
+_HARMLESS = frozenset({"__init__", "__new__", "__repr__", "__str__", "__doc__", "__module__", "__dict__", "__weakref__", "__slots__"}) | {
+    "__deepcopy__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__setstate__",
+    "__init_subclass__",
+}
+"""What a class may say anew without changing what is computed."""
+_OF_THE_TRACE = ("torch._subclasses", "torch._functorch", "torch._C", "torch._higher_order_ops")
+"""Modules of the classes that torch traces with."""
+_ASKING = frozenset({"__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_complex", "__len__", "__repr__", "ndimension"})
+"""Functions of torch that ask for no values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Special:
+    """Why a tensor cannot be captured, and code that makes it one that can: a function of how the user reaches it, and of what it is."""
+
+    cause: Cause
+    sentence: str
+    advice: str
+    code: Callable[[str, str], str]
+
+
+def behaviour_of(cls: type) -> tuple[str, ...]:
+    """What of `torch.Tensor` a subclass says anew, sorted; () for a class that computes what a tensor computes."""
+    known = set(dir(Tensor)) - _HARMLESS
+    own = [base for base in cls.__mro__ if issubclass(base, Tensor) and base not in (Tensor, nn.Parameter, nn.Buffer)]
+    return tuple(sorted({name for base in own for name in vars(base)} & known))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither on the meta device nor a fake one."""
+    return tensor.device.type != "meta" and not is_fake(tensor)
+
+
+def class_name(tensor: Tensor) -> str:
+    """As a user would import it."""
+    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+
+
+def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
+    """Check that a package can hold some tensors.
+
+    Args:
+        entries: (what it is: "parameter", "buffer" or "input"; its name; the tensor).
+
+    Raises:
+        CaptureError: some are not; all of them are listed, with their classes.
+    """
+    found = [(entry, special) for entry in entries if (special := _special(entry[2])) is not None]
+    if found:
+        (what, _, tensor), _ = found[0]
+        raise _error([_finding(*entry, special) for entry, special in found], tensor, "Job.batch" if what == "input" else "Job.model")
+
+
+def fake_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Fake tensors that modules hold as plain attributes, as entries of `check_tensors`."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if is_fake(value):
+                yield "constant", f"{path}.{name}" if path else name, value
+
+
+def check_traceable_arguments(function: Any, arguments: Iterable[Any], model: nn.Module, place: Callable[[], Place | None]) -> None:
+    """Check that a trace can follow the arguments of a torch function that forward calls.
+
+    Args:
+        function: what is called.
+        arguments: by position and by name.
+        model: whose attributes give an argument its name.
+        place: where the user's code is.
+
+    Raises:
+        CaptureError: one is a tensor of another class or layout than `torch.Tensor`'s.
+    """
+    if getattr(function, "__name__", "") in _ASKING:
+        return
+    for argument in arguments:
+        for value in argument if isinstance(argument, list | tuple) else (argument,):
+            if not isinstance(value, Tensor) or type(value).__module__.startswith(_OF_THE_TRACE):
+                continue
+            plain = type(value) in (Tensor, nn.Parameter)
+            special = _special(value) if not plain or value.layout is not torch.strided or value.is_quantized else None
+            if special is None and plain:
+                continue
+            name = next(iter(_attributes(model, value)), "")
+            what = "constant" if name else "tensor"
+            finding = _finding(what, name or "x", value, special or _OF_A_CLASS, place())
+            raise _error([finding], value, str(finding.place or "Job.model"))
+
+
+def _error(findings: list[Finding], tensor: Tensor, where: str) -> CaptureError:
+    expected = "torch.Tensor or torch.nn.Parameter, dense, with values"
+    first = findings[0]
+    return CaptureError(first.sentence, where=where, expected=expected, got=_described(tensor), cure=first.advice, findings=findings)
+
+
+def _finding(what: str, name: str, tensor: Tensor, special: _Special, place: Place | None = None) -> Finding:
+    reached = {"input": f'batch["{name}"]', "tensor": "x"}.get(what, f"model.{name}")
+    called = "a tensor that forward makes" if what == "tensor" else f"the {what} {name}"
+    sentence = f"{called} ({class_name(tensor)}) {special.sentence}"
+    return Finding(special.cause.anchor, sentence, special.advice, special.code(reached, what), place)
+
+
+def _described(tensor: Tensor) -> str:
+    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+    return f"{class_name(tensor)}{layout}, on {tensor.device}"
+
+
+def _attributes(model: nn.Module, tensor: Tensor) -> Iterator[str]:
+    """The names by which modules hold a tensor that is neither a parameter nor a buffer."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if value is tensor:
+                yield f"{path}.{name}" if path else name
+
+
+def is_fake(value: object) -> bool:
+    """Whether it is a tensor of a trace, which has no values."""
+    return isinstance(value, Tensor) and type(value).__name__ == "FakeTensor"
+
+
+def _special(tensor: Tensor) -> _Special | None:
+    """Why a tensor cannot be captured; None where it can be. The class is asked first: to ask the tensor may run its class's code."""
+    cls = type(tensor)
+    if issubclass(cls, nn.UninitializedParameter | nn.UninitializedBuffer):
+        return _UNINITIALISED
+    if is_fake(tensor):
+        return _FAKE
+    if cls.__module__.startswith("torch.nested."):
+        return _NESTED
+    if hasattr(cls, "full_tensor") and hasattr(cls, "redistribute"):
+        return _DISTRIBUTED
+    if cls.__module__.startswith("torch.masked."):
+        return _MASKED
+    named = behaviour_of(cls)
+    if hasattr(cls, "__tensor_flatten__"):
+        return _wrapper(tensor)
+    if "__torch_dispatch__" in named:
+        return _Special(TENSOR_CLASS, "decides in Python what torch's operators do (__torch_dispatch__)", _PLAIN_ADVICE, _plain_code)
+    if named:
+        said = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+        return _Special(TENSOR_CLASS, f"has behaviour of its own ({said}), which a trace loses", _PLAIN_ADVICE, _plain_code)
+    if tensor.is_nested:
+        return _NESTED
+    if tensor.layout is not torch.strided:
+        return _SPARSE
+    if tensor.is_quantized:
+        return _QUANTISED
+    return _META if tensor.device.type == "meta" else None
+
+
+def _wrapper(tensor: Any) -> _Special:
+    inner: Mapping[str, Tensor] = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return _Special(
+        TENSOR_CLASS,
+        f"wraps tensors of its own ({', '.join(inner)}) and computes with them in Python",
+        "Register what it wraps as parameters (what is trained) and buffers, and write what the class does with plain operators.",
+        partial(_inner_code, inner),
+    )
+
+
+def _kept(reached: str, what: str, value: str) -> str:
+    """The statement that puts a plain tensor in place of another one."""
+    if what == "parameter":
+        return f"{reached} = nn.Parameter({value}.detach())"
+    return f"{reached} = {value}"
+
+
+_PLAIN_ADVICE = "Keep an ordinary tensor, and write what the class does as a function or a module that forward calls."
+
+
+def _plain_code(reached: str, what: str) -> str:
+    plain = _kept(reached, what, f"{reached}.as_subclass(torch.Tensor)")
+    return f"{plain}\n# and in forward, what the class did: y = scaled(F.linear(x, weight))"
+
+
+def _inner_code(inner: Mapping[str, Tensor], reached: str, what: str) -> str:
+    if what == "tensor":
+        return f"y = ...  # of the ordinary tensors {', '.join(inner)}, with torch's operators"
+    owner, _, last = reached.rpartition(".")
+    if what == "input":
+        key = reached[7:-2]
+        entries = ", ".join(f'"{key}_{name}": {key}.{name}' for name in inner)
+        return f"Job(batch={{{entries}}}, ...)"
+    lines = [f"wrapped = {reached}", *([f"del {reached}"] if what in ("parameter", "buffer") else [])]
+    for name, value in inner.items():
+        if what == "parameter" and value.is_floating_point():
+            lines.append(f"{owner}.{last}_{name} = nn.Parameter(wrapped.{name}.detach())")
+        else:
+            lines.append(f'{owner}.register_buffer("{last}_{name}", wrapped.{name})')
+    return "\n".join([*lines, f"# and in forward: weight = ...  # of {', '.join(f'self.{last}_{name}' for name in inner)}"])
+
+
+def _of_input(name: str, made: str) -> Callable[[str, str], str]:
+    def code(reached: str, what: str) -> str:
+        if what == "input":
+            key = reached[7:-2]
+            return f"Job(batch={{{made.format(key=key, x=name)}}}, ...)"
+        return _kept(reached, what, f"{reached}.{name}")
+
+    return code
+
+
+_OF_A_CLASS = _Special(TENSOR_CLASS, "is no torch.Tensor, and a trace turns no other class into a constant", _PLAIN_ADVICE, _plain_code)
+_NESTED = _Special(
+    TENSOR_CLASS,
+    "holds rows of different lengths (a nested tensor)",
+    "Pad it to one dense tensor, and pass the lengths or a mask beside it.",
+    lambda reached, what: (
+        f'Job(batch={{"{reached[7:-2]}": torch.nested.to_padded_tensor(rows, 0.0), "lengths": lengths}}, ...)'
+        if what == "input"
+        else f"{reached} = torch.nested.to_padded_tensor({reached}, 0.0)"
+    ),
+)
+_DISTRIBUTED = _Special(
+    TENSOR_CLASS,
+    "is spread over a device mesh already (DTensor)",
+    "Freeze the model before it is sharded: how it is spread is decided by the plan.",
+    lambda reached, what: _kept(reached, what, f"{reached}.full_tensor()"),
+)
+_SPARSE = _Special(
+    TENSOR_CLASS,
+    "is not dense",
+    "Make it dense, or pass its indices and values as tensors of their own and compute with index_select, index_add or scatter.",
+    _of_input("to_dense()", '"{key}": {key}.{x}'),
+)
+_QUANTISED = _Special(
+    TENSOR_CLASS,
+    "is a quantised tensor, which has no gradient",
+    "Train in floating point; fake quantisation (torch.fake_quantize_per_tensor_affine) trains for quantised inference.",
+    _of_input("dequantize()", '"{key}": {key}.{x}'),
+)
+_MASKED = _Special(
+    TENSOR_CLASS,
+    "is a masked tensor, whose operators are chosen in Python",
+    "Pass data and mask as two tensors, and multiply or torch.where with the mask.",
+    lambda reached, what: (
+        f'Job(batch={{"{reached[7:-2]}": {reached[7:-2]}.get_data(), "mask": {reached[7:-2]}.get_mask()}}, ...)'
+        if what == "input"
+        else _kept(reached, what, f"{reached}.get_data()")
+    ),
+)
+_UNINITIALISED = _Special(
+    NO_VALUES,
+    "has no shape yet (a lazy module's)",
+    "Run the model once, so that lazy modules know their sizes.",
+    lambda reached, what: "model(**example)  # once, before Job(model=model, ...)",
+)
+_FAKE = _Special(
+    NO_VALUES,
+    "is a fake tensor, which has a shape and no values",
+    "Build the model and the example batch outside of FakeTensorMode.",
+    lambda reached, what: "model = Model()  # not under FakeTensorMode\nmodel.load_state_dict(state)",
+)
+_META = _Special(
+    NO_VALUES,
+    "is on the meta device: it has a shape and no values",
+    "Give it values: build the model on a real device, or move it there and load its weights.",
+    lambda reached, what: (
+        f'Job(batch={{"{reached[7:-2]}": torch.randn(4, ...)}}, ...)'
+        if what == "input"
+        else 'model = model.to_empty(device="cpu")\nmodel.load_state_dict(state)'
+    ),
+)

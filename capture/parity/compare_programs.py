@@ -1,0 +1,127 @@
+"""Compares two graphs of one program: what a pass made with what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.export.graph_signature import InputKind
+
+from trainload.capture.parity.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance
+from trainload.capture.parity.parity import replaying, tolerance_of
+from trainload.capture.program import GraphCapture, OutputRole, Program
+from trainload.core.errors import CaptureError, DataError, raised
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two graphs are furthest apart.
+
+    Attributes:
+        graph: "train".
+        value: "loss 'loss'", "gradient of a.weight", "buffer mean", ...
+        distance: L2, relative to the first graph's value (a gradient that is little but rounding: to more); 0 where every bit is the
+            same; infinite where shapes differ, or only one has a value or a NaN there.
+        tolerance: up to which they count as equal, by the precisions that the first graph computes in.
+    """
+
+    graph: str
+    value: str
+    distance: float
+    tolerance: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether the graphs count as equal."""
+        return self.distance <= self.tolerance
+
+
+def compare(name: str, before: Program, after: Program, batches: Sequence[Mapping[str, Tensor]]) -> Difference:
+    """Runs one graph of two programs on the same batches, each with a seed of its own, and finds where they differ most.
+
+    Outputs and buffers are compared, and for a training graph every parameter's gradient. Dropout is on, from the same generator state on
+    both sides: a graph that draws other random numbers, or in another order, differs.
+
+    Args:
+        name: of the graph.
+        before: what the other is measured by. Its state is read; both programs have the same state.
+        after: what is measured.
+        batches: on the CPU.
+
+    Raises:
+        CaptureError: a graph fails, or the second writes to a parameter.
+        DataError: the first graph's loss is not finite on a batch, so that nothing could be seen.
+    """
+    first, second = before.graphs[name], after.graphs[name]
+    state = {key: before.state[key] for key in before.state}
+    beside: dict[str, Tensor] = {}
+    worst = Difference(name, "", 0.0, tolerance_of(first))
+    for seed, batch in enumerate(batches):
+        expected = _replay(first, before, state, batch, seed, "the graph before the pass")
+        loss = next((value for key, value in expected.items() if key.startswith(OutputRole.LOSS)), None)
+        if loss is not None and not bool(loss.isfinite()):
+            raise DataError("the loss is not finite on this batch, so nothing can be compared", where=f"graph {name}", got=f"{loss:g}")
+        got = _replay(second, after, state, batch, seed, "the graph after the pass")
+        if all(_same(value, got.get(key)) for key, value in expected.items()):
+            continue
+        beside = beside or nudged(state)
+        moved = _replay(first, before, beside, batch, seed, "the graph before the pass")
+        gradients = [v for k, v in expected.items() if k.startswith("gradient")]
+        total = norm_of(gradients)
+        for key, value in expected.items():
+            other = moved[key]
+            floor = 0.0
+            if key.startswith("gradient") and value is not None and other is not None:
+                floor = max(noise_floor(gradients), digits_floor(value, other, worst.tolerance, total))
+            distance = relative_distance(value, got.get(key), floor)
+            if distance > worst.distance:
+                worst = Difference(name, key, distance, worst.tolerance)
+    return worst
+
+
+def _replay(
+    capture: GraphCapture, program: Program, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], seed: int, what: str
+) -> dict[str, Tensor | None]:
+    """Value -> tensor: outputs, buffers, gradients."""
+    training = capture.training
+    buffers = {spec.name: state[spec.name].clone() for spec in program.buffers}
+    owned = {p.name: state[p.name].detach().requires_grad_(training and p.trainable) for p in program.parameters if p.alias_of is None}
+    versions = {name: tensor._version for name, tensor in owned.items()}
+    owners = program.aliases
+    entries = iter([batch[spec.name] for spec in capture.inputs])
+    arguments: list[Tensor] = []
+    for spec in capture.exported.graph_signature.input_specs:
+        target = str(spec.target)
+        match spec.kind:
+            case InputKind.USER_INPUT:
+                arguments.append(next(entries))
+            case InputKind.CONSTANT_TENSOR:
+                arguments.append(program.constants[f"{capture.name}/{target}"])
+            case InputKind.BUFFER:
+                arguments.append(buffers[target])
+            case _:
+                arguments.append(owned[owners.get(target, target)])
+    found: dict[str, Tensor | None] = {}
+    with replaying(training, seed):
+        try:
+            outputs = capture.exported.graph_module(*arguments)
+            for spec, value in zip(capture.outputs, outputs, strict=True):
+                found[f"{spec.role} {spec.name!r}"] = value.detach()
+            loss = next((v for s, v in zip(capture.outputs, outputs, strict=True) if s.role is OutputRole.LOSS), None)
+            wanted = {name: tensor for name, tensor in owned.items() if tensor.requires_grad}
+            gradients: Sequence[Tensor | None] = [None] * len(wanted)
+            if loss is not None and loss.requires_grad:
+                gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        except Exception as error:  # torch's kernels may raise anything
+            raise CaptureError(f"{what} fails: {raised(error)}", where=f"graph {capture.name}") from error
+    written = sorted(name for name, tensor in owned.items() if tensor._version != versions[name])
+    if written:
+        raise CaptureError(f"{what} writes to a parameter", where=f"graph {capture.name}", got=", ".join(written[:4]))
+    found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+    return found | {f"buffer {name}": value for name, value in buffers.items()}
+
+
+def _same(expected: Tensor | None, got: Tensor | None) -> bool:
+    return (expected is None and got is None) or (expected is not None and got is not None and torch.equal(expected, got))

@@ -1,0 +1,145 @@
+"""A captured graph in float64: what graphs that compute in bfloat16 or float16 are measured by.
+
+Two orders of the same bfloat16 operations differ by more than any fixed tolerance that would still notice a fault: by how much depends on
+the graph and on its values. So each is compared with the same graph in float64, and the captured one must be no further from it than eager
+mode is, up to a small factor.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from trainload.capture.operators import calls_in, draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded
+from trainload.capture.parity.distance import relative_distance
+from trainload.capture.program import GraphCapture
+from trainload.capture.source.quiet import ignore_torchs_warnings
+
+_FACTOR = 3.0
+"""A captured value may be this many times as far from float64 as eager mode's: each has rounding errors of its own."""
+_aten = torch.ops.aten
+Key = tuple[str, str]
+"""The kind of a value and its name, such as ("gradient", "layer.weight")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Values of one call in float64.
+
+    Attributes:
+        values: those of float64; None where the loss does not reach a parameter.
+        typical: eager mode's distance from them, of all gradients together, but at least the rounding error of the least precise dtype
+            in the graph. A single value of eager mode's may be nearer by luck.
+    """
+
+    values: Mapping[Key, Tensor | None]
+    typical: float
+
+    def allows(self, key: Key, expected: Tensor | None, got: Tensor | None, floor: float = 0.0) -> bool:
+        """Return whether a captured value is no further from float64 than eager mode's, up to a small factor.
+
+        Args:
+            key: of the value.
+            expected: eager mode's.
+            got: the captured graph's.
+            floor: as of `relative_distance`.
+        """
+        if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
+            return False
+        exact = self.values.get(key)
+        if exact is None or not expected.is_floating_point():
+            return False
+        own = relative_distance(exact, expected.double(), floor)
+        return relative_distance(exact, got.double(), floor) <= _FACTOR * max(own, self.typical)
+
+
+def reference_of(
+    capture: GraphCapture, call: Callable[[GraphCapture], Mapping[Key, Tensor | None]], gradients: Mapping[Key, Tensor | None]
+) -> Reference | None:
+    """Return what a graph gives in float64; None where it computes in full precision, and where an operator of it has no such form.
+
+    Args:
+        capture: the graph.
+        call: calls the graph that it is given on the inputs that are compared, in float64, and returns its values, gradients among them.
+        gradients: eager mode's, by the same keys.
+    """
+    least = least_precise(capture.exported.graph_module)
+    if torch.finfo(least).eps <= torch.finfo(torch.float32).eps:
+        return None
+    twin = in_float64(capture)
+    try:
+        values = call(twin)
+    except Exception:  # noqa: BLE001  # torch's kernels may raise anything; the fixed tolerance holds then
+        return None
+    pairs = [(values[key], gradient) for key, gradient in gradients.items() if gradient is not None and values.get(key) is not None]
+    away = math.hypot(*(float((exact - found.double()).norm()) for exact, found in pairs if exact is not None))
+    whole = math.hypot(*(float(exact.norm()) for exact, _ in pairs if exact is not None))
+    return Reference(values, max(away / whole if whole else 0.0, torch.finfo(least).eps / 2))
+
+
+def least_precise(module: GraphModule) -> torch.dtype:
+    """Return the floating-point dtype with the fewest digits among a graph's values; float32 where there is none."""
+    dtypes = {value.dtype for node in calls_in(module) if isinstance(value := node.meta.get("val"), Tensor) and value.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with those of floating point in float64; names of one tensor stay names of one."""
+    made: dict[int, Tensor] = {}
+    for value in tensors.values():
+        if id(value) not in made:
+            made[id(value)] = value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
+    return {name: made[id(value)] for name, value in tensors.items()}
+
+
+def in_float64(capture: GraphCapture) -> GraphCapture:
+    """Return a graph that computes in float64 what `capture` computes, given float64 in place of floating-point inputs.
+
+    Random numbers are drawn in the dtype in which they were drawn, so that they are the same.
+    """
+    exported = capture.exported
+    held = [value for store in (exported.state_dict, exported.constants) for value in store.values() if isinstance(value, Tensor)]
+    with warnings.catch_warnings():
+        ignore_torchs_warnings()
+        twin = copy.deepcopy(exported, {id(value): value for value in held})  # the graph alone is copied
+    for module in graphs_in(twin.graph_module):
+        for node in list(module.graph.nodes):
+            if node.op != "call_function" or is_higher_order(node.target):
+                continue
+            if is_seeded(node.target) and not draws_nothing(node.target, node.args, node.kwargs):
+                _draw_as_before(module, node)
+            elif is_overload(node.target):
+                node.args = tuple(_raised(value) for value in node.args)
+                node.kwargs = {name: _raised(value) for name, value in node.kwargs.items()}
+        module.recompile()
+    return replace(capture, exported=twin)
+
+
+def _raised(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _draw_as_before(module: GraphModule, node: Node) -> None:
+    """Cast what a random operator takes down to the dtypes that it took, and what it gives up again."""
+    with module.graph.inserting_before(node):
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            if isinstance(value, Tensor) and value.is_floating_point():
+                node.replace_input_with(source, module.graph.call_function(_aten.to.dtype, (source, value.dtype)))
+    results = [node] if isinstance(node.meta.get("val"), Tensor) else list(node.users)
+    for result in results:
+        value = result.meta.get("val")
+        if isinstance(value, Tensor) and value.is_floating_point():
+            users = list(result.users)
+            with module.graph.inserting_after(result):
+                raised = module.graph.call_function(_aten.to.dtype, (result, torch.float64))
+            for user in users:
+                user.replace_input_with(result, raised)

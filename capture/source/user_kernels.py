@@ -1,0 +1,123 @@
+"""Kernels of the user's own: operators that have none for the device of the comparison, and Triton's that are no operators."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+
+from trainload.capture.operators import calls_in, is_overload
+from trainload.capture.source.causes import OWN_KERNEL
+from trainload.capture.source.code_rewrite import operator_name
+from trainload.capture.source.source_place import place_here, place_of_node
+from trainload.core.errors import CaptureError, raised
+from trainload.core.finding import Finding, Place
+
+_BUILT_IN = frozenset({"aten", "prims", "trainload"})
+_RAW = (
+    '@torch.library.triton_op("my_library::{name}", mutates_args={{}})\n'
+    "def {name}_op(x: torch.Tensor) -> torch.Tensor:\n"
+    "    y = torch.empty_like(x)\n"
+    "    torch.library.wrap_triton({name})[grid](x, y, ...)\n"
+    "    return y\n"
+    "{name}_op.register_autograd(lambda ctx, gradient: ...)  # its derivative\n"
+    '{name}_op.register_kernel("cpu")(lambda x: ...)  # the same in torch\'s operators'
+)
+
+
+class _Failing(TorchFunctionMode):
+    """Remembers the operator that raised first. What a backward calls is out of a mode's sight, but torch names what has no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+        self.arguments: tuple[str, ...] = ()
+        self.place: Place | None = None
+        self.said = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            named = re.search(r"Could not run '(\w+)::(\w+)'", str(error))
+            overload = getattr(getattr(getattr(torch.ops, named[1]), named[2]) if named is not None else func, "default", func)
+            if not self.name and is_overload(overload):
+                self.name, self.place = operator_name(f"{overload} "), place_here()
+                self.arguments = tuple(argument.name for argument in overload._schema.arguments)
+                self.said = raised(error)
+            raise
+
+
+def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureError | None:
+    """The page for a model that eager mode cannot run, if an operator of the user's own is what fails; else None.
+
+    Args:
+        function: what fails. Its model's buffers and gradients change.
+        batch: what it fails on.
+    """
+    mode = _Failing()
+    with contextlib.suppress(Exception), mode:  # that it raises is known
+        loss = next((value for value in function(dict(batch)) if value.requires_grad), None)
+        if loss is not None:
+            loss.backward()
+    if not mode.name or mode.name.partition("::")[0] in _BUILT_IN:
+        return None
+    device = next(iter(batch.values())).device.type
+    sentence = f"the operator {mode.name} cannot run on {device.upper()} tensors, so nothing can be compared with eager"
+    code = (
+        f'@torch.library.register_kernel("{mode.name}", "{device}")\n'
+        f"def _({', '.join(mode.arguments)}):\n"
+        "    return ...  # the same in torch's operators"
+    )
+    return _error(sentence, OWN_KERNEL.advice, code, mode.place, mode.said)
+
+
+@contextlib.contextmanager
+def no_raw_kernels() -> Iterator[None]:
+    """Inside, a Triton kernel that is launched outside of an operator is refused."""
+    triton = sys.modules.get("triton.runtime.jit")
+    if triton is None:
+        yield
+        return
+    interface: Any = triton.KernelInterface
+    before = interface.__getitem__
+
+    def refuse(kernel: Any, grid: Any) -> Any:
+        raise _raw(getattr(kernel, "__name__", "") or getattr(getattr(kernel, "fn", None), "__name__", "kernel"), place_here())
+
+    interface.__getitem__ = refuse
+    try:
+        yield
+    finally:
+        interface.__getitem__ = before
+
+
+def check_no_wrapped_kernels(module: GraphModule) -> None:
+    """Check that a graph launches no Triton kernel itself (`wrap_triton` outside of an operator).
+
+    Raises:
+        CaptureError: it does.
+    """
+    for node in calls_in(module):
+        if str(node.target).startswith("triton_kernel_wrapper"):
+            error = _raw("kernel", None)
+            error.where = place_of_node(node)
+            raise error
+
+
+def _raw(name: str, place: Place | None) -> CaptureError:
+    named = "a Triton kernel" if name == "kernel" else f"the Triton kernel {name}"
+    sentence = f"forward launches {named} itself, which a package cannot hold"
+    return _error(sentence, "Make it an operator with torch.library.triton_op, which a graph calls by name.", _RAW.format(name=name), place)
+
+
+def _error(sentence: str, advice: str, code: str, place: Place | None, said: str = "") -> CaptureError:
+    finding = Finding(OWN_KERNEL.anchor, sentence, advice, code, place)
+    return CaptureError(sentence, where="" if place is None else str(place), got=said, cure=advice, findings=[finding])

@@ -1,0 +1,241 @@
+"""torch.export's strict mode, for models that its non-strict one cannot follow: taken only where it loses nothing.
+
+The non-strict mode runs the model's Python on fake tensors, under our watch (`watch.py`). The strict one reads its bytecode instead:
+it follows `float(x.shape[0])` and numpy, which give plain values when they are run, but none of the watch's hands reach into it: it
+drops or changes what the watch is there for. So first the model runs once in eager mode, watched: whatever would leave a mark in the
+graph, and whatever lies outside of tensors, speaks against the strict mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
+
+from trainload.capture.diagnostics.rerun import watch
+from trainload.capture.job.declared_sizes import Shapes, is_hint, spelled
+from trainload.capture.job.flat_function import Traced
+from trainload.capture.job.model_state import state_kept
+from trainload.capture.operators import calls_in, is_higher_order
+from trainload.capture.source.causes import BREAK, CONSTRAINT, SPECIALISED, VALUES
+from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
+from trainload.capture.source.source_place import place_here
+from trainload.capture.source.user_kernels import check_no_wrapped_kernels
+from trainload.capture.tracing.targets import Target
+from trainload.capture.watching import marks
+from trainload.capture.watching.saved_tensors import CHECKPOINT_MODULE
+from trainload.capture.watching.watch import Watch
+from trainload.core.errors import CaptureError, raised
+from trainload.core.finding import Place
+
+_HELPED = frozenset(cause.anchor for cause in (SPECIALISED, CONSTRAINT, VALUES, BREAK))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_READ = frozenset({"item", "_local_scalar_dense"})
+_CURE = "Leave strict out: the non-strict mode keeps it."
+
+
+def could_help(page: CaptureError) -> bool:
+    """Whether all that stands in the way of the non-strict mode is of a kind that the strict one may follow: never a branch on values."""
+    return bool(page.findings) and all(finding.cause in _HELPED for finding in page.findings)
+
+
+def tried_too(page: Exception, error: Exception) -> None:
+    """Notes on the non-strict mode's page, which still holds, why the strict one did not do."""
+    page.add_note(f"torch.export's strict mode was tried too: {raised(error)}")
+
+
+def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
+    """The training IR of one graph by torch.export's strict mode, not yet compared with eager.
+
+    Args:
+        target: what is captured; its model is in the right mode, and can be run.
+        batch: its leaves.
+        shapes: their declared sizes.
+
+    Raises:
+        CaptureError: the model does what the strict mode drops or changes, or the graph holds what no package can; it says which.
+        Exception: whatever torch raises where it cannot follow the model.
+    """
+    _check_nothing_dropped(target, batch)
+    with quiet_torch(), warnings.catch_warnings(), torch.set_grad_enabled(target.training):
+        ignore_torchs_warnings()
+        warnings.filterwarnings("error", message=r"While compiling, we found certain side effects")
+        exported = torch.export.export(target.function, (batch,), dynamic_shapes=({name: shapes[name] for name in batch},), strict=True)
+    check_no_wrapped_kernels(exported.graph_module)
+    _check_graph(exported, target)
+    _check_sizes(exported, batch, shapes)
+    return exported
+
+
+# What the strict mode would lose
+
+
+def _check_nothing_dropped(target: Target, batch: dict[str, Tensor]) -> None:
+    function, model = target.function, target.function.model
+    for name, module in model.named_modules():
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            raise _lost(f"module {name or type(module).__name__} has a hook", None)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise _lost(f"the parameter {name} has a hook", None)
+    with state_kept(model), torch.set_grad_enabled(target.training):
+        watched = watch(function, batch)
+    if watched.error is not None:
+        raise _lost(f"the model fails in eager mode ({type(watched.error).__name__})", None)
+    with state_kept(model), torch.set_grad_enabled(target.training):
+        _check_no_marks(function, batch)
+    for deed in watched.deeds:
+        if deed.cause is not VALUES:
+            raise _lost(f"{deed.cause.sentence} ({deed.detail})" if deed.detail else deed.cause.sentence, deed.place)
+
+
+def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
+    """Runs the model under the watch of a trace, whose marks are operators: each stands for something that the strict mode does not see."""
+    seen = _Marks()
+    copied = {name: value.clone() for name, value in batch.items()}
+    with contextlib.redirect_stdout(io.StringIO()), quiet_torch(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with seen, _watching(function, seen):
+                function(copied)
+        except CaptureError:
+            if not seen.found:
+                raise
+    if seen.found:  # the model's own code may have caught what was raised
+        raise seen.found[0]
+
+
+@contextmanager
+def _watching(function: Traced, seen: _Marks) -> Iterator[None]:
+    def watched(_: object) -> Any:
+        return _run(function.model, seen)
+
+    before, function.watched = function.watched, watched
+    try:
+        yield
+    finally:
+        function.watched = before
+
+
+@contextmanager
+def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
+    with _Audit(seen).tracing(model, {}):
+        held = [(module, name, value) for module in model.modules() for name, value in module._buffers.items() if value is not None]
+        yield
+        changed = next((name for module, name, value in held if module._buffers.get(name) is not value), None)
+        if changed is not None:
+            seen.found.append(_lost(f"forward assigns another tensor to the buffer {changed}", None))
+
+
+class _Marks(TorchFunctionMode):
+    """Hears of every mark that a watch sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[CaptureError] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "namespace", "") == marks.NAMESPACE:
+            self.found.append(_lost(_mark_in_words(func, args), place_here()))
+            raise self.found[-1]
+        return func(*args, **(kwargs or {}))
+
+
+class _Audit(Watch):
+    """A watch that says by name which autograd function is called, and takes no hooks on saved tensors at all."""
+
+    def __init__(self, seen: _Marks) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def _apply(self, cls: type, *args: Any, **kwargs: Any) -> Any:
+        self._seen.found.append(_lost(f"forward calls the autograd function {cls.__name__}", place_here()))
+        raise self._seen.found[-1]
+
+    def _saved_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        marked = super()._saved_enter(original)
+
+        def enter(context: Any) -> Any:
+            if type(context).__module__ != CHECKPOINT_MODULE:
+                self._seen.found.append(
+                    _lost(f"forward changes the tensors that are saved for backward ({type(context).__name__})", place_here())
+                )
+                raise self._seen.found[-1]
+            return marked(context)
+
+        return enter
+
+
+def _mark_in_words(mark: Any, args: tuple[Any, ...]) -> str:
+    if mark is marks.GRAD_MODE:
+        return "forward changes the grad mode"
+    if mark is marks.BEGIN:
+        return f"forward holds a region of its own ({str(args[0]).replace('_', ' ')})"
+    return "forward reaches into autograd"
+
+
+def _lost(what: str, place: Place | None) -> CaptureError:
+    return CaptureError(f"torch.export's strict mode would lose something: {what}", where="" if place is None else str(place), cure=_CURE)
+
+
+# What came of it
+
+
+def _check_graph(exported: ExportedProgram, target: Target) -> None:
+    """Check that a strict graph contains nothing that the watch did not see, and no state that the model lacks."""
+    for node in calls_in(exported.graph_module):
+        if is_higher_order(node.target):
+            raise _unsound(f"its graph holds the operator {node.target}, whose bodies were not watched")
+        if getattr(node.target, "_opname", "") in _READ:
+            raise _unsound("its graph reads a number out of a tensor")
+    model = target.function.model
+    names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).removeprefix("model.") not in names:
+            raise _unsound(f"its graph has the parameter or buffer {spec.target}, which the model lacks")
+    if len(exported.graph_signature.user_outputs) != len(target.function.signature.outputs):
+        raise _unsound("its graph returns another number of values than the model")
+
+
+def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Shapes) -> None:
+    """Check that the graph accepts all declared sizes: strict mode keeps conditions on them that the other mode rejects.
+
+    Conditions on sizes that are left to torch become the graph's guard, as those of the other mode do.
+    """
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    declared: dict[str, str] = {}
+    environment: Any = None
+    for (name, tensor), node in zip(batch.items(), exported.graph_signature.user_inputs, strict=True):
+        value: Any = values[str(node)]
+        environment = value.fake_mode.shape_env
+        for dim in range(tensor.ndim):
+            spec = shapes[name].get(dim, Dim.STATIC)
+            if spec is Dim.STATIC or (dim > 0 and is_hint(spec)):
+                continue
+            size, said = str(value.shape[dim]), "the batch dim" if is_hint(spec) else spelled(spec)
+            if size.isdigit() and not is_hint(spec):
+                raise _unsound(f"{name}[{dim}] is {size} in its graph, and declared as {said}")
+            if declared.setdefault(size, said) != said:
+                raise _unsound(f"one size stands for {declared[size]} and {said} in its graph")
+    symbols = {word for size in declared for word in _words(size)}
+    for guard in environment.guards:
+        condition = str(environment.replace(guard.expr))  # "True" where it made one symbol of two
+        if symbols & _words(condition):
+            raise _unsound(f"it asks {condition} of a declared size")
+
+
+def _words(text: str) -> set[str]:
+    return set("".join(letter if letter.isalnum() or letter == "_" else " " for letter in text).split())
+
+
+def _unsound(what: str) -> CaptureError:
+    return CaptureError(f"torch.export's strict mode does not do for this model: {what}", cure=_CURE)

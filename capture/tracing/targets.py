@@ -1,0 +1,178 @@
+"""What is to be captured of a job: each of its graphs in each mode, for each variant of the batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.capture.job.declared_sizes import Shapes, declared_shapes
+from trainload.capture.job.definition import Graph, Job
+from trainload.capture.job.flat_function import StepFunction, TensorsFunction, Traced
+from trainload.capture.job.inputs import leaves_of, rebuild
+from trainload.capture.job.model_state import modes_kept, state_kept
+from trainload.capture.parity.parity import replaying
+from trainload.capture.program import MAIN, RESERVED, Mode, OutputRole, graph_name
+from trainload.core.errors import JobError
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A graph to be captured. `batch`: what its function is given as an example, nested."""
+
+    graph: str
+    mode: Mode
+    variant: str
+    function: Traced
+    batch: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """As `GraphCapture.name`."""
+        return graph_name(self.graph, self.mode, self.variant)
+
+    @property
+    def training(self) -> bool:
+        """Whether it is traced in train mode, with gradients."""
+        return self.mode is Mode.TRAIN
+
+
+def graphs_of(job: Job) -> dict[str, Graph]:
+    """The job's graphs by name, in order: those of `Job.graphs`, or the one that `Job.loss` stands for.
+
+    Raises:
+        JobError: they do not hold together.
+    """
+    if not job.graphs:
+        if job.optimizer is None:
+            raise JobError("the job has no optimizer", where="Job.optimizer", cure="Give a function of the model that makes one.")
+        if job.loop is not None:
+            raise JobError("a loop without graphs", where="Job.loop", cure='Give Job(graphs={"name": Graph(loss=...)}).')
+        return {MAIN: Graph(loss=job.loss)}
+    if job.loss is not None:
+        raise JobError("a loss beside graphs", where="Job.loss", cure="Make it the loss of one of the graphs.")
+    before: dict[str, Graph] = {}
+    for name, graph in job.graphs.items():
+        where = f"Job.graphs[{name!r}]"
+        _check_name(name, where)
+        if (graph.loss is None) == (graph.compute is None):
+            raise JobError("a graph has a loss or computes tensors for others", where=where, expected="one of loss and compute")
+        trained = [option for option in ("optimizer", "schedule", "clip_norm", "clip_value", "ema") if getattr(graph, option) is not None]
+        if graph.compute is not None and trained:
+            raise JobError("a graph without a loss trains nothing", where=f"{where}.{trained[0]}", cure="Leave it out.")
+        if graph.loss is not None and graph.optimizer is None and job.optimizer is None:
+            raise JobError("no optimizer trains on this loss", where=f"{where}.optimizer", cure="Give it one, or the job.")
+        if graph.schedule is not None and graph.optimizer is None:
+            raise JobError(
+                "a schedule for an optimizer that other graphs share", where=f"{where}.schedule", cure="Give the graph its own optimizer."
+            )
+        for entry, source in graph.feeds.items():
+            if not entry.isidentifier() or any(entry in batch for batch in (job.batch, *job.variants.values())):
+                raise JobError("not a name for an entry that the batch lacks", where=f"{where}.feeds", got=repr(entry))
+            if source.partition(".")[0] not in before or not source.partition(".")[2]:
+                raise JobError(
+                    "a graph is fed by an output of a graph before it",
+                    where=f"{where}.feeds[{entry!r}]",
+                    expected=", ".join(f"{other}.OUTPUT" for other in before) or "a graph that stands before it in Job.graphs",
+                    got=repr(source),
+                )
+        before[name] = graph
+    if all(graph.loss is None for graph in before.values()):
+        raise JobError("no graph has a loss", where="Job.graphs", cure="Give one: Graph(loss=...).")
+    return before
+
+
+def targets_of(job: Job) -> tuple[Target, ...]:
+    """What is captured of a job, in order. A loss is captured twice, for training and for evaluation.
+
+    To make examples of what feeds other graphs, the functions that it comes from are run once, in eval mode.
+
+    Raises:
+        JobError: the job's description does not hold together, or a function has state of its own.
+    """
+    graphs = graphs_of(job)
+    for variant in job.variants:
+        _check_name(variant, f"Job.variants[{variant!r}]")
+    found: list[Target] = []
+    for variant, batch in {"": job.batch, **job.variants}.items():
+        outputs: dict[str, Tensor] = {}
+        needed = {source for graph in graphs.values() for source in graph.feeds.values()}
+        for name, graph in graphs.items():
+            where = f"Job.graphs[{name!r}]" if job.graphs else "Job"
+            given = _selected(job, batch, graph.inputs, f"{where}.inputs") | {e: outputs[source] for e, source in graph.feeds.items()}
+            function: Traced
+            if graph.compute is not None:
+                function = TensorsFunction(job.model, given, graph.compute, OutputRole.OUTPUT, f"{where}.compute")
+                found.append(Target(name, Mode.COMPUTE, variant, function, given))
+            else:
+                function = StepFunction(job.model, given, graph.loss, f"{where}.loss")
+                found += [Target(name, mode, variant, function, given) for mode in (Mode.TRAIN, Mode.EVAL)]
+            if any(source.startswith(f"{name}.") for source in needed):
+                outputs |= {f"{name}.{output}": value for output, value in _outputs(function, given)}
+                lacking = sorted(source for source in needed if source.startswith(f"{name}.") and source not in outputs)
+                if lacking:
+                    raise JobError(
+                        "a graph is fed by an output that there is not", where="Job.graphs", expected=str(sorted(outputs)), got=lacking[0]
+                    )
+        if job.predict is not None:
+            given = _selected(job, batch, job.predict_inputs, "Job.predict_inputs")
+            function = TensorsFunction(job.model, given, job.predict, OutputRole.PREDICTION, "Job.predict")
+            found.append(Target(MAIN, Mode.PREDICT, variant, function, given))
+    return tuple(found)
+
+
+def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
+    """The leaves of a target's example, and what is declared of the sizes of all inputs that the job has in this variant.
+
+    Raises:
+        JobError: `Job.dynamic` does not fit the example.
+    """
+    batches = [job.batch, *job.variants.values()]
+    variant = job.variants[target.variant] if target.variant else job.batch
+    whole = leaves_of({**variant, **target.batch})
+    ndims: dict[str, int] = {}
+    for batch in batches:
+        for name, leaf in leaves_of(batch).items():
+            ndims[name] = max(leaf.ndim, ndims.get(name, 0))
+    said = {name: dims for name, dims in job.dynamic.items() if name in whole or name not in ndims}
+    for name in [name for name in said if isinstance(said[name], Mapping) and name in ndims and ndims[name] > whole[name].ndim]:
+        said[name] = {dim: spec for dim, spec in said[name].items() if dim < whole[name].ndim or dim >= ndims[name]}
+    shapes = declared_shapes(said, whole)
+    return {name: whole[name].detach().contiguous() for name in target.function.inputs}, shapes
+
+
+def _check_name(name: str, where: str) -> None:
+    if not _NAME.fullmatch(name) or name in RESERVED:
+        raise JobError(
+            "not a usable name",
+            where=where,
+            expected=f"small letters, digits and _, up to 32, and none of {', '.join(sorted(RESERVED))}",
+            got=repr(name),
+        )
+
+
+def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str) -> dict[str, Any]:
+    """The entries of one of the job's batches that a function reads; of those that only other variants have none is there."""
+    if names is None:
+        return dict(batch)
+    known = set(job.batch).union(*job.variants.values())
+    unknown = sorted(set(names) - known)
+    if unknown:
+        raise JobError("names inputs that the batch lacks", where=where, expected=f"some of {sorted(known)}", got=str(unknown))
+    return {name: value for name, value in batch.items() if name in set(names)}
+
+
+def _outputs(function: Traced, batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """What a function has for other graphs, on an example."""
+    with modes_kept(function.model) as set_training, state_kept(function.model), replaying(False, 0), torch.no_grad():
+        set_training(False)
+        values = function.run(rebuild(batch, leaves_of(batch)))
+    for spec, value in zip(function.signature.outputs, values, strict=True):
+        if spec.role is OutputRole.OUTPUT:
+            yield spec.name, value.detach().clone()

@@ -1,0 +1,371 @@
+"""Captures a job's model and loss as a program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from trainload.capture.diagnostics.blame import capture_error, explained, no_gradient, of_hook
+from trainload.capture.job.declared_sizes import Shapes, warn_of_special_lengths
+from trainload.capture.job.definition import Job
+from trainload.capture.job.flat_function import Around, Traced, nothing_around
+from trainload.capture.job.leading_rows import arranged
+from trainload.capture.job.model_state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
+from trainload.capture.job.shared_memory import check_same_memory
+from trainload.capture.operators import graphs_in, is_overload
+from trainload.capture.parity.parity import check_parity
+from trainload.capture.parity.replays import Check, Replayed, replay_batches
+from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike, Tracing
+from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
+from trainload.capture.source.source_place import place_of_error
+from trainload.capture.source.user_kernels import check_no_wrapped_kernels
+from trainload.capture.tracing.strict import could_help, export_strictly, tried_too
+from trainload.capture.tracing.targets import Target, example_of, targets_of
+from trainload.capture.watching.branches import branches_may_write
+from trainload.capture.watching.higher_order import differentiates
+from trainload.capture.watching.regions import make_regions
+from trainload.capture.watching.watch import Watch
+from trainload.core.errors import CaptureError, JobError, RequestError, raised
+
+_PREFIX = "model."
+
+
+def capture(
+    job: Job,
+    check: Check | None = Check.USUAL,
+    kept: dict[str, list[Replayed]] | None = None,
+    strict: bool | None = None,
+) -> Program:
+    """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
+
+    Args:
+        job: what is captured.
+        check: how much is compared; None: nothing, and the model is not run: the job's tensors have no values. See `abstract.py`.
+        kept: gets, by training graph, what it gave on the batches, for `check_step`.
+        strict: True: by torch.export's strict mode alone; False: by its non-strict one alone; None: by the non-strict one, and where that
+            cannot follow the model by the strict one, if it loses nothing. See `strict.py`.
+
+    Raises:
+        JobError: the job's description does not hold together.
+        CaptureError: the model cannot be captured, or what was captured differs from eager.
+    """
+    job, model = arranged(job), check_model(job.model)
+    graphs: dict[str, GraphCapture] = {}
+    constants: dict[str, Tensor] = {}
+    unreached: dict[str, set[str]] = {}
+    with modes_kept(model) as set_training, branches_may_write():
+        targets = targets_of(job)
+        for target in targets:
+            batch, shapes = example_of(job, target)
+            if target.training:
+                warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
+            set_training(target.training)
+            target.function.runs = check is not None
+            given = kept.setdefault(target.name, []) if kept is not None and target.training else None
+            proven = _capture_graph(target, batch, shapes, check, given, strict)
+            graphs[target.name] = proven.captured
+            constants |= proven.constants
+            if target.training:
+                unreached[target.name] = proven.without_gradient
+            for each in targets:
+                each.function.differentiates = each.function.differentiates or differentiates(proven.captured.exported.graph_module)
+        set_training(True)  # an overridden train() may say which parameters are trained
+        _check_variants(graphs.values())
+        without_gradient = set[str].intersection(*unreached.values())
+        graphs |= {
+            name: replace(graphs[name], reached=_reached(model, found)) for name, found in unreached.items() if found - without_gradient
+        }
+        if without_gradient:
+            warnings.warn(
+                f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
+                f"{', '.join(sorted(without_gradient))}. "
+                "See docs/capture.md#parameter-without-a-gradient.",
+                stacklevel=2,
+            )
+        parameters = parameter_specs(model, without_gradient)
+        if not any(p.trainable for p in parameters):
+            raise no_gradient(job)
+        buffers = buffer_specs(model)
+    return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants, tuple(job.variants))
+
+
+@dataclass(frozen=True, slots=True)
+class _Proven:
+    """A graph that was compared with eager; its constants by "graph/name"; the parameters that its loss gives no gradient."""
+
+    captured: GraphCapture
+    constants: dict[str, Tensor]
+    without_gradient: set[str]
+
+
+def _reached(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(n for n, p in model.named_parameters() if p.requires_grad and n not in unreached))
+
+
+def _check_variants(graphs: Iterable[GraphCapture]) -> None:
+    """Check that the variants of a graph return the same outputs, which a run adds up."""
+    first: dict[tuple[str, Mode], GraphCapture] = {}
+    for captured in graphs:
+        other = first.setdefault((captured.graph, captured.mode), captured)
+        if captured.outputs != other.outputs:
+            raise JobError(
+                "a variant returns other values than the first",
+                where=f"Job.variants[{captured.variant!r}]: graph {captured.graph}",
+                expected=", ".join(f"{o.role} {o.name}" for o in other.outputs),
+                got=", ".join(f"{o.role} {o.name}" for o in captured.outputs),
+                cure="Return the same loss, weight, metrics and outputs for every batch.",
+            )
+
+
+def _capture_graph(
+    target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None, kept: list[Replayed] | None, strict: bool | None
+) -> _Proven:
+    """Captures one graph and compares it with eager, unless `check` is None.
+
+    Raises:
+        JobError: the function does not return what a job's must.
+        CaptureError: the model cannot be captured, or what was captured differs.
+    """
+    if strict:
+        with state_kept(target.function.model):
+            exported = _asked_strictly(target, batch, shapes)
+        return _proven(target, batch, exported, check, kept, Tracing(strict=True, why="it was asked for"))
+    try:
+        with state_kept(target.function.model):
+            exported = export_graph(target, batch, shapes)
+    except CaptureError as refused:
+        stepped_in = None
+        if strict is None and check is not None and could_help(refused):
+            stepped_in = _stepped_in(target, batch, shapes, check, kept, refused)
+        if stepped_in is None:
+            raise
+        return stepped_in
+    why = "it was asked for" if strict is False else "it follows the model, and everything that forward does is watched"
+    return _proven(target, batch, exported, check, kept, Tracing(strict=False, why=why))
+
+
+def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
+    """By the strict mode, which the caller asked for."""
+    try:
+        return export_strictly(target, batch, shapes)
+    except RequestError:
+        raise
+    except Exception as error:  # as in export_graph
+        raise CaptureError(
+            f"torch.export's strict mode cannot capture the {target.name} graph",
+            where=str(place_of_error(error) or f"graph {target.name}"),
+            got=raised(error),
+            cure="Leave strict out: the non-strict mode takes most models, and says more of those that it does not.",
+        ) from error
+
+
+def _stepped_in(
+    target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check, kept: list[Replayed] | None, refused: CaptureError
+) -> _Proven | None:
+    """By the strict mode, where the non-strict one has refused. None: it cannot follow the model either, loses something, or differs."""
+    given: list[Replayed] | None = None if kept is None else []
+    why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
+    place = refused.findings[0].place
+    tracing = Tracing(strict=True, why=why if place is None else f"{why} ({place})", refused=refused)
+    try:
+        with state_kept(target.function.model):
+            exported = export_strictly(target, batch, shapes)
+        proven = _proven(target, batch, exported, check, given, tracing)
+    except Exception as error:  # noqa: BLE001  # what the page says still holds, and the caller raises it
+        tried_too(refused, error)
+        return None
+    if kept is not None and given is not None:
+        kept += given
+    return proven
+
+
+def _proven(
+    target: Target, batch: dict[str, Tensor], exported: ExportedProgram, check: Check | None, kept: list[Replayed] | None, tracing: Tracing
+) -> _Proven:
+    """What was captured, compared with eager unless `check` is None."""
+    name, function = target.name, target.function
+    _strip_prefix(exported)
+    _forget_strides(exported, function.model)
+    captured = GraphCapture(name, exported, input_specs(exported, batch), function.signature.outputs, tracing=tracing)
+    constants = _constants(name, exported)
+    if check is None:
+        return _Proven(captured, constants, set())
+    with state_kept(function.model):
+        try:
+            missing = check_parity(captured, function, replay_batches(captured, batch, check), constants, kept)
+            return _Proven(captured, constants, missing)
+        except CaptureError as error:
+            compare = partial(check_parity, captured, function, [batch], constants)
+            raise explained(error, function, batch, compare) from error
+
+
+def export_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:
+    """The training IR of one graph, not yet compared with eager.
+
+    Args:
+        target: what is traced; its model is in the right mode.
+        batch: its leaves.
+        shapes: their declared sizes.
+        around: a context, given the traced leaves, in which the function runs.
+
+    Raises:
+        JobError: the function does not return what a job's must.
+        CaptureError: torch.export cannot follow it, or refuses the declared sizes.
+    """
+    try:
+        return _export(target, batch, shapes, around)
+    except RequestError:
+        raise
+    except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
+        raise _page(target, error, batch, shapes) from error
+
+
+def _page(target: Target, error: Exception, batch: dict[str, Tensor], shapes: Shapes) -> CaptureError:
+    def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
+        return _export(target, batch, shapes, inside=inside)
+
+    return capture_error(target.name, error, attempt, target.function, batch, training=target.training, runs=target.function.runs)
+
+
+def _export(
+    target: Target,
+    batch: dict[str, Tensor],
+    shapes: Shapes,
+    around: Around = nothing_around,
+    inside: AbstractContextManager[object] | None = None,
+) -> ExportedProgram:
+    """torch.export's non-strict mode, which runs the model's Python, watched."""
+    training, function = target.training, target.function
+    with quiet_torch(), warnings.catch_warnings():
+        ignore_torchs_warnings()
+        # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
+        after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
+        if after and training:
+            raise of_hook(
+                f"the parameter {after[0]} has a hook that runs after its gradient is accumulated, when the step's graph is over",
+                "Change the gradient with parameter.register_hook, or in the optimizer.",
+            )
+        hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
+        watch = Watch()
+        with torch.set_grad_enabled(training), inside or nullcontext(), _watched(watch, function, hooks if training else {}, around):
+            exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
+        caught = watch.raised.caught()
+        if caught is not None:
+            raise caught
+        _drop_failed(exported)
+        check_no_wrapped_kernels(exported.graph_module)
+        check_same_memory(exported)
+        make_regions(exported, training)
+        return exported
+
+
+def _drop_failed(exported: ExportedProgram) -> None:
+    """Remove calls that raised during tracing and whose error the model caught: they have no value and no users."""
+    for module in graphs_in(exported.graph_module):
+        for node in reversed(module.graph.nodes):
+            if is_overload(node.target) and node.meta.get("val") is None and not node.users and node.target._schema.returns:
+                module.graph.erase_node(node)
+        module.recompile()
+
+
+@contextmanager
+def _watched(
+    watch: Watch,
+    function: Traced,
+    hooks: dict[str, list[Callable[[Tensor], Tensor | None]]],
+    around: Around,
+) -> Iterator[None]:
+    """Inside, the function's forward is watched by a trace."""
+
+    @contextmanager
+    def watched(batch: Mapping[str, Tensor]) -> Iterator[None]:
+        with around(batch), watch.tracing(function.model, hooks):
+            yield
+
+    function.watched = watched
+    try:
+        yield
+    finally:
+        function.watched = nothing_around
+
+
+def _forget_strides(exported: ExportedProgram, model: nn.Module) -> None:
+    """Let a graph take contiguous tensors where the model's own are not: a package stores them so.
+
+    A view that only the model's strides allow becomes `reshape`, which is a view wherever one is possible.
+    """
+    if all(tensor.is_contiguous() for tensor in (*model.parameters(), *model.buffers())):
+        return
+    for module in graphs_in(exported.graph_module):
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        module.recompile()
+
+
+def _strip_prefix(exported: ExportedProgram) -> None:
+    """Gives parameters and buffers the names that they have in the user's module."""
+    for spec in exported.graph_signature.input_specs:
+        if spec.target is not None:
+            spec.target = spec.target.removeprefix(_PREFIX)
+    for output in exported.graph_signature.output_specs:
+        if output.target is not None:
+            output.target = output.target.removeprefix(_PREFIX)
+    for store in (exported.state_dict, exported.constants):
+        for key in list(store):
+            store[key.removeprefix(_PREFIX)] = store.pop(key)
+
+
+def input_specs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple[InputSpec, ...]:
+    """What a graph's inputs are, in order. `batch`: its example."""
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    values = [
+        node.meta["val"]
+        for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True)
+        if spec.kind is InputKind.USER_INPUT
+    ]
+    symbols: dict[str, str] = {}
+    specs = []
+    for (name, tensor), value in zip(batch.items(), values, strict=True):
+        shape: list[SizeLike] = []
+        for dim, size in enumerate(value.shape):
+            text = str(size)
+            if text.isdigit():  # a SymInt too, where torch made a constant of a dim that was left to it
+                shape.append(int(text))
+            else:
+                shape.append(symbols.setdefault(text, "batch" if dim == 0 else f"{name}_{dim}"))
+        specs.append(InputSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
+    return tuple(specs)
+
+
+def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
+            value = exported.constants[spec.target]
+            if not isinstance(value, Tensor) or value.requires_grad:
+                raise CaptureError(
+                    "a trained tensor stands outside the model, so its gradient would be lost",
+                    where=spec.target,
+                    cure="Make it an nn.Parameter of Job.model, or freeze it with requires_grad_(False).",
+                )
+            found[f"{name}/{spec.target}"] = value.detach().cpu().clone()
+        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
+            raise CaptureError(
+                "an input of this kind is not supported",
+                where=str(spec.target),
+                expected="a tensor",
+                got=str(spec.kind),
+                cure="Pass tensors only; keep other objects as attributes of the model that forward does not hand on.",
+            )
+    return found

@@ -1,0 +1,159 @@
+"""torch.cond whose branches write to buffers, as batch norm does. torch refuses it in training, in eager mode too.
+
+Eager mode takes the branch as Python does. In a graph each branch has copies of the buffers, writes to these, and returns them beside its
+results; what the branch that is taken returns is written to the buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainload.capture.source.patched import renamed
+from trainload.capture.source.source_place import place_here
+from trainload.capture.watching import marks
+from trainload.capture.watching.nest import mapped
+from trainload.capture.watching.recorder import Recorder
+from trainload.core.errors import CaptureError
+
+Branch = Callable[..., Any]
+_ORIGINAL = (torch.cond,)
+"""In a tuple, so that it is not replaced here too."""
+_OF_WRITES = ("input mutation", "Mutating a variable", "buffer_assignment")
+"""Parts of torch's messages about a branch that writes to a tensor or, the last one, assigns a buffer."""
+_TRACED: ContextVar[tuple[Recorder, nn.Module] | None] = ContextVar("_TRACED", default=None)
+
+
+@contextlib.contextmanager
+def branches_may_write() -> Iterator[None]:
+    """Make torch.cond accept, inside, branches that write to buffers."""
+    with renamed({_ORIGINAL[0]: _cond}):
+        yield
+
+
+@contextlib.contextmanager
+def traced_by(watch: Recorder, model: nn.Module) -> Iterator[None]:
+    """Trace such calls of torch.cond, inside, into the graph of `watch`."""
+    token = _TRACED.set((watch, model))
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
+
+
+def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()) -> Any:
+    """torch.cond, with branches that may write to buffers."""
+    try:
+        return _ORIGINAL[0](pred, true_fn, false_fn, tuple(operands))
+    except RuntimeError as error:
+        if not isinstance(pred, Tensor) or not any(words in str(error) for words in _OF_WRITES):
+            raise
+    traced = _TRACED.get()
+    if traced is None:
+        return (true_fn if pred else false_fn)(*operands)
+    return _traced(*traced, pred, (true_fn, false_fn), operands)
+
+
+def _traced(watch: Recorder, model: nn.Module, pred: Tensor, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
+    buffers = list({id(value): value for value in model.buffers()}.values())
+    before = [value.clone() for value in buffers]  # backward runs a branch again, when the buffers have been written to
+    traced = [_Traced(watch, model, buffers, before, branch, operands) for branch in branches]
+    changed = sorted(traced[0].used | traced[1].used)
+    values = [[*each.values, *(each.buffers[place] for place in changed)] for each in traced]
+    kinds = [[(tuple(value.shape), value.dtype) for value in each] for each in values]
+    if kinds[0] != kinds[1]:
+        raise CaptureError(
+            "the branches of a torch.cond return different kinds of tensors",
+            where=str(place_here()),
+            expected=", ".join(f"{dtype} {shape}" for shape, dtype in kinds[0]),
+            got=", ".join(f"{dtype} {shape}" for shape, dtype in kinds[1]),
+            cure="Have both return tensors of the same shapes and dtypes.",
+        )
+    found = iter(marks.BRANCHES(pred, *values, *(each.number for each in traced)))
+    result = mapped(traced[0].result, lambda x: _as_before(next(found), x.dtype))
+    for place in changed:
+        buffers[place].copy_(_as_before(next(found).detach(), buffers[place].dtype))
+    return result
+
+
+def _as_floats(x: Tensor) -> Tensor:
+    """Return integers as floating point, since torch differentiates everything that a branch returns. int64 keeps its bits."""
+    if x.is_floating_point() or x.is_complex():
+        return x
+    return x.view(torch.float64) if x.dtype is torch.int64 else x.to(torch.float64)
+
+
+def _as_before(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `_as_floats`."""
+    return x if x.dtype is dtype else x.view(dtype) if dtype is torch.int64 else x.to(dtype)
+
+
+class _Traced:
+    """A branch, traced as a region of the graph.
+
+    Attributes:
+        number: of the region.
+        result: what the branch returned.
+        values: the tensors in `result`, by `_as_floats`.
+        buffers: the model's buffers after the branch, by `_as_floats`.
+        used: the indices of the buffers that the branch reads or writes.
+    """
+
+    def __init__(
+        self,
+        watch: Recorder,
+        model: nn.Module,
+        buffers: Sequence[Tensor],
+        before: Sequence[Tensor],
+        branch: Branch,
+        operands: Sequence[Any],
+    ) -> None:
+        self.number = watch.region("branch")
+        copies = [value.clone() for value in before]
+        own = {id(value): copy for value, copy in zip(buffers, copies, strict=True)}
+        places = {id(copy): place for place, copy in enumerate(copies)}
+        with _Uses(places) as uses, _held(model, own) as held:
+            self.result = mapped(branch(*mapped(operands, lambda x: own.get(id(x), x))), torch.clone)
+            now = [(places[id(copy)], copy, module._buffers[name]) for module, name, copy in held]
+            assigned = {place: value for place, copy, value in now if value is not None and value is not copy}
+        self.values: list[Tensor] = []
+        mapped(self.result, lambda x: self.values.append(_as_floats(x)))
+        self.buffers = [_as_floats(assigned.get(place, copy)) for place, copy in enumerate(copies)]
+        self.used = uses.found | assigned.keys()
+        marks.END(self.number)
+
+
+@contextlib.contextmanager
+def _held(model: nn.Module, own: Mapping[int, Tensor]) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
+    """Replace a model's buffers inside. own: id of a buffer -> its replacement. Yields: module, name, replacement."""
+    before = [(m, name, value) for m in model.modules() for name, value in m._buffers.items() if value is not None and id(value) in own]
+    for module, name, value in before:
+        module._buffers[name] = own[id(value)]
+    try:
+        yield [(module, name, own[id(value)]) for module, name, value in before]
+    finally:
+        for module, name, value in before:
+            module._buffers[name] = value
+
+
+class _Uses(TorchFunctionMode):
+    """Records which tensors functions of torch receive. places: id of a tensor -> what is recorded."""
+
+    def __init__(self, places: Mapping[int, int]) -> None:
+        super().__init__()
+        self._places = places
+        self.found: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        def note(x: Tensor) -> None:
+            if id(x) in self._places:
+                self.found.add(self._places[id(x)])
+
+        mapped([*args, *(kwargs or {}).values()], note)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,201 @@
+"""The functions of torch.func, and torch.autograd.grad, as a traced model calls them: each becomes an operator of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.capture.diagnostics.blame import own_backward
+from trainload.capture.watching import marks
+from trainload.capture.watching.nest import mapped, mapped_with
+from trainload.capture.watching.recorder import Recorder
+from trainload.capture.watching.scan import replacements
+
+
+def transforms(watch: Recorder) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    """Function of torch.func -> what stands for it while tracing."""
+    func, made = torch.func, _Transforms(watch)
+    return {
+        func.vmap: made.vmap,
+        func.grad: made.grad,
+        func.grad_and_value: made.grad_and_value,
+        func.vjp: _vjp,
+        func.jvp: _jvp,
+        func.jacrev: made.jacobian,
+        func.jacfwd: made.jacobian,  # the same values
+        func.hessian: made.hessian,
+        func.linearize: _refused("linearize"),
+        **replacements(made.vmap),
+    }
+
+
+class _Transforms:
+    """Those that are regions of the graph."""
+
+    def __init__(self, watch: Recorder) -> None:
+        self._watch = watch
+
+    def grad(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+        both = self.grad_and_value(function, argnums, has_aux)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            gradients, value = both(*args, **kwargs)
+            return (gradients, value[1]) if has_aux else gradients
+
+        return wrapper
+
+    def grad_and_value(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            number = self._watch.region("func_grad")
+            variables: list[Tensor] = []
+
+            def variable(x: Tensor) -> Tensor:
+                variables.append(self._watch.variable(x, number))
+                return variables[-1]
+
+            places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+            given = [mapped(a, variable) if i in places else a for i, a in enumerate(args)]
+            with torch.enable_grad():  # as torch.func has it
+                result = function(*given, **kwargs)
+                values: list[Tensor] = []
+                mapped(result, values.append)
+            marks.END(number)
+            found = iter(marks.FUNC_GRAD(variables, values, number))
+            gradients = tuple(mapped(given[i], lambda _: next(found)) for i in places)
+            return gradients[0] if isinstance(argnums, int) else gradients, mapped(result, lambda _: next(found))
+
+        return wrapper
+
+    def jacobian(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, **options: Any) -> Callable[..., Any]:
+        """All rows of the Jacobian at once: the gradient of each entry of the result, by vmap over the unit vectors.
+
+        result (*y.shape, *x.shape), a tuple of them for several argnums.
+        """
+
+        def wrapper(*args: Any) -> Any:
+            y = function(*args)
+            if not isinstance(y, Tensor) or any(options.values()):
+                raise own_backward(
+                    "a Jacobian of more than one tensor, or with options, is not captured", "Take that of each tensor by itself."
+                )
+            units = torch.eye(y.numel(), dtype=y.dtype, device=y.device).reshape(y.numel(), *y.shape)
+            rows = self.vmap(lambda unit: self.grad(lambda *inner: (function(*inner) * unit).sum(), argnums)(*args))(units)
+            return mapped(rows, lambda each: each.reshape(*y.shape, *each.shape[1:]))
+
+        return wrapper
+
+    def hessian(self, function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
+        """The Jacobian of the gradient."""
+        return self.jacobian(self.grad(function, argnums), argnums)
+
+    def vmap(
+        self, function: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error", *, chunk_size: int | None = None
+    ) -> Callable[..., Any]:
+        """Traces the function once, on one slice; `chunk_size` is a matter of memory, which a graph leaves to its compiler."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            number = self._watch.region("vmap", randomness)
+            sources: list[tuple[Tensor, int]] = []
+
+            def row(x: Tensor, dim: int | None) -> Tensor:
+                if dim is None:
+                    return x
+                sources.append((x, dim % x.ndim))
+                result: Tensor = marks.ROW(x, dim % x.ndim, number)
+                return result
+
+            given = mapped_with(args, in_dims, row)
+            rest = mapped_with(kwargs, 0, row)  # as torch does: keyword arguments are mapped along dim 0
+            result = function(*given, **rest)
+            values: list[Tensor] = []
+            dims: list[int] = []
+
+            def collect(x: Tensor, dim: int | None) -> None:
+                values.append(x)
+                dims.append((dim or 0) % (x.ndim + 1))
+
+            mapped_with(result, out_dims, collect)
+            marks.END(number)
+            found = iter(marks.STACKED(values, dims, *sources[0], number))
+            return mapped(result, lambda _: next(found))
+
+        return wrapper
+
+
+def autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor, ...]:
+    """torch.autograd.grad as one operator; an input that is not used has zeros as its gradient, not None."""
+    if is_grads_batched:
+        raise own_backward("forward calls torch.autograd.grad with is_grads_batched, which is not captured", "Use torch.func.vmap.")
+    ends = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    starts = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    given: list[Tensor | None] = [None] * len(ends)
+    if grad_outputs is not None:
+        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+    weights = [torch.ones_like(end) if weight is None else weight for end, weight in zip(ends, given, strict=True)]
+    return tuple(marks.AUTOGRAD_GRAD(ends, starts, weights, create_graph))
+
+
+def _variable(x: Tensor) -> Tensor:
+    """X under another name, to differentiate by it alone."""
+    return x.view_as(x).requires_grad_()
+
+
+def _vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    variables: list[Tensor] = []
+
+    def made(x: Tensor) -> Tensor:
+        variables.append(_variable(x))
+        return variables[-1]
+
+    result = function(*mapped(primals, made))
+    output, *rest = result if has_aux else (result,)
+    ends: list[Tensor] = []
+    mapped(output, ends.append)
+
+    def pull_back(cotangents: Any) -> Any:
+        weights: list[Tensor] = []
+        mapped(cotangents, weights.append)
+        found = iter(marks.AUTOGRAD_GRAD(ends, variables, weights, True))
+        return mapped(primals, lambda _: next(found))
+
+    return (output, pull_back, *rest)
+
+
+def _jvp(function: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
+    """The derivative along `tangents`: that of the pull-back, which is linear in what is pulled back."""
+    output, pull_back, *rest = _vjp(function, *primals, has_aux=has_aux)
+    weights: list[Tensor] = []
+
+    def weight(x: Tensor) -> Tensor:
+        weights.append(_variable(torch.zeros_like(x)))
+        return weights[-1]
+
+    pulled: list[Tensor] = []
+    mapped(pull_back(mapped(output, weight)), pulled.append)
+    along: list[Tensor] = []
+    mapped(tangents, along.append)
+    found = iter(marks.AUTOGRAD_GRAD(pulled, weights, along, True))
+    return (output, mapped(output, lambda _: next(found)), *rest)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise own_backward(
+            f"forward calls torch.func.{name}, which is not captured",
+            "Write it with torch.func.jvp.",
+        )
+
+    return refuse

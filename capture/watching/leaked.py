@@ -1,0 +1,53 @@
+"""Tensors of the trace that live on in a cache outside of the model, such as a mask that `functools.cache` keeps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainload.capture.job.tensor_classes import is_fake
+from trainload.capture.source.causes import GLOBAL
+from trainload.capture.source.source_place import place_here
+from trainload.core.errors import CaptureError
+from trainload.core.finding import Finding, Place
+
+_SENTENCE = "forward keeps a tensor outside of the model from one call to the next, and has the one that was made while it was captured"
+_ADVICE = "Call the model once before the freeze, so that the kept tensor has values; or make it a buffer of the model."
+_REWRITE = "job.loss(job.model, job.batch)  # once: what forward keeps has values then\ntrainload.freeze(job, ...)"
+
+
+class _First(TorchFunctionMode):
+    """Remembers where a tensor without values is used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: Place | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if self.place is None and any(is_fake(value) for value in (*args, *(kwargs or {}).values())):
+            self.place = place_here()
+        return func(*args, **(kwargs or {}))
+
+
+def check_no_leaks(outputs: Sequence[Tensor], function: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Check that eager mode computes values after a capture.
+
+    Args:
+        outputs: of `function(batch)` in eager mode.
+        function: what was captured.
+        batch: its input.
+
+    Raises:
+        CaptureError: they are tensors without values; at the place where one is used first.
+    """
+    if not any(is_fake(value) for value in outputs):
+        return
+    mode = _First()
+    with contextlib.suppress(Exception), mode:  # only where is asked
+        function(dict(batch))
+    finding = Finding(GLOBAL.anchor, _SENTENCE, _ADVICE, _REWRITE, mode.place)
+    raise CaptureError(_SENTENCE, where=str(mode.place or "Job.model"), cure=_ADVICE, findings=[finding])

@@ -1,0 +1,76 @@
+"""Marks regions, tangents and variables in the graph that is being traced."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainload.capture.watching import marks
+
+Change = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
+"""Computes gradients from the gradients that arrive; None where there is none."""
+
+
+class Recorder:
+    """Marks what one trace does, with numbers that are unique in its graph."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.quiet = False
+        """Set while the recorder itself changes the grad mode, which is not marked."""
+
+    def number(self) -> int:
+        """Return a number for a region."""
+        return next(self._numbers)
+
+    def region(self, kind: str, text: str = "") -> int:
+        """Begins a region and returns its number."""
+        number = self.number()
+        marks.BEGIN(kind, text, number)
+        return number
+
+    @contextlib.contextmanager
+    def quietly(self, enabled: bool) -> Iterator[None]:
+        """Set the grad mode inside the block without a mark."""
+        before, self.quiet = self.quiet, True
+        try:
+            with torch.set_grad_enabled(enabled):
+                self.quiet = before
+                yield
+                self.quiet = True
+        finally:
+            self.quiet = before
+
+    def tangent(self, x: Tensor, number: int) -> Tensor:
+        """Return a stand-in for the gradient that arrives at x."""
+        with self.quietly(False):
+            result: Tensor = marks.TANGENT(x, number)
+        return result
+
+    def variable(self, x: Tensor, number: int) -> Tensor:
+        """Return x as a variable of a func_grad region, also if x itself has no gradient."""
+        result: Tensor = marks.VARIABLE(x, number)
+        if not result.requires_grad:
+            before, self.quiet = self.quiet, True
+            result.requires_grad_()
+            self.quiet = before
+        return result
+
+    def passed(self, values: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
+        """Return the values, with their gradients passing through `change`."""
+        places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
+        if not places or not torch.is_grad_enabled():
+            return values
+        number = self.number()
+        tangents = tuple(self.tangent(v, number) if i in places else None for i, v in enumerate(values))
+        marks.BEGIN("backward", "", number)
+        changed = change(tangents)
+        marks.END(number)
+        kept = [i for i in places if changed[i] is not None]
+        connected = iter(marks.CONNECT([values[i] for i in kept], [values[i] for i in kept], [changed[i] for i in kept], number))
+        return tuple(next(connected) if i in kept else v for i, v in enumerate(values))

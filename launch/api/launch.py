@@ -1,0 +1,325 @@
+"""Runs: launched, tried out, resumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import SkipValidation
+
+from trainload.capture.job.ambient import neutrally
+from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import ClusterError, StorageError
+from trainload.core.processes import interrupted_by_signals
+from trainload.launching.api.request import (
+    Backend,
+    ExecutionOptions,
+    RunRequest,
+    another_plan,
+    check_backend,
+    check_package,
+    check_rows,
+    checked,
+    leads,
+)
+from trainload.launching.checkpoints.checkpoint_place import place_of
+from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
+from trainload.launching.data.made_data import Data
+from trainload.launching.node.build import is_compiled
+from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.run.driver import check_no_driver, driving
+from trainload.launching.run.journal import Event, followed, stream_events
+from trainload.launching.run.opening import frozen_package
+from trainload.launching.run.result import RunResult, check_output, finish
+from trainload.launching.run.run_changes import changed, changes_run
+from trainload.launching.run.run_spec import (
+    RUN_FILE,
+    RunSpec,
+    least_plan,
+    read_spec,
+    write_spec,
+)
+from trainload.launching.settings.options import takes_options
+from trainload.launching.settings.run_settings import RunSettings
+from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, told
+from trainload.launching.worker.trial import Trial, try_out
+from trainload.packaging.package import Package
+from trainload.packaging.signatures.policy import find_policies
+from trainload.sharding.planner.replan import replan
+from trainload.sharding.planner.simulate import simulate
+from trainload.sharding.plans.plan import Cluster, Plan
+from trainload.sharding.plans.strategies import Strategy
+
+
+@neutrally
+@takes_options(RunRequest)
+def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> RunResult:
+    """Train a package.
+
+    Args:
+        package: the package.
+        plan: made for this package.
+        data: files with exactly the package's inputs as columns, or those of one of its variants, by path or URL: Parquet, Arrow, npz,
+            safetensors, tar; a mixture of these, a file that ends in .json; a function or Ray data set that gives rows: docs/data.md.
+        request: given as keyword arguments: the fields of `RunRequest`, of which run_dir is required. docs/runs.md has a table of them.
+
+    Raises:
+        RequestError: an option is unknown, missing or invalid.
+        PolicyError: a policy does not let the package be run.
+        PlanError: the plan is for another package, or was edited so that it does not fit.
+        DataError: the data does not have the package's inputs.
+        ClusterError: the cluster cannot hold the plan.
+        StorageError: a path is taken or cannot be written. Up to here nothing was started.
+        RunInterrupted: Ctrl-C; the run can be resumed.
+        TrainingError: the workers failed too often, or a loss or gradient is not finite.
+    """
+    with checked(package, plan, data, request) as (spec, _):
+        run_spec(spec, request.backend, request.address, request.on_event or _ignore, new=True)
+        return _finished(spec, package, request.backend)
+
+
+@neutrally
+@takes_options(RunRequest)
+def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Path:
+    """Write a run's folder, after all that `launch` checks before it starts anything but the cluster. `resume` then trains it.
+
+    Args: as of `launch`. Returns: the folder. Raises: as `launch`, but for what the cluster and the training raise.
+    """
+    with checked(package, plan, data, request) as (spec, _):
+        write_spec(spec)
+        return Path(spec.run_dir)
+
+
+class ResumeRequest(RunSettings, ExecutionOptions):
+    """What `resume` takes beside the run's folder. Settings of the run apply from its last checkpoint on; those that are not given keep
+    their values, and so do overrides. A schedule is one of the whole run.
+    """
+
+    workers: int | None = None
+    """Number of workers. Default: as before."""
+    strategy: Annotated[Strategy | None, SkipValidation()] = None
+    """Strategy of the new plan. Default: as before if that is possible for the number of workers."""
+    plan: Plan | None = None
+    """Another plan for the package, in place of both. Its global batch is the run's."""
+
+
+@neutrally
+@takes_options(ResumeRequest)
+def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
+    """Continue a run from its last whole checkpoint, on as many workers as there are now.
+
+    Args:
+        run_dir: the run's folder.
+        request: given as keyword arguments: the fields of `ResumeRequest`. Changed settings are kept in run.json, with the step from
+            which they apply. Policies are checked in addition to those that the run was launched under.
+
+    Raises:
+        JobError: something that cannot be changed in the middle of a run.
+        IntegrityError: the package is not the one that the run was launched with.
+        PlanError: the plan has another global batch; otherwise as `launch`.
+    """
+    folder = Path(run_dir).absolute()
+    backend, policy, plan = request.backend, request.policy, request.plan
+    check_backend(backend, request.address)
+    leading = leads(backend)
+    spec = change(folder, request) if changes_run(request) and leading else _changed(read_spec(folder), request)
+    if leading:  # torchrun's rank 0 may drive it by now
+        check_no_driver(folder)
+    policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
+    spec = spec.model_copy(update={"policies": policies})
+    package = frozen_package(spec)
+    if plan is not None:
+        spec = spec.model_copy(update={"plan": another_plan(plan, spec.plan, request.workers, request.strategy), "plans": ()})
+    elif request.workers is not None or request.strategy is not None:
+        cluster = Cluster(nodes=1, devices_per_node=request.workers or spec.plan.world_size, device=spec.plan.cluster.device)
+        spec = spec.model_copy(
+            update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, request.strategy), "plans": ()}
+        )
+    check_sinks(spec.sinks, backend)
+    if leading:
+        check_sink_libraries(spec.sinks)
+    check_package(package, spec)
+    check_rows(package, spec)
+    check_output(spec, new=False)
+    run_spec(spec, backend, request.address, request.on_event or _ignore, new=False)
+    return _finished(spec, package, backend)
+
+
+def change(run_dir: Path, settings: RunSettings) -> RunSpec:
+    """Change the settings of a run that nobody drives, for whoever resumes it. Errors are those of `resume`. Returns: the run."""
+    before = read_spec(run_dir)
+    check_no_driver(run_dir)
+    spec = _changed(before, settings)
+    check_sink_libraries(spec.sinks)
+    package = frozen_package(spec)
+    check_package(package, spec)
+    check_rows(package, spec)
+    if spec.output is not None and Path(spec.output).exists():
+        raise StorageError(
+            "the run has written its result, and would come to another one", where=spec.output, cure="Move it away, and resume the run."
+        )
+    replace_file(run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+    return spec
+
+
+def _changed(spec: RunSpec, settings: RunSettings) -> RunSpec:
+    if not changes_run(settings):
+        return spec
+    usable = usable_checkpoint(place_of(Path(spec.run_dir), spec.checkpoints)).path
+    return changed(spec, 0 if usable is None else Checkpoint.open(usable).index.step, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """What a launch would do. All of it was checked; nothing was started but one step of the first rank, whose results are forgotten.
+
+    seconds: of what was done: checks, the graphs of all ranks, and, on one node, the parts of a `Trial`; what is in the node's cache by now
+    takes less the next time. run_seconds: what the run would take at the pace of that step, if no rank waited for another; None under a
+    pipeline, whose ranks cannot be tried out alone. free_disk_bytes: where the checkpoints will lie; None at a URL. interpreted: for each
+    graph that would run interpreted, why; of several ranks, graphs that call the others are compared when the run begins.
+    """
+
+    package: Path
+    digest: str
+    strategy: str
+    workers: int
+    steps: int
+    rows: int
+    eval_rows: int | None
+    parameter_bytes_per_worker: int
+    optimizer_bytes_per_worker: int
+    compiled_already: bool
+    free_disk_bytes: int | None
+    seconds: dict[str, float]
+    run_seconds: float | None
+    interpreted: tuple[str, ...]
+
+
+@neutrally
+@takes_options(RunRequest)
+def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> DryRunReport:
+    """Do everything of a launch but train: package, policies, plan, the graphs of all ranks, data, cluster, paths, room on the disk, and
+    one compiled step on one node. Arguments and errors are those of `launch`.
+    """
+    seconds: dict[str, float] = {}
+    began = time.perf_counter()
+    with checked(package, plan, data, request) as (spec, (rows, eval_rows)):
+        seconds["checks"] = time.perf_counter() - began
+        began = time.perf_counter()
+        changed = spec.overrides.apply(package, spec.steps)
+        simulate(changed, plan)
+        seconds["simulate"] = time.perf_counter() - began
+        already = plan.cluster.device == "cpu" and is_compiled(changed, plan, default_cache_dir(), evaluates=spec.evaluates)
+        trial = _tried_out(spec, request.backend, request.address)
+        if trial is not None:
+            seconds |= {name: value for name, value in asdict(trial).items() if name not in ("compiled", "interpreted")}
+        return DryRunReport(
+            package=package.path,
+            digest=package.digest,
+            strategy=plan.strategy,
+            workers=plan.world_size,
+            steps=spec.steps,
+            rows=rows,
+            eval_rows=eval_rows,
+            parameter_bytes_per_worker=plan.estimate.parameter_bytes,
+            optimizer_bytes_per_worker=plan.estimate.optimizer_bytes,
+            compiled_already=already,
+            free_disk_bytes=place_of(Path(spec.run_dir), spec.checkpoints).free_bytes(),
+            seconds={name: round(value, 3) for name, value in seconds.items()},
+            run_seconds=None if trial is None else trial.first_step + (spec.steps - 1) * trial.step,
+            interpreted=() if trial is None else trial.interpreted,
+        )
+
+
+def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | None:
+    """One step of a run's first rank; on Ray, where the run would begin. None where a rank cannot be tried out alone.
+
+    Raises: ClusterError as `launch`, or where the devices are taken now; TrainingError where the step fails.
+    """
+    alone = spec.plan.pipeline is None
+    if backend != "ray":
+        return try_out(spec, spec.plan.world_size) if alone else None
+    import ray
+
+    from trainload.launching.cluster.connection import connect
+    from trainload.launching.cluster.nodes import check_seats, nodes_of, place_to_try
+    from trainload.launching.cluster.tasks import tried_out
+
+    started = connect(address)
+    try:
+        nodes = nodes_of(spec.plan.cluster.device)
+        check_seats(least_plan(spec), nodes)
+        return tried_out(spec, *place_to_try(spec.plan, least_plan(spec), nodes)) if alone else None
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _ignore(event: Event) -> None:
+    """For callers that do not watch."""
+
+
+@contextmanager
+def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[Callable[[Event], None]]:
+    """Within it this process drives a run, which has its folder, and what it says goes to its sinks too: what is to be told of its events.
+    `new`: the folder is made.
+    """
+    run_dir = Path(spec.run_dir)
+    if new:
+        write_spec(spec)
+    with driving(run_dir), told(spec.sinks, run_dir, on_event) as tell:
+        try:
+            yield tell
+        except (StorageError, ClusterError) as error:
+            error.work_began = any(event.kind == "step" for event in stream_events(run_dir))
+            raise
+
+
+def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
+    """Runs what was checked, to its end. `new`: its folder is made. Raises: as `launch`."""
+    if backend == "ray":
+        _run_on_ray(spec, address, on_event, new=new)
+    elif backend == "torchrun":
+        from trainload.launching.worker.local_run import check_torchrun, run_under_torchrun
+
+        place = check_torchrun(spec)
+        if place.rank == 0:
+            with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
+                run_under_torchrun(spec, place)
+        else:
+            run_under_torchrun(spec, place)
+    else:
+        from trainload.launching.worker.local_run import check_one_worker, run_in_process
+
+        check_one_worker(spec)
+        with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
+            run_in_process(spec)
+
+
+def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
+    """What a run came to. The trained package is written by one process."""
+    return finish(spec if leads(backend) else spec.model_copy(update={"output": None}), package)
+
+
+def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
+    import ray
+
+    from trainload.launching.cluster.connection import connect
+    from trainload.launching.cluster.nodes import check_seats, nodes_of, room_asked_for
+    from trainload.launching.cluster.supervisor import Supervisor
+
+    with interrupted_by_signals() as again:
+        started = connect(address)
+        try:
+            again()  # Ray would end this process, and its workers without a checkpoint
+            check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
+            with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as tell:
+                Supervisor(spec, tell).run()
+        finally:
+            if started:
+                ray.shutdown()

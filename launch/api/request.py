@@ -1,0 +1,279 @@
+"""Requests of runs, and all checks of a run that are possible before anything starts."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ConfigDict, Field, SkipValidation
+
+from trainload.core.credentials import check_no_credentials
+from trainload.core.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
+from trainload.core.versions import VERSION
+from trainload.launching.checkpoints.checkpoint_place import place_of, whole_place
+from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
+from trainload.launching.data.data_files import is_url, local_path
+from trainload.launching.data.made_data import Data, InFiles, in_files, written
+from trainload.launching.data.run_data import check_run_data
+from trainload.launching.node.libraries import absolute, check_runnable
+from trainload.launching.run.journal import Event
+from trainload.launching.run.result import check_output
+from trainload.launching.run.run_spec import (
+    RUN_FILE,
+    RunSpec,
+    check_new_run,
+    read_spec,
+)
+from trainload.launching.settings.run_settings import RunSettings, Settings
+from trainload.launching.sinks.sink import check_sink_libraries, check_sinks
+from trainload.packaging.libraries.op_libraries import Libraries
+from trainload.packaging.package import Package, check_weights
+from trainload.packaging.signatures.policy import find_policies
+from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.plans.buckets import item_bytes
+from trainload.sharding.plans.estimate import kept_per_element, state_counts
+from trainload.sharding.plans.plan import Plan
+from trainload.sharding.plans.strategies import Strategy
+
+Backend = Literal["ray", "local", "torchrun"]
+
+
+class ExecutionOptions(Settings):
+    """Where a run is executed, and who observes it."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    backend: Annotated[Backend, SkipValidation()] = "ray"
+    """`ray`; `local`: one worker in this process; `torchrun`: this process is one of torchrun's."""
+    address: str | None = None
+    """Address of a Ray cluster. Default: the one that this process is connected to, or a local one for this run."""
+    policy: str | Path | None = None
+    """Policy file (docs/trust.md), in addition to those of the machine and the environment: the package must satisfy all of them."""
+    on_event: Callable[[Event], None] | None = None
+    """Receives every event of the run's journal."""
+
+
+class PackageOptions(Settings):
+    """Operators that a package may call."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    libraries: Libraries = Field(default_factory=dict)
+    """As for `open`; every worker imports them."""
+    trust_extensions: bool = False
+    """As for `open`; every worker loads them."""
+
+
+class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
+    """What `launch` and `dry_run` take beside package, plan and data."""
+
+    run_dir: str | Path
+    """Folder of the run (journal, checkpoints), on storage that all nodes share. There must be no run in it."""
+    eval_data: Annotated[Data | None, SkipValidation()] = None
+    """Held-out data: evaluated before the first step and after the last one."""
+    output: str | Path | None = None
+    """Path of the package with the trained weights."""
+    plans: Sequence[Plan] = ()
+    """Plans of the package for other numbers of ranks, with the same global batch (`plans_of_sizes`): the run uses the largest that
+    there are nodes for, at its start and whenever nodes are lost or added. On Ray."""
+
+
+def spec_of(package: Package, plan: Plan, data: InFiles, request: RunRequest, *, steps: int) -> RunSpec:
+    """Return the requested run."""
+    policy, checkpoints = request.policy, request.checkpoints
+
+    def absolute_path(path: str | Path | None) -> str | None:
+        if path is not None:
+            check_no_credentials(str(path))
+        return None if path is None else str(path) if str(path).startswith("${") or is_url(path) else str(local_path(path).absolute())
+
+    fields: dict[str, Any] = {name: getattr(request, name) for name in RunSettings.model_fields} | {
+        "package": package.source or str(package.path),
+        "plan": plan,
+        "data": absolute_path(data.data),
+        "made": data.made,
+        "run_dir": absolute_path(request.run_dir),
+        "checkpoints": None if checkpoints is None else whole_place(checkpoints),
+        "steps": steps,
+        "optimizer_from": _state_of(request.optimizer_from, package),
+        "eval_data": absolute_path(data.eval_data),
+        "output": absolute_path(request.output),
+        "plans": _in_order(plan, request.plans),
+        "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(request.libraries)},
+        "trust_extensions": request.trust_extensions,
+        "digest": package.digest,
+        "versions": versions(),
+        "policies": find_policies(None if policy is None else Path(policy)),
+    }
+    return RunSpec(**fields)
+
+
+def _state_of(source: str | Path | None, package: Package) -> str | None:
+    """The checkpoint whose optimizer's state a run begins with.
+
+    Raises:
+        CheckpointError: there is none that is whole, or it is of a run that has not made this package.
+    """
+    if source is None:
+        return None
+    run, checkpoints = local_path(source), None
+    if is_url(source):
+        place = place_of(Path(), whole_place(source))
+    else:
+        if (run / RUN_FILE).exists():
+            checkpoints = read_spec(run.absolute()).checkpoints
+        place = place_of(run.absolute(), checkpoints)
+    usable = usable_checkpoint(place)
+    if usable.path is None:
+        raise CheckpointError(
+            "there is no checkpoint to take the optimizer's state from",
+            where=str(source),
+            got="; ".join(usable.rejected) or "none is there",
+        )
+    made_from = Checkpoint.open(usable.path).index.package
+    if made_from not in (package.digest, package.manifest.parent):
+        raise CheckpointError(
+            "the optimizer's state is that of another run than the one that made the package",
+            where=str(source),
+            expected=f"a run of package {package.manifest.parent or package.digest}",
+            got=made_from,
+            cure="Name the run whose output the package is, or leave the optimizer to begin anew.",
+        )
+    return str(usable.path)
+
+
+def versions() -> dict[str, str]:
+    """Of python, trainload, torch and ray: what a run is launched with; without what is not installed."""
+    found = {"python": platform.python_version(), "trainload": VERSION}
+    for name in ("torch", "ray"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+@contextmanager
+def checked(
+    package: Package, plan: Plan, data: Data, request: RunRequest, *, evaluates_only: bool = False
+) -> Iterator[tuple[RunSpec, tuple[int, int | None]]]:
+    """Yield the requested run and what `check_rows` returns, once the package may be run and fits plan and data.
+
+    Inside, the run is made; otherwise the files that were made for its data are removed. With `evaluates_only` the run has no steps.
+    """
+    backend = request.backend
+    if not request.run_dir:
+        raise RequestError("is missing", where="run_dir", expected="a folder for the run", cure="Give it: run_dir='runs/first'.")
+    check_backend(backend, request.address)
+    run_dir = Path(request.run_dir).absolute()
+    check_sinks(request.sinks, backend)
+    if leads(backend) and not (request.address or "").startswith(("http://", "https://")):  # the sinks of a job are its cluster's
+        check_sink_libraries(request.sinks)
+    given = in_files(data, request.eval_data, run_dir, alone=backend != "torchrun")
+    steps = 0 if evaluates_only else request.steps or package.recipe.steps
+    spec = spec_of(package, plan, given, request, steps=steps)
+    check_runnable(package, spec.policies)
+    check_package(package, spec)
+    if leads(backend):  # torchrun's other ranks may find it made already
+        check_place(package, spec)
+    with written(given, run_dir):
+        yield spec, check_rows(package, spec)
+
+
+def _in_order(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
+    """All plans of an elastic run, the smallest first; none for others. Raises: PlanError where they are not of one run."""
+    if not others:
+        return ()
+    found = {each.world_size: each for each in (*others, plan)}
+    for each in found.values():
+        another_plan(each, plan, None, None)
+    return tuple(found[world] for world in sorted(found))
+
+
+def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strategy | None) -> Plan:
+    """A plan for a run that has had another one.
+
+    Raises: PlanError: the run's losses would be others; workers or strategy are given beside it.
+    """
+    if workers is not None or strategy is not None:
+        raise PlanError("a plan says the number of workers and the strategy itself", where="resume", cure="Give the plan alone.")
+    if plan.global_batch != before.global_batch:
+        raise PlanError(
+            "the plan has another global batch than the run",
+            where="plan.global_batch",
+            expected=str(before.global_batch),
+            got=str(plan.global_batch),
+            cure="Make a plan with the run's: its losses depend on it.",
+        )
+    return plan
+
+
+def check_package(package: Package, spec: RunSpec) -> None:
+    """Everything that can be known of package and plans before anything starts."""
+    check_weights(package)
+    package.check_contents()
+    frozen, package = package, spec.overrides.apply(package, spec.steps)
+    for each in spec.plans or (spec.plan,):
+        if each.package == frozen.digest != package.digest:
+            raise PlanError(
+                "the plan is for the package as it was frozen, and the run changes its graphs",
+                where="plan.package",
+                expected=package.digest,
+                got=each.package,
+                cure="Make it with the same settings: trainload plan --set, or trainload.plan(overrides.apply(package), ...).",
+            )
+        check_plan(each, package)
+
+
+def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
+    """Everything that can be known of the data. Returns: rows of the data and of the held-out data."""
+    if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
+        raise DataError("an evaluation was asked for without held-out data", where="eval_data", cure="Give --eval-data.")
+    package = spec.overrides.apply(package, spec.steps)
+    count = spec.plan.rows_per_call
+    rows = check_run_data(spec.data, package, count)
+    eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
+    return rows, eval_rows
+
+
+def check_backend(backend: Backend, address: str | None) -> None:
+    """Raises: ClusterError: there is none of this name; RequestError: it has no cluster that could have this address."""
+    if backend not in get_args(Backend):
+        raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
+    if backend != "ray" and address is not None:
+        raise RequestError("an address is one of a Ray cluster", where="address", got=f"backend {backend}", cure="Leave one of them out.")
+
+
+def leads(backend: Backend) -> bool:
+    """Whether this process makes the run's folder, and writes what comes of it: the only one, or torchrun's rank 0."""
+    if backend != "torchrun":
+        return True
+    from trainload.launching.worker.local_run import torchrun_place
+
+    return torchrun_place().rank == 0
+
+
+def check_place(package: Package, spec: RunSpec) -> None:
+    """Check that a new run can be made, with room for its checkpoints and for the one that is written beside them. What must be
+    written later is tried now.
+    """
+    check_new_run(Path(spec.run_dir))
+    place = place_of(Path(spec.run_dir), spec.checkpoints)
+    place.check_new()
+    check_output(spec, new=True)
+    package = spec.overrides.apply(package, spec.steps)
+    states, mean = state_counts(package), package.recipe.keeps_mean
+    one = sum(b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean)) for b in spec.plan.buckets)
+    spacing = spec.checkpoint_every
+    count = 1 if spacing is None else spec.retention.most(spec.steps // spacing, spacing) + 1
+    free = place.free_bytes()
+    if free is not None and free < count * one:
+        raise StorageError(
+            "the disk has no room for the run's checkpoints",
+            where=place.where,
+            expected=f"{count} x {one:,} bytes",
+            got=f"{free:,} bytes free",
+            cure="Make room, keep fewer checkpoints, or choose another place for them.",
+        )

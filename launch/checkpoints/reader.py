@@ -1,0 +1,256 @@
+"""Reading checkpoints: nothing is believed before its digest was seen, and only the chunks of what is asked for are read.
+
+A checkpoint is read by intervals of buckets or of parameters, so that ranks of any number, under any plan for the same package,
+find what they need.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainload.core.errors import CheckpointError, StorageError, UnsafePackageError
+from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Where, files_at
+from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, scalar_key
+from trainload.launching.checkpoints.shard import CURE, ShardReader
+from trainload.launching.node.process_groups import gathered
+from trainload.packaging.tensors.chunks import LastChunk
+from trainload.packaging.tensors.safetensors_file import to_fill
+from trainload.sharding.plans.plan import Bucket, Shard, Slot
+from trainload.sharding.rewriting.shares import fill_share, fill_whole
+
+T = TypeVar("T")
+_PAUSE_SECONDS = 1.0
+
+
+class Checkpoint:
+    """A published checkpoint. `path`: its folder or URL; `index`: what it holds."""
+
+    __slots__ = ("_buckets", "_files", "_last", "_open", "_slots", "index", "path")
+
+    def __init__(self, path: Where, index: CheckpointIndex) -> None:
+        self.path, self.index = path, index
+        self._files = files_at(path)
+        self._buckets: dict[str, Bucket] = {bucket.name: bucket for bucket in index.buckets}
+        self._slots: dict[str, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in index.buckets for slot in bucket.slots}
+        self._open: dict[int, ShardReader] = {}
+        self._last = LastChunk()
+
+    @classmethod
+    def open(cls, path: Where) -> Self:
+        """Reads the index.
+
+        Raises: CheckpointError where it is missing or a bit of it has changed; StorageError where a URL cannot be reached.
+        """
+        file = f"{path}/{INDEX}"
+        try:
+            data = files_at(path).read(INDEX)
+        except (OSError, UnsafePackageError) as error:
+            raise CheckpointError("the index cannot be read", where=file, got=str(error), cure=CURE) from error
+        return cls(path, decode_index(data, file))
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        """Reads every shard and compares its digests; or those that are rank `rank`'s of `world` ranks that do it together.
+
+        Raises: CheckpointError, naming the first file that is not as it was written.
+        """
+        for number in range(rank, len(self.index.files), world):
+            self._shard(number).check()
+
+    def bucket_of(self, parameter: str) -> tuple[Bucket, Slot]:
+        """Where a parameter lies in this checkpoint. Raises: CheckpointError where it has none of that name."""
+        if parameter not in self._slots:
+            raise CheckpointError(f"the checkpoint has no parameter {parameter!r}", where=str(self.path))
+        return self._slots[parameter]
+
+    def dtype_of(self, parameter: str, entry: str, start: int = 0) -> torch.dtype:
+        """Of a parameter's entry, as a shard has it that holds its element `start`. Raises: as `fill_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        at = slot.offset + (0 if bucket.divided else start)
+        self._check(bucket.name, entry, at, at)
+        number, _, _ = self._home(bucket.name, at, 0)
+        return self._shard(number).dtype(flat_key(bucket.name, entry))
+
+    def _home(self, bucket: str, at: int, tensor_index: int) -> tuple[int, int, int]:
+        """The number of the shard that holds an element of a bucket, and which of its elements, [start, stop), that shard holds."""
+        lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
+        parts = self.index.run_length // lanes
+        each = self._buckets[bucket].length // parts
+        part = min(at // each, parts - 1) if each else 0
+        return self.index.first_shard(self._buckets[bucket]) + part * lanes + tensor_index, part * each, (part + 1) * each
+
+    def fill_interval(self, bucket: str, entry: str, start: int, into: torch.Tensor, tensor_index: int = 0) -> None:
+        """Reads elements of a bucket's entry, from `start` on, as many as `into` has: 1-dim, contiguous, on CPU, of the entry's dtype.
+        `tensor_index`: of a bucket that the tensor axis divided, whose of its ranks.
+
+        Raises: CheckpointError where there is no such interval, or a shard that holds part of it has changed.
+        """
+        stop = start + len(into)
+        self._check(bucket, entry, start, stop)
+        at = start
+        while at < stop:
+            number, first, last = self._home(bucket, at, tensor_index)
+            end = min(stop, last)
+            self._shard(number).fill(flat_key(bucket, entry), at - first, into[at - start : end - start])
+            at = end
+
+    def _check(self, bucket: str, entry: str, start: int, stop: int) -> None:
+        length = self._buckets[bucket].length if bucket in self._buckets else -1
+        if not 0 <= start <= stop <= length or entry not in self.index.entries.get(bucket, ()):
+            raise CheckpointError(
+                "the checkpoint has no such interval",
+                where=str(self.path),
+                expected=f"entries of {bucket!r}: {', '.join(self.index.entries.get(bucket, ()))}; length {length}",
+                got=f"{entry!r} [{start}, {stop})",
+            )
+
+    def fill_parameter(self, parameter: str, entry: str, start: int, into: torch.Tensor) -> None:
+        """Reads elements of a parameter's entry ("param", "exp_avg", ...). Arguments and errors: as of `fill_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        self._check_elements(parameter, start, start + len(into))
+        if not bucket.divided:
+            self.fill_interval(bucket.name, entry, slot.offset + start, into)
+            return
+
+        def share(index: int, low: int, part: torch.Tensor) -> None:
+            self.fill_interval(bucket.name, entry, slot.offset + low, part, index)
+
+        fill_whole(share, slot.shape, self.index.tensor_shards[parameter], self.index.tensor_ranks, start, into)
+
+    def fill_share(self, parameter: str, entry: str, shard: Shard, ranks: int, index: int, start: int, into: torch.Tensor) -> None:
+        """Reads elements of the share that rank `index` of a tensor axis has of a parameter's entry. Raises: as `fill_interval`."""
+        bucket, slot = self.bucket_of(parameter)
+        if (self.index.tensor_shards.get(parameter), self.index.tensor_ranks) == (shard, ranks):
+            self.fill_interval(bucket.name, entry, slot.offset + start, into, index)
+            return
+
+        def whole(low: int, part: torch.Tensor) -> None:
+            self.fill_parameter(parameter, entry, low, part)
+
+        fill_share(whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, into)
+
+    def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter's entry: (stop - start,), on CPU. Raises: as `fill_interval`."""
+        self._check_elements(parameter, start, stop)
+        found = to_fill((stop - start,), self.dtype_of(parameter, entry, start))
+        self.fill_parameter(parameter, entry, start, found)
+        return found
+
+    def _check_elements(self, parameter: str, start: int, stop: int) -> None:
+        length = math.prod(self.shape(parameter))
+        if not 0 <= start <= stop <= length:
+            raise CheckpointError(
+                "the parameter has no such interval", where=parameter, expected=f"within [0, {length})", got=f"[{start}, {stop})"
+            )
+
+    def shape(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a whole parameter. Raises: CheckpointError where there is none of that name."""
+        _, slot = self.bucket_of(parameter)
+        shard = self.index.tensor_shards.get(parameter)
+        return slot.shape if shard is None else shard.whole_shape(slot.shape, self.index.tensor_ranks)
+
+    def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
+        """A bucket's 0-dim entries. Raises: CheckpointError where the shard that holds them has changed."""
+        found = self.index.scalars.get(bucket, ())
+        return {entry: self._shard(self.index.first_shard(self._buckets[bucket])).tensor(scalar_key(bucket, entry)) for entry in found}
+
+    def own(self, parameter: str) -> dict[str, torch.Tensor]:
+        """A parameter's entries that have shapes of their own. Raises: CheckpointError where the shard that holds them has changed."""
+        bucket, _ = self.bucket_of(parameter)
+        shard = self.index.first_shard(bucket)
+        return {entry: self._shard(shard).tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers by name. Raises: CheckpointError where a shard that holds one has changed."""
+        homes = {name: self.index.buffer_ranks.get(name, 0) * self.index.run_length for name in self.index.buffers}
+        return {name: self._shard(number).tensor(buffer_key(name)) for name, number in homes.items()}
+
+    def _shard(self, number: int) -> ShardReader:
+        if number not in self._open:
+            self._open[number] = ShardReader(self._files, self.index.files[number], self._last)
+        return self._open[number]
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """The newest checkpoint that is whole, or None, and why newer ones are not (one line each, newest first)."""
+
+    path: Where | None
+    rejected: tuple[str, ...]
+
+
+def latest_checkpoint(place: CheckpointPlace) -> Where | None:
+    """The newest published checkpoint of a run, None where there is none.
+
+    Raises: CheckpointError where its index has changed; `usable_checkpoint` goes on to an earlier one.
+    """
+    found = list(place.published().values())
+    return Checkpoint.open(found[-1]).path if found else None
+
+
+def usable_checkpoint(place: CheckpointPlace, *, patience: float = 0.0, control: dist.ProcessGroup | None = None) -> Usable:
+    """The newest checkpoint of a run whose index and shards are all as they were written. All of its bytes are read; where several ranks do
+    it, by each of them those of some shards.
+
+    Args:
+        place: of the run's checkpoints.
+        patience: seconds for which one is tried again that storage does not give; one that has changed is rejected at once.
+        control: the ranks that look for it together, and all get this answer; None: there is one.
+
+    Raises:
+        StorageError: a URL cannot be reached. An older checkpoint is not taken for that.
+    """
+    until = time.monotonic() + patience
+    rank, world = (0, 1) if control is None else (dist.get_rank(control), dist.get_world_size(control))
+    rejected: list[str] = []
+    listed: Callable[[], list[Where]] = partial(_newest_first, place, until) if rank == 0 else list
+    for path in _agreed(listed, control)[0]:
+        try:
+            _agreed(partial(_patiently, partial(_check_whole, path, rank, world), until), control)
+        except CheckpointError as error:
+            rejected.append(str(error))
+        else:
+            return Usable(path, tuple(rejected))
+    return Usable(None, tuple(rejected))
+
+
+def _newest_first(place: CheckpointPlace, until: float) -> list[Where]:
+    return list(_patiently(place.published, until).values())[::-1]
+
+
+def _check_whole(path: Where, rank: int, world: int) -> None:
+    Checkpoint.open(path).verify(rank, world)
+
+
+def _agreed(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]:
+    """What `read` gives on each rank. Raises: on every rank, what it has raised on one; storage that fails before what it gave."""
+    mine: tuple[T | None, Exception | None]
+    try:
+        mine = read(), None
+    except (OSError, CheckpointError, StorageError) as error:
+        mine = None, error
+    found = gathered(mine, control)
+    errors = sorted((error for _, error in found if error is not None), key=lambda error: isinstance(error, CheckpointError))
+    if errors:
+        raise errors[0]
+    return [value for value, _ in found]  # type: ignore[misc]  # there are values where there are no errors
+
+
+def _patiently(read: Callable[[], T], until: float) -> T:
+    """What `read` gives; where storage fails, it is tried again. Raises: what it raises, at once where waiting will not mend it."""
+    while True:
+        try:
+            return read()
+        except (OSError, CheckpointError, StorageError) as error:
+            cause = error.__cause__ if isinstance(error, CheckpointError) else error
+            passing = isinstance(cause, OSError | StorageError) and not isinstance(cause, FileNotFoundError)
+            if not passing or time.monotonic() > until:
+                raise
+        time.sleep(_PAUSE_SECONDS)

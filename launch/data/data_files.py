@@ -1,0 +1,286 @@
+"""The files of a data set, on disk or at fsspec URLs: found, told apart by their content, and opened."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Protocol
+
+from fsspec.core import has_magic
+
+from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_file
+from trainload.core.credentials import without_secrets
+from trainload.core.errors import DataError, MissingDataError
+from trainload.core.reading import reading
+from trainload.core.storage.filesystem import failures, file_system, unreachable
+
+Source = str | Path | Sequence[str | Path]
+"""Files, folders of them, glob patterns, each a path or an fsspec URL; one of these, or several. The files of a folder or pattern are
+taken in the order of their names; several sources in the order given. A folder that has the name of a data file, or that a pattern matches,
+stands for the data files in it."""
+
+_BLOCK = 8 << 20
+"""Bytes that are asked for at once at a URL."""
+_SETTLED_NS = 2_000_000_000
+"""A file that was changed less than this before it was read may change again without a new time stamp."""
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
+"""What file systems call that which changes when a file's content does."""
+
+
+class DataFile(Protocol):
+    """A file of a data set."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages: its path or URL."""
+
+    @property
+    def suffix(self) -> str:
+        """The end of its name, with the dot."""
+
+    def opened(self) -> Any:
+        """A context manager: the file, for reading, which can seek. Raises: OSError; at a URL StorageError, as every read of it."""
+
+    def identity(self, cache_dir: Path) -> str:
+        """A text that is another one when the content is. `cache_dir` remembers what it took to find out. Raises: as `opened`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file on a disk that this machine has."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return str(self.path)
+
+    @property
+    def suffix(self) -> str:
+        """As of every file."""
+        return self.path.suffix
+
+    def opened(self) -> Any:
+        """As of every file."""
+        return self.path.open("rb")
+
+    def identity(self, cache_dir: Path) -> str:
+        """Its sha256, remembered for as long as path, inode, size and time of change stay."""
+        status = self.path.stat()
+        facts = [str(self.path.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        memory = cache_dir / "digests" / sha256_bytes(canonical_json(facts))
+        if memory.is_file():
+            return memory.read_text("ascii")
+        began = time.time_ns()
+        digest = sha256_file(self.path)
+        if max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < began:
+            memory.parent.mkdir(exist_ok=True)
+            replace_file(memory, digest.encode("ascii"), durable=False)  # several processes may be at it
+        return digest
+
+
+@dataclass(frozen=True, slots=True)
+class UrlFile:
+    """A file of an fsspec file system: `path` is its name there."""
+
+    name: str
+    fs: Any
+    path: str
+
+    @property
+    def suffix(self) -> str:
+        """As of every file."""
+        return PurePosixPath(self.path.partition("?")[0]).suffix
+
+    @contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """As of every file."""
+        with _reaching(self.name):
+            file = self.fs.open(self.path, "rb", block_size=_BLOCK)
+        with io.BufferedReader(_Reading(file, self.name), 1 << 20) as stream:
+            yield stream
+
+    def identity(self, cache_dir: Path) -> str:
+        """By what the file system says of its version; its sha256, where it says nothing."""
+        with _reaching(self.name):
+            facts = self.fs.info(self.path)
+        version = {name: str(facts[name]) for name in _VERSIONS if facts.get(name)}
+        if not version:
+            with self.opened() as stream:
+                digest = hashlib.sha256()
+                while block := stream.read(_BLOCK):
+                    digest.update(block)
+                return digest.hexdigest()
+        return sha256_bytes(canonical_json([self.name, facts.get("size"), version]))
+
+
+class _Reading(io.RawIOBase):
+    """A file of fsspec's, whose failures are StorageErrors."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with _reaching(self._name):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        with _reaching(self._name):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            with suppress(*failures()):
+                self._file.close()
+        super().close()
+
+
+def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]:
+    """The files that a source names, all of which are there.
+
+    Args:
+        source: see `Source`.
+        endings: of the names of those files of a folder that are data.
+
+    Raises:
+        MissingDataError: there are none, or one is a link to nothing.
+        DataError: one of them is named twice.
+        StorageError: a path cannot be read, a URL cannot be reached, or what reaches its kind is not installed.
+    """
+    files = list_files(source, endings)
+    for file in files:
+        if isinstance(file, LocalFile):
+            _check_exists(file.path)
+    return files
+
+
+def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]:
+    """As `find_files`, with those too that a folder or pattern lists and that are links to nothing."""
+    parts = [source] if isinstance(source, (str, Path)) else list(source)
+    files = [file for part in parts for file in _files_of(part, endings)]
+    if not files:
+        raise _no_files(spelled(source), endings)
+    names = [file.name for file in files]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise DataError("a file is named twice", where=spelled(source), got=", ".join(twice), cure="Name it once.")
+    return tuple(files)
+
+
+def is_url(part: str | Path) -> bool:
+    """Whether this is an fsspec URL, and not a path of this machine's."""
+    return isinstance(part, str) and "://" in part and not part.startswith(("file://", "local://"))
+
+
+def local_path(part: str | Path) -> Path:
+    """The path of what is no URL of another machine's."""
+    return Path(part.partition("://")[2] if isinstance(part, str) and "://" in part else part)
+
+
+def spelled(source: Source) -> str:
+    """A source, in messages."""
+    return str(source) if isinstance(source, (str, Path)) else ", ".join(str(part) for part in source)
+
+
+def _files_of(part: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
+    if is_url(part):
+        return _files_at(str(part), endings)
+    path = local_path(part)
+    with reading("the data", part):
+        if path.is_dir():
+            return _files_in(path, endings)
+        if path.is_file():
+            return [LocalFile(path)]
+        matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
+        found = dict.fromkeys(file for name in matched for file in _file_or_files(Path(name), endings))
+    if not found:
+        raise _no_files(str(part), endings)
+    return list(found)
+
+
+def _files_in(folder: Path, endings: Collection[str]) -> list[LocalFile]:
+    return [file for path in sorted(folder.iterdir()) if _is_data(path.name, endings) for file in _file_or_files(path, endings)]
+
+
+def _file_or_files(path: Path, endings: Collection[str]) -> list[LocalFile]:
+    return _files_in(path, endings) if path.is_dir() else [LocalFile(path)]
+
+
+def _check_exists(path: Path) -> None:
+    with reading("the data", path):
+        if path.exists():
+            return
+        link = f"a link to {path.readlink()}" if path.is_symlink() else "no file"
+    raise MissingDataError("a file of the data is not there", where=str(path), got=link, cure="Restore it, or remove the link.")
+
+
+def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
+    fs, path = file_system(url, {})
+    with _reaching(url):
+        try:
+            if has_magic(path):
+                matched = {name: facts["type"] for name, facts in fs.glob(path, detail=True).items()}
+                found = list(dict.fromkeys(file for name in sorted(matched) for file in _names_of(fs, name, matched[name], endings)))
+            elif fs.info(path)["type"] == "directory":
+                found = _names_in(fs, path, endings)
+            else:
+                return [UrlFile(url, fs, path)]
+        except FileNotFoundError:
+            found = []
+    if not found:
+        raise _no_files(url, endings)
+    return [UrlFile(fs.unstrip_protocol(name), fs, name) for name in found]
+
+
+def _names_in(fs: Any, folder: str, endings: Collection[str]) -> list[str]:
+    listed = {facts["name"]: facts["type"] for facts in fs.ls(folder, detail=True) if facts["name"].rstrip("/") != folder.rstrip("/")}
+    data = [name for name in sorted(listed) if _is_data(PurePosixPath(name).name, endings)]
+    return [file for name in data for file in _names_of(fs, name, listed[name], endings)]
+
+
+def _names_of(fs: Any, name: str, kind: str, endings: Collection[str]) -> list[str]:
+    return _names_in(fs, name, endings) if kind == "directory" else [name]
+
+
+def _is_data(name: str, endings: Collection[str]) -> bool:
+    """Whether a file of a folder is data. Names with a leading dot or underscore are other programs' marks and drafts."""
+    return PurePosixPath(name).suffix in endings and not name.startswith((".", "_"))
+
+
+def _no_files(where: str, endings: Collection[str]) -> MissingDataError:
+    return MissingDataError(
+        "there is no such data",
+        where=where,
+        expected=f"a file that ends in {', '.join(sorted(endings))}, a folder that holds some, or a pattern that matches some",
+        got="no file",
+        cure="Check the path; relative ones start at the current folder.",
+    )
+
+
+@contextmanager
+def _reaching(where: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except failures() as error:
+        raise unreachable(where, error) from without_secrets(error)

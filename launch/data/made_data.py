@@ -1,0 +1,187 @@
+"""Data that is in no file: what a Python function or a Ray data set gives is written into the run's folder, once, before the run begins.
+
+So the workers need neither, all nodes have the same rows, and a run that is resumed has those that it began with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol, TypeAlias
+from urllib.parse import parse_qsl
+
+import pyarrow as pa
+
+from trainload.core.credentials import resolve
+from trainload.core.errors import DataError, JobError, StorageError, TrainloadError
+from trainload.core.user_code import describe, load_module, user_line
+from trainload.launching.data.arrow_file import Batch, write_rows
+from trainload.launching.run.run_spec import RUN_FILE, made_file
+
+PYTHON = "python:"
+_FORM = "python:path/to/file.py:name or python:package.module:name, with ?argument=value&... where it takes any"
+
+
+class RayDataset(Protocol):
+    """What is needed of a ray.data.Dataset."""
+
+    def iter_batches(self, *, batch_size: None, batch_format: str) -> Iterable[Mapping[str, Any]]:
+        """Its rows."""
+
+
+Rows: TypeAlias = Iterable[Batch] | Batch | RayDataset
+Data: TypeAlias = str | Path | Callable[[], Rows] | RayDataset
+"""A run's data: files (`launch.data.files.Source`) or a mixture; python:FILE.py:NAME; a function that gives rows; a ray.data.Dataset."""
+
+
+Name: TypeAlias = Literal["data", "eval_data"]
+
+
+@dataclass(frozen=True, slots=True)
+class InFiles:
+    """A run's data and held-out data, as they are in files when `written` has begun.
+
+    Attributes:
+        data, eval_data: those files.
+        made: what those are made from that are in none.
+        sources: what gives their rows.
+    """
+
+    data: str | Path
+    eval_data: str | Path | None
+    made: dict[Name, str] = field(default_factory=dict)
+    sources: dict[Name, Data] = field(default_factory=dict)
+
+
+def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool = True) -> InFiles:
+    """Where a run's data will be, if it is in no file now. Nothing is made yet.
+
+    Args:
+        data: the run's.
+        eval_data: the held-out data.
+        run_dir: the run's folder.
+        alone: whether no other process launches this run too.
+
+    Raises:
+        DataError: one of them is no data; it cannot be made, since other processes would make it as well.
+    """
+    given: dict[Name, Data] = {"data": data} if eval_data is None else {"data": data, "eval_data": eval_data}
+    sources = {name: each for name, each in given.items() if _must_be_made(each)}
+    made = {name: _name_of(each) for name, each in sources.items()}
+    if made and not alone:
+        raise DataError(
+            "only a process that launches a run alone can make its data, and torchrun has one for each rank",
+            where=", ".join(made.values()),
+            cure="Write the rows into a file first, with trainload.write_rows.",
+        )
+    files = {name: made_file(run_dir, name) if name in sources else _path(each) for name, each in given.items()}
+    return InFiles(files["data"], files.get("eval_data"), made, sources)
+
+
+@contextmanager
+def written(data: InFiles, run_dir: Path) -> Iterator[None]:
+    """Within it data that was in no file is in the run's folder; it is removed at the end, if the run was not made by then.
+
+    Raises:
+        DataError: there is no such function, it fails, or gives what are no rows.
+        StorageError: the folder cannot be written.
+    """
+    folder = made_file(run_dir, "data").parent
+    new = [path for path in (folder, run_dir, *run_dir.parents) if not path.exists()]
+    try:
+        for name, source in data.sources.items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StorageError(f"the run's folder cannot be written: {error.strerror}", where=str(folder)) from error
+            write_rows(_batches(source, data.made[name]), made_file(run_dir, name))
+        yield
+    finally:
+        if data.sources and not (run_dir / RUN_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # others have put something there
+                for path in new:
+                    if path.exists():
+                        path.rmdir()
+
+
+def _path(data: Data) -> str | Path:
+    if isinstance(data, str | Path):
+        return data
+    raise DataError(
+        "this is no data",
+        expected=f"a path, a URL, {_FORM}, a function, or a ray.data.Dataset",
+        got=type(data).__name__,
+        cure="Rows in memory: give a function that returns them, or write them with trainload.write_rows.",
+    )
+
+
+def _must_be_made(data: Data) -> bool:
+    return data.startswith(PYTHON) if isinstance(data, str) else _is_ray_dataset(data) or inspect.isroutine(data)
+
+
+def _is_ray_dataset(data: object) -> bool:
+    module = sys.modules.get("ray.data")
+    return module is not None and isinstance(data, module.Dataset)
+
+
+def _name_of(data: Data) -> str:
+    """What is recorded."""
+    if isinstance(data, str):
+        return data
+    if _is_ray_dataset(data):
+        return "a Ray data set"
+    return f"the function {getattr(data, '__module__', '?')}.{getattr(data, '__qualname__', '?')}"
+
+
+def _batches(data: Data, name: str) -> Iterator[Batch]:
+    """The rows. Raises: DataError, of what goes wrong in a function or data set."""
+    module: ModuleType | str = name
+    try:
+        if isinstance(data, str):
+            module, function = _function(data)
+            rows: Any = function()
+        else:
+            rows = data if _is_ray_dataset(data) else data()  # type: ignore[operator]  # it is a function then
+        if _is_ray_dataset(rows):
+            rows = rows.iter_batches(batch_size=None, batch_format="numpy")
+        elif isinstance(rows, Mapping | pa.Table | pa.RecordBatch):
+            rows = (rows,)
+        if not isinstance(rows, Iterable):
+            raise DataError("the function gives no rows", where=name, expected="batches of them", got=type(rows).__name__)
+        yield from rows
+    except TrainloadError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"its rows cannot be had: {describe(error)}", where=f"{name} ({user_line(error, module)})") from error
+
+
+def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
+    """Where a function that is named comes from, and it, with its arguments."""
+    named, _, query = reference.removeprefix(PYTHON).partition("?")
+    location, _, name = named.rpartition(":")
+    if not location or not name.isidentifier():
+        raise DataError("this names no function", where=reference, expected=_FORM)
+    try:
+        module = load_module(location)
+    except JobError as error:
+        raise DataError(error.problem, where=f"{reference} ({error.where})", expected=_FORM) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise DataError(f"there is no function {name!r} in it", where=location)
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        arguments = {key: resolve(value) for key, value in pairs}
+        if len(arguments) < len(pairs):
+            raise TypeError("an argument comes twice")
+        inspect.signature(function).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        expected = f"{name}{inspect.signature(function)}, all of them texts"
+        raise DataError(f"the function does not take these arguments: {error}", where=reference, expected=expected) from error
+    return module, lambda: function(**arguments)

@@ -1,0 +1,142 @@
+"""Operators of other libraries: imported because the package's user says so, never because the package does."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainload.core.errors import IntegrityError, PackageError
+from trainload.launching.node.extensions import load_extensions, may_load_extensions
+from trainload.packaging.format.manifest import EXTENSIONS, MANIFEST, Manifest
+from trainload.packaging.libraries.op_libraries import Libraries, differences
+from trainload.packaging.package import Package, open_package, read_manifest
+from trainload.packaging.signatures.policy import Policy, check_policies, find_policies, which_trusts_extensions
+
+
+def open_with(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> Package:
+    """Opens a package that may call the operators of these libraries, which are imported first.
+
+    Args:
+        path: its folder.
+        libraries: what the user names.
+        trust_extensions: whether the user lets the package bring the others.
+
+    Raises:
+        PackageError: a library cannot be imported, or a wheel not loaded; otherwise as `open_package`.
+    """
+    return open_package(path, namespaces=import_for(path, libraries, trust_extensions=trust_extensions))
+
+
+def import_for(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> frozenset[str]:
+    """Imports what `open_with` imports before it opens a package. Returns: the namespaces that its graphs may call.
+
+    Raises:
+        PackageError: a library cannot be imported, or a wheel not loaded.
+    """
+    import_libraries(libraries)
+    brought = frozenset[str]()
+    if (path / EXTENSIONS).is_dir():
+        manifest = Manifest.from_bytes(read_manifest(path), MANIFEST)
+        if may_load_extensions(path, manifest, trusted=trust_extensions) is not None:
+            # A namespace that is only allowed is registered already, or else by the package's wheel.
+            brought = load_extensions(path, manifest, {name for name, location in libraries.items() if location is not None})
+    return frozenset(libraries) | brought
+
+
+def import_libraries(libraries: Libraries) -> None:
+    """Imports what the user names.
+
+    Raises:
+        PackageError: it cannot be imported.
+    """
+    for namespace, location in libraries.items():
+        if location is not None:
+            _import(namespace, location)
+
+
+def library_warnings(package: Package, libraries: Libraries) -> list[str]:
+    """How the operator libraries in this process differ from those that the package was made with: `op_libraries.differences`."""
+    return differences(package.manifest, {name: libraries.get(name) for name in package.namespaces})
+
+
+def open_for_run(
+    path: Path, libraries: Libraries, policies: Sequence[Policy], digest: str | None, *, trust_extensions: bool = False
+) -> Package:
+    """Opens a package that is about to be run, here, by whoever asks.
+
+    Args:
+        path: its folder.
+        libraries: as for `open_with`. Nothing is imported before the policies were asked.
+        policies: of who launched the run; those that hold in this process are added.
+        digest: what the package's must be; None: it is not known.
+        trust_extensions: as for `open_with`; a policy that lets signed packages bring theirs says it as well.
+
+    Raises:
+        PolicyError: a policy does not let it be run.
+        IntegrityError: it is another package; otherwise as `open_with`.
+    """
+    held = tuple(dict.fromkeys((*policies, *find_policies())))
+    allowed = check_policies(path, held) if held else digest
+    trusted = trust_extensions or (allowed is not None and which_trusts_extensions(held, allowed) is not None)
+    package = open_with(path, libraries, trust_extensions=trusted)
+    for expected in (digest, allowed):
+        if expected is not None and package.digest != expected:
+            raise IntegrityError(
+                "the package is another one than the run was launched with",
+                where=str(path),
+                expected=expected,
+                got=package.digest,
+                cure="Put the package back, or launch a new run.",
+            )
+    return package
+
+
+def check_runnable(package: Package, policies: Sequence[Policy]) -> None:
+    """Check that an open package may be run.
+
+    Raises:
+        PolicyError: a policy does not let it be run.
+        IntegrityError: it was replaced since it was opened.
+    """
+    if policies and (now := check_policies(package.path, policies)) != package.digest:
+        raise IntegrityError("the package was replaced since it was opened", where=str(package.path), expected=package.digest, got=now)
+
+
+def absolute(libraries: Libraries) -> dict[str, str | None]:
+    """The same libraries, files by their absolute paths: workers run in other folders."""
+    return {
+        namespace: str(Path(location).absolute()) if location is not None and location.endswith(".py") else location
+        for namespace, location in libraries.items()
+    }
+
+
+def _import(namespace: str, location: str) -> None:
+    where = f"the library of {namespace}"
+    if not location.endswith(".py"):
+        try:
+            importlib.import_module(location)
+        except ImportError as error:
+            raise PackageError(
+                f"it cannot be imported: {error}", where=where, got=location, cure="Install it on every node, or give a .py file."
+            ) from error
+        return
+    path = Path(location).absolute()
+    loaded = sys.modules.get(path.stem)
+    if getattr(loaded, "__file__", None) == str(path):
+        return
+    name = path.stem if loaded is None else f"_trainload_library_{path.stem}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise PackageError("there is no such file", where=where, got=str(path), cure="Put it where every node finds it.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

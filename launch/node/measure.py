@@ -1,0 +1,237 @@
+"""Measures the machine that it runs on: what `trainload profile` writes down for the planner."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from trainload.core.errors import ClusterError
+from trainload.launching.node.process_groups import leave_groups
+from trainload.sharding.planner.device import DeviceProfile, Link, Measured
+from trainload.sharding.plans.plan import DeviceKind
+
+c10d = torch.ops._c10d_functional
+SIZES = tuple(4**power for power in range(5, 13))
+"""Bytes of the collectives that are timed: from 1 KiB to 16 MiB."""
+OPERATORS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+_SECONDS = 0.2
+_PATIENCE = 300.0
+
+
+def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] = lambda _: None) -> DeviceProfile:
+    """The figures of this machine's devices.
+
+    Args:
+        kind: of the devices.
+        name: what they are called.
+        ranks: how many processes the links are measured with; on GPUs each has one of its own. With one there is no link to measure, and
+            its figures are those of memory.
+        say: told what is being measured.
+
+    Raises:
+        ClusterError: there are not so many devices, or a process did not end.
+    """
+    device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda" and torch.cuda.device_count() < ranks:
+        raise ClusterError("there are not so many GPUs", expected=str(ranks), got=str(torch.cuda.device_count()))
+    torch.zeros(1, device=device)  # what a process takes as soon as it uses the device
+    reserved = _reserved(device)
+    say("matrix products")
+    flops = {str(dtype).removeprefix("torch."): products(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    say("attention")
+    attention = min(1.0, _attention(device) / flops["float32" if kind == "cpu" else "bfloat16"])
+    say("memory")
+    speed, kernel = _memory(device), _kernel(device)
+    say(f"collectives of {ranks} processes")
+    timed = _collectives(kind, ranks) if ranks > 1 else ()
+    link = fit(timed) if timed else Link(seconds=0.0, bytes_per_second=speed)
+    total = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else _machine_memory() // ranks
+    return DeviceProfile(
+        name=name,
+        kind=kind,
+        source=f"trainload profile: {_described(device)}, torch {torch.__version__}, {ranks} processes; network: as within a node",
+        memory_bytes=total,
+        reserved_bytes=reserved,
+        flops=flops,
+        attention=attention,
+        memory_bytes_per_second=speed,
+        kernel_seconds=kernel,
+        node=link,
+        network=link,
+        collectives=timed,
+    )
+
+
+def fit(timed: Sequence[Measured]) -> Link:
+    """The link whose rings take what was measured: latency by the smallest messages, speed by the largest."""
+    small, large = min(each.bytes for each in timed), max(each.bytes for each in timed)
+    latency = median(each.seconds / (_rounds(each) * (each.ranks - 1)) for each in timed if each.bytes == small)
+    speeds = [
+        _rounds(each) * each.bytes * (each.ranks - 1) / each.ranks / max(each.seconds - _rounds(each) * (each.ranks - 1) * latency, 1e-9)
+        for each in timed
+        if each.bytes == large
+    ]
+    return Link(seconds=latency, bytes_per_second=median(speeds))
+
+
+def _rounds(timed: Measured) -> int:
+    return 2 if timed.operator == "all_reduce" else 1
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call: the median of as many as fit into a short time, after one that is not counted."""
+    finish = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    call()
+    finish()
+    found: list[float] = []
+    until = time.perf_counter() + _SECONDS
+    while time.perf_counter() < until or len(found) < 3:
+        began = time.perf_counter()
+        call()
+        finish()
+        found.append(time.perf_counter() - began)
+    return median(found)
+
+
+def _nothing() -> None:
+    pass
+
+
+def products(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of large matrix products on a device.
+
+    Smaller matrices are used if large ones would be slow: without instructions for the dtype, as for float16 on most CPUs.
+    """
+    small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
+    seconds = _product(device, dtype, small)
+    if seconds * (large / small) ** 3 > _SECONDS:
+        return 2.0 * small**3 / seconds
+    return 2.0 * large**3 / _product(device, dtype, large)
+
+
+def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return _timed(functools.partial(torch.mm, left, right), device)
+
+
+def _attention(device: torch.device) -> float:
+    rows, length, dtype = (4, 4096, torch.bfloat16) if device.type == "cuda" else (1, 1024, torch.float32)
+    query, key, value = (torch.randn(rows, 16, length, 64, device=device, dtype=dtype) for _ in range(3))
+    seconds = _timed(lambda: functional.scaled_dot_product_attention(query, key, value), device)
+    return 4.0 * rows * 16 * length * length * 64 / seconds
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes a second that an addition of large tensors reads and writes."""
+    first, second = (torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device) for _ in range(2))
+    result = torch.empty_like(first)
+    return 3.0 * first.nbytes / _timed(lambda: torch.add(first, second, out=result), device)
+
+
+def _kernel(device: torch.device) -> float:
+    """Seconds of an operator that has next to nothing to do, one of many in a row."""
+    value = torch.zeros(16, device=device)
+
+    def many() -> Tensor:
+        for _ in range(100):
+            value.add_(1)
+        return value
+
+    return _timed(many, device) / 100
+
+
+def _collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "measured.json"
+        processes = [context.Process(target=_rank, args=(kind, rank, ranks, folder), daemon=True) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        until = time.monotonic() + _PATIENCE
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if any(codes) or None in codes:
+            raise ClusterError("the processes that measure collectives did not end well", expected="exit codes 0", got=str(codes))
+        return tuple(Measured.model_validate(each) for each in json.loads(result.read_text()))
+
+
+def _rank(kind: DeviceKind, rank: int, ranks: int, folder: str) -> None:
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]  # public, though not in __all__
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    found = [_collective(operator, size, ranks, device) for size in SIZES for operator in OPERATORS]
+    if rank == 0:
+        (Path(folder) / "measured.json").write_text(json.dumps([each.model_dump() for each in found]))
+    dist.barrier()
+    leave_groups()
+
+
+def _collective(operator: str, size: int, ranks: int, device: torch.device) -> Measured:
+    length = size // 4 // ranks * ranks
+    whole, part = torch.zeros(length, device=device), torch.zeros(length // ranks, device=device)
+
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+
+    def call() -> None:  # as rank graphs call them
+        if operator == "all_reduce":
+            flying = c10d.all_reduce.default(whole, "sum", group)
+        elif operator == "all_gather_into_tensor":
+            flying = c10d.all_gather_into_tensor.default(part, ranks, group)
+        else:
+            flying = c10d.reduce_scatter_tensor.default(whole, "sum", ranks, group)
+        c10d.wait_tensor.default(flying)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    rounds = 20 if size <= 2**20 else 5
+    dist.barrier()
+    took: list[float] = []
+    for _ in range(rounds):  # as many on every rank
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return Measured(operator=operator, ranks=ranks, bytes=length * 4, seconds=median(took))
+
+
+def _reserved(device: torch.device) -> int:
+    """What this process takes beside tensors."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, total - free - torch.cuda.memory_reserved(device))
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _described(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} cores of {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

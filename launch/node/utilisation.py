@@ -1,0 +1,126 @@
+"""How much of its devices a run uses: the operations that its step graphs ask for, of those that the devices could do meanwhile (MFU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from trainload.autograd_trace.graphs import Recipe, StepGraph
+from trainload.autograd_trace.optimizer.rounds import calls_of
+from trainload.capture.program import Mode, graph_name
+from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
+from trainload.launching.node.cache import private_folder
+from trainload.launching.node.measure import products
+from trainload.sharding.analysis.node_costs import flops
+from trainload.sharding.planner.device import profile_of_product
+from trainload.sharding.planner.plan_costs import sizes_of
+from trainload.sharding.plans.plan import Plan
+
+Work = Mapping[str, Mapping[str, tuple[float, float]]]
+"""Captured graph -> dtype -> operations of matrix products in a call: those that there always are, and those of each row."""
+
+
+def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """What step graphs ask for, before anything is divided over ranks or computed again.
+
+    Args:
+        steps: by the name of the captured graph.
+        rows: of a call; what is asked for is taken to be linear in it near this number.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, step in steps.items():
+        here, there = _operations(step, rows), _operations(step, 2 * rows)
+        found[name] = {dtype: (2 * here[dtype] - there[dtype], (there[dtype] - here[dtype]) / rows) for dtype in here}
+    return found
+
+
+def dtypes_of(work: Work) -> set[str]:
+    """The dtypes of the products."""
+    return {dtype for by_dtype in work.values() for dtype in by_dtype}
+
+
+def _operations(step: StepGraph, rows: int) -> dict[str, float]:
+    sizes = sizes_of(step.module, step.inputs, rows)
+    found: dict[str, float] = {}
+    for node in step.module.graph.nodes:
+        if count := flops(node, sizes):
+            made = node.meta["val"]
+            first = next(each for each in (made if isinstance(made, tuple | list) else (made,)) if each is not None)
+            dtype = str(first.dtype).removeprefix("torch.")
+            found[dtype] = found.get(dtype, 0.0) + count
+    return found
+
+
+class Utilisation:
+    """The model FLOPs utilisation of a run's steps.
+
+    Args:
+        work: of the run's step graphs.
+        recipe, plan: of the run.
+        peaks: dtype -> operations a second of one device, as `peaks_of` gives them.
+    """
+
+    def __init__(self, work: Work, recipe: Recipe, plan: Plan, peaks: Mapping[str, float]) -> None:
+        self._work, self._recipe, self._plan, self._peaks = work, recipe, plan, peaks
+
+    def of(self, step: int, variants: Sequence[str], seconds: float) -> float:
+        """The share of what the run's devices could have done in `seconds` that the model's products are.
+
+        Args:
+            step: its number.
+            variants: of the global batches that it drew.
+            seconds: that it took.
+        """
+        plan = self._plan
+        calls = plan.global_batch / plan.rows_per_call
+        busy = 0.0
+        for call in calls_of(self._recipe, step):
+            work = self._work[graph_name(call.graph, Mode.TRAIN, variants[call.draw])]
+            for dtype, (fixed, each_row) in work.items():
+                busy += calls * (fixed + each_row * plan.rows_per_call) / rate(self._peaks, dtype)
+        return busy / plan.world_size / seconds
+
+
+def rate(peaks: Mapping[str, float], dtype: str) -> float:
+    """Operations a second in a dtype; what is not known is taken for float32."""
+    return peaks.get(dtype) or peaks["float32"]
+
+
+def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> dict[str, float]:
+    """Return the peak operations a second of a device by dtype.
+
+    They are those of its data sheet (sharding/planner/devices); of a device without one, the rate of its largest matrix products, which
+    is measured once and stored in the node's cache.
+
+    Args:
+        device: the device of this process. A CPU has the process's number of threads.
+        dtypes: dtypes of the run's products. The result contains float32 in any case.
+        cache_dir: the node's cache.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.get_num_threads()}"
+    profile = profile_of_product(name) if device.type == "cuda" else None
+    if profile is not None and profile.peak_flops:
+        return dict(profile.peak_flops)
+    folder = private_folder(cache_dir / "peaks")
+    path = folder / f"{socket.gethostname()}-{name.replace(os.sep, '-')}-torch{torch.__version__}.json"
+    kept: dict[str, float] = json.loads(path.read_bytes()) if path.exists() else {}
+    lacking = {"float32", *dtypes} - kept.keys()
+    if lacking:
+        kept |= {dtype: products(device, getattr(torch, dtype)) for dtype in sorted(lacking)}
+        replace_file(path, canonical_json(kept))
+    return kept
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes that this process holds: of the GPU, what its allocator has reserved; of the machine's memory, what is resident."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    with Path("/proc/self/statm").open("rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

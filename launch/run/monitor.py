@@ -1,0 +1,112 @@
+"""Whether a run hangs, and whose fault it is: out of what its ranks say of themselves, or no longer say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainload.launching.run.activity import Doing, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A run that does not go on.
+
+    ranks: those that keep it; where all of them wait for each other alike, all. why: in words. seconds: since the first of them last went
+    on; of ranks that were never heard of, since the first of the others did. doing: what every rank was last known to do.
+    """
+
+    ranks: tuple[int, ...]
+    why: str
+    seconds: float
+    doing: Mapping[int, Doing]
+
+
+@dataclass(slots=True)
+class _Seen:
+    doing: Doing
+    heard: float
+    moved: float
+
+
+class Monitor:
+    """Watches the ranks of one attempt.
+
+    Args:
+        world: number of ranks.
+        hang_timeout: seconds after which a rank hangs that neither goes on nor says anything.
+        start_timeout: the same before its first step, while it reads weights and data and compiles, and while it compares compiled graphs.
+        saving_timeout: the same while it waits for storage.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        hang_timeout: float,
+        start_timeout: float,
+        saving_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._world = world
+        self._hang_timeout = hang_timeout
+        self._others = {
+            Phase.STARTING: start_timeout,
+            Phase.COMPARING: start_timeout,  # it may compile parts of a graph
+            Phase.SAVING: saving_timeout,
+            Phase.ENDING: saving_timeout,
+        }
+        self._clock = clock
+        self._ranks: dict[int, _Seen] = {}
+
+    def hear(self, rank: int, doing: Doing, age: float = 0.0) -> None:
+        """A rank has said what it does, `age` seconds ago."""
+        heard = self._clock() - age
+        before = self._ranks.get(rank)
+        if before is None or _position(before.doing) != _position(doing):
+            self._ranks[rank] = _Seen(doing, heard, heard)
+        else:
+            before.doing, before.heard = doing, heard
+
+    @property
+    def doing(self) -> dict[int, Doing]:
+        """What every rank that was heard of last said."""
+        return {rank: seen.doing for rank, seen in sorted(self._ranks.items())}
+
+    def hang(self) -> Hang | None:
+        """What is wrong, None where nothing is. Where it is asked seldom, a hang is found late, but none is made up."""
+        now = self._clock()
+        silent = [rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)]
+        if silent:
+            return self._found(silent, "no word from {}: stopped, or its node is out of reach", now)
+        # Ranks wait for one another at every step: as long as one of them moves, nothing hangs.
+        if not self._ranks or any(now - seen.moved <= self._limit(seen) for seen in self._ranks.values()):
+            return None
+        unheard = sorted(set(range(self._world)) - set(self._ranks))
+        if unheard:  # those that were heard of wait for them
+            return self._found(unheard, "{} never said anything, and the others wait", now)
+        positions = {rank: _position(seen.doing) for rank, seen in self._ranks.items()}
+        behind = [rank for rank, position in positions.items() if position == min(positions.values())]
+        if len(behind) == self._world and self._world > 1:
+            return self._found(
+                behind, "{} wait in the same place: for the network between them, or for one of them within an operator", now
+            )
+        return self._found(behind, "{} went on no further" + ("" if self._world == 1 else ", and the others wait"), now)
+
+    def _limit(self, seen: _Seen) -> float:
+        return max(self._hang_timeout, self._others.get(seen.doing.phase, 0.0))
+
+    def _found(self, ranks: list[int], why: str, now: float) -> Hang:
+        moved = [seen.moved for rank, seen in self._ranks.items() if rank in ranks] or [seen.moved for seen in self._ranks.values()]
+        return Hang(tuple(sorted(ranks)), why.format(in_words(sorted(ranks))), now - min(moved), self.doing)
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Ranks as people say them: "rank 3", "ranks 0, 1"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _position(doing: Doing) -> tuple[int, int, int]:
+    """How far a rank has come. Ranks that run the same program can be compared."""
+    return (-1 if doing.step is None else doing.step, doing.marks, doing.issued)

@@ -1,0 +1,189 @@
+"""What a run came to, read from its journal and its last checkpoint."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import StorageError, TrainingError, TrainloadError
+from trainload.core.paths import check_name
+from trainload.core.writable_folder import check_writable_folder
+from trainload.launching.checkpoints.checkpoint_place import Where, place_of
+from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
+from trainload.launching.run.journal import Event, stream_events
+from trainload.launching.run.run_changes import settings_of
+from trainload.launching.run.run_spec import RunSpec
+from trainload.launching.settings.adapter_weights import merged, write_adapters
+from trainload.packaging.format.manifest import MANIFEST, Manifest, TrainingEntry
+from trainload.packaging.package import Package, open_package, read_manifest
+from trainload.packaging.write import with_weights
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A run that has ended.
+
+    Attributes:
+        run_dir: its folder.
+        steps: updates done.
+        first_loss: training loss of the first step.
+        last_loss: of the last one.
+        evaluations: {step, loss, metrics, seconds} of each evaluation on the held-out data, in order.
+        seconds: stage -> seconds.
+        restarts: how often the workers were started again.
+        checkpoint: the last checkpoint: its folder, or its URL.
+        output: the package with the trained weights, if one was asked for.
+        output_digest: its digest.
+    """
+
+    run_dir: Path
+    steps: int
+    first_loss: float
+    last_loss: float
+    evaluations: Sequence[dict[str, Any]]
+    seconds: dict[str, float]
+    restarts: int
+    checkpoint: Where
+    output: Path | None = None
+    output_digest: str | None = None
+
+
+def finish(spec: RunSpec, package: Package) -> RunResult:
+    """Writes the trained package, if the spec asks for one, with adapters merged into its weights, and the adapters; sums up the run.
+
+    Args:
+        spec: the run.
+        package: what was frozen.
+
+    Raises:
+        TrainingError: the run has no last checkpoint.
+        StorageError: the output's path is taken, the disk is full, or the checkpoints cannot be reached.
+    """
+    run_dir = Path(spec.run_dir)
+    place = place_of(run_dir, spec.checkpoints)
+    usable = usable_checkpoint(place, patience=spec.storage_patience)
+    if usable.path is None:
+        raise TrainingError("the run has left no checkpoint", where=place.where, got="; ".join(usable.rejected) or "none")
+    checkpoint = Checkpoint.open(usable.path)
+    mean = spec.weights == "mean"
+    asked = spec.overrides.adapters
+    adapters = () if asked is None else asked.chosen(package.manifest)
+    if adapters:
+        write_adapters(checkpoint, adapters, run_dir, mean=mean)
+    trained = None
+    if spec.output is not None:
+        tensors = chain(merged(checkpoint, adapters, mean=mean), checkpoint.buffers().items())
+        trained = _write_trained(package, spec, tensors, _training(spec, checkpoint))
+    told = _Told(stream_events(run_dir))
+    return RunResult(
+        run_dir=run_dir,
+        steps=checkpoint.index.step,
+        first_loss=told.first[1],
+        last_loss=told.last[1],
+        evaluations=[told.evaluations[s] for s in sorted(told.evaluations)],
+        seconds={name: round(value, 3) for name, value in told.seconds.items()},
+        restarts=max(0, told.starts - 1),
+        checkpoint=usable.path,
+        output=None if trained is None else trained.path,
+        output_digest=None if trained is None else trained.digest,
+    )
+
+
+def check_output(spec: RunSpec, *, new: bool) -> None:
+    """Check that the trained package can be written. A resumed run may have been killed after it wrote it: `finish` compares.
+
+    Raises:
+        StorageError: something else lies there, or nothing can be written there.
+    """
+    if spec.output is None:
+        return
+    check_name(Path(spec.output))
+    folder = Path(spec.output).parent
+    if not folder.is_dir():
+        raise StorageError("there is no such folder", where=str(folder), cure="Make it, or choose another --output.")
+    check_writable_folder(folder, "the trained package cannot be written there", "Choose another --output.")
+    if not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
+        return
+    raise StorageError("it exists already", where=spec.output, cure="Choose another --output, or remove it.")
+
+
+def _parent(path: Path) -> str | None:
+    """The package that one was trained from; None where there is none, or no package."""
+    try:
+        return Manifest.from_bytes(read_manifest(path), MANIFEST).parent
+    except (OSError, TrainloadError):
+        return None
+
+
+def _training(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
+    """What the trained package says of the run."""
+    index = checkpoint.index
+    return TrainingEntry(steps=index.step, data=index.data.fingerprint, changed=settings_of(spec))
+
+
+def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry) -> Package:
+    """Writes a run's output. Where it lies there already, since the run was killed after that and is finished now, it stays.
+
+    Raises:
+        StorageError: something else lies there.
+    """
+    assert spec.output is not None, "an output was asked for"
+    output, names = Path(spec.output), spec.overrides.trained(package.manifest)
+    if not output.exists():
+        return with_weights(package, output, tensors, training=training, trained=names)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        again = with_weights(package, Path(folder) / output.name, tensors, training=training, trained=names)
+        if sha256_bytes(read_manifest(output)) != again.digest:
+            raise StorageError(
+                "the run's result cannot be written: something else lies there",
+                where=str(output),
+                expected=f"nothing, or the package {again.digest}",
+                cure="Move it away, and resume the run.",
+            )
+    return open_package(output, namespaces=package.namespaces)
+
+
+class _Told:
+    """What a journal tells of a run as a whole, in one pass.
+
+    Attributes:
+        first, last: (step, loss) of those steps, as they were done last.
+        evaluations: step -> what was found, as it was last.
+        seconds: stage -> of all attempts.
+        starts: attempts.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.first, self.last = (math.inf, math.nan), (-math.inf, math.nan)
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.seconds: dict[str, float] = {}
+        self.starts = 0
+        for event in events:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        data = event.data
+        match event.kind:
+            case "start":
+                self.starts += 1
+            case "stage" if "seconds" in data:
+                self._spent(str(data["name"]), data)
+            case "eval":
+                self.evaluations[int(data["step"])] = dict(data)
+                self._spent("evaluation", data)
+            case "step":
+                step = (int(data["step"]), float(data["loss"]))
+                self.first = step if step[0] <= self.first[0] else self.first
+                self.last = step if step[0] >= self.last[0] else self.last
+                self._spent("steps", data)
+
+    def _spent(self, name: str, data: Mapping[str, Any]) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + float(data["seconds"])

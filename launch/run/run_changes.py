@@ -1,0 +1,73 @@
+"""Changes of a run that has begun, from its last checkpoint on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from trainload.core.errors import JobError
+from trainload.launching.run.run_spec import Change, RunSpec
+from trainload.launching.settings.info import info_of
+from trainload.launching.settings.overrides import Overrides
+from trainload.launching.settings.run_settings import RunSettings
+from trainload.packaging.format.manifest import SettingsEntry
+
+
+def changes_run(settings: RunSettings) -> bool:
+    """Return True if some setting of a run was given."""
+    return bool(settings.model_fields_set & RunSettings.model_fields.keys())
+
+
+def changed(spec: RunSpec, step: int, settings: RunSettings) -> RunSpec:
+    """Return a run with other settings.
+
+    Args:
+        spec: as it was.
+        step: that of its last checkpoint, from which the changes apply.
+        settings: those that were given to it replace the run's; the others keep their values. So with its overrides.
+
+    Raises:
+        JobError: a setting cannot be changed now, or the run has done as many steps already.
+    """
+    given: dict[str, Any] = {name: getattr(settings, name) for name in settings.model_fields_set if name in RunSettings.model_fields}
+    if given.get("steps", 0) is None:
+        del given["steps"]
+    overrides: Overrides = given.pop("overrides", Overrides())
+    _check_changeable(Overrides, overrides.model_fields_set)
+    _check_changeable(RunSettings, given)
+    if given.get("steps", step + 1) <= step:
+        raise JobError("the run has done so many steps already", where="steps", expected=f"more than {step}", got=str(given["steps"]))
+    update = {name: getattr(overrides, name) for name in overrides.model_fields_set}
+    update["group_lr"] = {**spec.overrides.group_lr, **overrides.group_lr}
+    change = Change(step=step, settings={**overrides.settings(), **given})
+    return RunSpec.model_validate(
+        {
+            **dict(spec),
+            **given,
+            "overrides": spec.overrides.model_copy(update=update),
+            "changes": (*_history(spec), change),
+        }
+    )
+
+
+def _check_changeable(model: type[BaseModel], names: Mapping[str, Any] | set[str]) -> None:
+    for name, field in model.model_fields.items():
+        if name in names and (reason := info_of(field).fixed):
+            raise JobError(f"{name} cannot be changed in the middle of a run: {reason}", where="resume")
+
+
+def settings_of(spec: RunSpec) -> tuple[SettingsEntry, ...]:
+    """Return what the package that a run writes records of the settings that it was trained with."""
+    found = []
+    for change in _history(spec):
+        settings = {n: value for n, value in change.settings.items() if n == "steps" or n.partition(".")[0] in Overrides.model_fields}
+        if settings:
+            found.append(SettingsEntry(step=change.step, settings=settings))
+    return tuple(found)
+
+
+def _history(spec: RunSpec) -> tuple[Change, ...]:
+    """Return all changes; the first one has the settings of the launch."""
+    return spec.changes or (Change(step=0, settings=spec.overrides.settings()),)

@@ -1,0 +1,166 @@
+"""A run as data: written once when it is launched, read by every worker and by `resume`."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainload.core.atomic import create_file
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import PackageError, StorageError, first_line
+from trainload.core.paths import check_name
+from trainload.core.reading import reading
+from trainload.core.writable_folder import check_writable_folder
+from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.settings.run_settings import MAX_STEPS, RunSettings, SinkName
+from trainload.packaging.format.package_files import check_outside_packages
+from trainload.packaging.signatures.policy import Policy
+from trainload.sharding.plans.plan import Plan
+
+RUN_FILE = "run.json"
+_ELSEWHERE = "; or name another folder"
+
+
+class Change(BaseModel):
+    """Settings that apply from a step on, by the names that `--set` has for them. The first change has step 0 and the settings of the
+    launch.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = Field(ge=0)
+    settings: dict[str, bool | int | float | str | tuple[str, ...] | None]
+
+
+class RunSpec(RunSettings):
+    """A run: its settings, and what they apply to. Paths are absolute; `run_dir` and the data are on storage that all nodes share."""
+
+    version: int = 1
+    package: str
+    plan: Plan
+    plans: tuple[Plan, ...] = ()
+    """Of an elastic run: `plan` and those for other numbers of ranks, the smallest first."""
+    data: str
+    run_dir: str
+    checkpoints: str | None = None
+    optimizer_from: str | None = None
+    """The checkpoint of another run whose optimizer state it begins with."""
+    steps: int = Field(ge=0, le=MAX_STEPS)
+    """Updates. 0: the held-out data is evaluated, and nothing is trained."""
+    sinks: tuple[SinkName, ...] = ()
+    eval_data: str | None = None
+    made: dict[Literal["data", "eval_data"], str] = Field(default_factory=dict)
+    """Data that was in no file, and is stored in the run's folder: what it was made from."""
+    output: str | None = None
+    changes: tuple[Change, ...] = ()
+    """In order; () if nothing was changed since the launch. `overrides` and the other settings are those in effect now."""
+    libraries: dict[str, str | None] = Field(default_factory=dict)
+    """Namespaces of other libraries' operators that the package may call, and what every worker imports for them."""
+    trust_extensions: bool = False
+    """True if every worker loads the operator libraries that the package brings."""
+    had_checkpoint: bool = False
+    """True if the run has published a checkpoint: it does not start from step 0 if none is found."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions at the launch: python, trainload, torch, ray. Empty in runs from before it was kept."""
+    digest: str | None = None
+    """Digest of the package; None in runs from before it was kept."""
+    policies: tuple[Policy, ...] = ()
+    """Policies that the driver found. Every worker checks the package against them, and against its own machine's."""
+
+    @property
+    def evaluates(self) -> bool:
+        """True where the run has held-out data."""
+        return self.eval_data is not None
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints are kept."""
+        return Retention(self.keep, self.keep_best, self.keep_every)
+
+
+def least_plan(spec: RunSpec) -> Plan:
+    """The plan that needs the fewest ranks."""
+    return spec.plans[0] if spec.plans else spec.plan
+
+
+def made_file(run_dir: Path, name: Literal["data", "eval_data"]) -> Path:
+    """Where a run has data that was in no file."""
+    return run_dir / "data" / ("train.arrow" if name == "data" else "eval.arrow")
+
+
+def resume_command(run_dir: str | Path) -> str:
+    """What a person types to continue a run."""
+    return f"trainload resume {shlex.quote(str(run_dir))}"
+
+
+def check_new_run(run_dir: Path) -> None:
+    """Check that a run can be made here, before anything starts.
+
+    Raises:
+        StorageError: there is a run already, or the folder could not be read, made or written.
+    """
+    check_name(run_dir)
+    with reading("it", run_dir / RUN_FILE, _ELSEWHERE):
+        taken = (run_dir / RUN_FILE).exists()
+    if taken:
+        raise _taken(run_dir)
+    check_outside_packages(run_dir)
+    check_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
+
+
+def _taken(run_dir: Path) -> StorageError:
+    return StorageError(
+        "there is a run here already",
+        where=str(run_dir),
+        cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
+    )
+
+
+def write_spec(spec: RunSpec) -> None:
+    """Makes the run's folder and writes run.json into it; a folder that holds a run already is refused. Of several that make a run in one
+    folder at the same moment, one does.
+
+    Raises:
+        StorageError: the name is taken, or the folder cannot be written; nothing is left behind.
+    """
+    folder = Path(spec.run_dir)
+    check_new_run(folder)
+    with reading("it", folder, _ELSEWHERE):
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        made_here = create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+    except OSError as error:
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+        raise StorageError(
+            f"the run's folder cannot be written: {error.strerror}", where=str(folder), cure="Choose another --run-dir."
+        ) from error
+    if not made_here:
+        raise _taken(folder)
+
+
+def read_spec(run_dir: Path) -> RunSpec:
+    """The run in a folder, which may have been moved since it was launched. Raises: StorageError where there is no run, or none to read."""
+    path = run_dir / RUN_FILE
+    with reading("it", path, _ELSEWHERE):
+        written = path.read_bytes() if path.is_file() else None
+    if written is None:
+        raise StorageError("there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}")
+    try:
+        spec = RunSpec.model_validate(parse_canonical(written, str(path)))
+    except (PackageError, ValidationError) as error:
+        raise StorageError(
+            "the run's description cannot be read",
+            where=str(path),
+            expected="what this trainload writes",
+            got=first_line(error),
+            cure="Resume with the trainload that launched it.",
+        ) from error
+    own: dict[str, str] = {name: str(made_file(run_dir.absolute(), name)) for name in spec.made}
+    return spec.model_copy(update={"run_dir": str(run_dir.absolute()), **own})

@@ -1,0 +1,217 @@
+"""What a run has come to and what it does now, as a file that its driver replaces every second: for those who ask from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json
+from trainload.core.processes import has_ended, this_process
+from trainload.launching.run.activity import Doing
+from trainload.launching.run.journal import Event
+
+STATE_FILE = "state.json"
+STATE_SECONDS = 1.0
+"""How often it is written."""
+FRESH_SECONDS = 15.0
+"""A driver of which nothing else is known is taken for lost when it has said nothing for so long."""
+
+Phase = Literal["waiting", "running", "ended", "stopped", "failed", "lost"]
+"""waiting: for nodes, or for its workers to start again. stopped: somebody asked for it. lost: the driver says no more, but not why."""
+
+
+class Summary(BaseModel):
+    """What the events of a run come to.
+
+    Attributes:
+        step: steps done. steps: all that there are to do.
+        loss, gradient_norm, tokens_per_second, rows_per_second, seconds_left: of the last step.
+        data_wait: share of the time of the last steps that rank 0 waited for data.
+        mfu: of the last steps, the share of what the devices could do that the model's products are. memory: bytes that the rank holds
+            which holds most.
+        evaluation: the last one's loss; evaluated_at: its step.
+        checkpoint: step of the last published one, None where there is none; checkpoint_time: when, in seconds since 1970.
+        world: ranks of the last attempt. strategy: its plan's.
+        starts: attempts that got to the loop. failures: attempts that failed. warnings: how many there were.
+        last_failure: what the driver said of the last one.
+        message: why the run stopped or failed, what it waits for, or what is done about a failure. error: the name of the error by which
+            it stopped or failed.
+        phase: waiting, running, ended, stopped or failed.
+        updated: time of the last event.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    gradient_norm: float | None = None
+    tokens_per_second: float | None = None
+    rows_per_second: float | None = None
+    seconds_left: float | None = None
+    data_wait: float | None = None
+    mfu: float | None = None
+    memory: int | None = None
+    evaluation: float | None = None
+    evaluated_at: int | None = None
+    checkpoint: int | None = None
+    checkpoint_time: float | None = None
+    world: int = 0
+    strategy: str = ""
+    starts: int = 0
+    failures: int = 0
+    warnings: int = 0
+    last_failure: str = ""
+    message: str = ""
+    error: str = ""
+    phase: Phase = "waiting"
+    updated: float = 0.0
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Summary:
+        """What these come to."""
+        found = cls()
+        for event in events:
+            found.take(event)
+        return found
+
+    def take(self, event: Event) -> None:
+        """One event more."""
+        data = event.data
+        self.updated = event.time
+        match event.kind:
+            case "start":
+                self.step, self.steps, self.world, self.strategy = data["step"], data["steps"], data["world"], data["strategy"]
+                self.starts += 1
+                self.phase, self.message, self.error, self.data_wait = "running", "", "", None
+                self.mfu = None
+            case "step":
+                self.step, self.loss, self.gradient_norm = data["step"] + 1, data["loss"], data["gradient_norm"]
+                self.tokens_per_second, self.rows_per_second = data.get("tokens_per_second"), data.get("rows_per_second")
+                self.seconds_left = data.get("seconds_left")
+                share = min(1.0, data.get("data_wait", 0.0) / max(data["seconds"], 1e-9))
+                self.data_wait = _mean(self.data_wait, share)
+                self.mfu = _mean(self.mfu, data["mfu"]) if "mfu" in data else None
+                self.memory = data.get("memory")
+            case "eval":
+                self.evaluation, self.evaluated_at = data["loss"], data["step"]
+            case "checkpoint":
+                self.checkpoint, self.checkpoint_time = data["step"], event.time
+            case "failure":
+                self.failures += 1
+                self.last_failure = data["message"]
+                self.phase, self.message = "waiting", data["action"]
+            case "warning":
+                self.warnings += 1
+            case "waiting":
+                self.phase, self.message = "waiting", data["message"]
+            case "end":
+                self.phase, self.step, self.seconds_left = "ended", data["step"], 0.0
+            case "failed" | "stopped":
+                self.phase, self.message, self.error = event.kind, data["message"], data["error"]
+
+
+def _mean(before: float | None, value: float) -> float:
+    """A running mean over some twenty values."""
+    return value if before is None else 0.95 * before + 0.05 * value
+
+
+class RankSeen(BaseModel):
+    """A rank as the driver last heard of it. node: Ray's id, or a host. age: seconds since. doing: in words. memory: bytes it holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    node: str
+    pid: int
+    age: float
+    phase: str
+    step: int | None
+    doing: str
+    memory: int
+
+    @classmethod
+    def of(cls, node: str, pid: int, age: float, doing: Doing) -> RankSeen:
+        """From what a rank says."""
+        return cls(node=node, pid=pid, age=round(age, 1), phase=doing.phase, step=doing.step, doing=str(doing), memory=doing.memory)
+
+
+class RunState(BaseModel):
+    """A run at one moment.
+
+    time: seconds since 1970. host, pid: of its driver. process: what tells it from all others, as `this_process` has it; "" where that is
+    not known. attempt: its number since the driver began.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    time: float
+    host: str
+    pid: int
+    process: str = ""
+    attempt: int
+    over: bool
+    summary: Summary
+    ranks: dict[int, RankSeen]
+
+    @property
+    def alive(self) -> bool:
+        """Whether its driver is there, as far as can be told from here."""
+        if self.over:
+            return False
+        ended = has_ended(self.process)
+        return time.time() - self.time < FRESH_SECONDS if ended is None else not ended
+
+    @property
+    def of_another(self) -> bool:
+        """Whether its driver is there, and is another process than this one."""
+        return self.alive and (
+            self.process != this_process() if self.process else (self.host, self.pid) != (socket.gethostname(), os.getpid())
+        )
+
+    @property
+    def phase(self) -> Phase:
+        """Of the run now."""
+        return self.summary.phase if self.over or self.alive else "lost"
+
+
+def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False) -> RunState:
+    """Replaces the file; this process is the driver. `over`: it ends now. Returns: what it says. Raises: OSError."""
+    state = RunState(
+        time=time.time(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process=this_process(),
+        attempt=attempt,
+        over=over,
+        summary=summary,
+        ranks=dict(ranks),
+    )
+    put_state(run_dir, state)
+    return state
+
+
+def put_state(run_dir: Path, state: RunState) -> None:
+    """Replaces the file with what a driver, this one or another, says. Raises: OSError."""
+    replace_file(run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False)
+
+
+def _finite(value: object) -> object:
+    """The value with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """What the driver last said; None where it has said nothing, or nothing that can be read."""
+    try:
+        return RunState.model_validate_json((run_dir / STATE_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,88 @@
+"""Weights of low-rank adapters (Hu et al. 2021): their first values, the merge with the weights that they adapt, and peft's file."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.low_rank import LowRank
+from trainload.autograd_trace.randomness.random_key import RandomKey
+from trainload.core.atomic import replacing
+from trainload.launching.checkpoints.load import full_parameters
+from trainload.launching.checkpoints.reader import Checkpoint
+from trainload.launching.checkpoints.sharded_state import MEAN, PARAM
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.tensors.safetensors_file import write_tensors
+
+ADAPTERS_FILE = "adapters.safetensors"
+"""Of a run's folder: the adapters that it has trained."""
+_PEFT = "base_model.model."
+"""What the names of peft's files begin with."""
+
+
+def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> dict[str, Tensor]:
+    """What adapters begin with: A uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft; B zero. A
+    value follows from the seed, the parameter's name and its place alone.
+
+    Args:
+        adapters: of a package's parameters.
+        manifest: the package's.
+        seed: the run's.
+
+    Returns:
+        By name, tensors of the adapted parameter's dtype: A (rank, in), B (out, rank).
+    """
+    entries = {entry.name: entry for entry in manifest.parameters}
+    found: dict[str, Tensor] = {}
+    for each in adapters:
+        rows, columns = entries[each.weight].shape
+        dtype: torch.dtype = getattr(torch, entries[each.weight].dtype)
+        site = int.from_bytes(hashlib.sha256(each.down.encode()).digest()[:4])
+        key = RandomKey.of(torch.tensor(seed), torch.tensor(0), torch.tensor(0), 1)
+        uniform = key.uniform(site, (each.rank, columns), None, torch.float32).to(torch.float64)
+        found[each.down] = ((2.0 * uniform - 1.0) / math.sqrt(columns)).to(dtype)
+        found[each.up] = torch.zeros(rows, each.rank, dtype=dtype)
+    return found
+
+
+def merged(checkpoint: Checkpoint, adapters: Sequence[LowRank], *, mean: bool) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a run's package as it was frozen: each adapter's W + scale B A in place of W. Otherwise as `full_parameters`."""
+    own = {name for each in adapters for name in (each.down, each.up)}
+    adapted = {each.weight: each for each in adapters}
+    for name, tensor in full_parameters(checkpoint, mean=mean):
+        if name in own:
+            continue
+        each = adapted.get(name)
+        if each is None:
+            yield name, tensor
+            continue
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        up, down = (_parameter(checkpoint, part, mean=mean).to(wide) for part in (each.up, each.down))
+        yield name, (tensor.to(wide) + each.scale * (up @ down)).to(tensor.dtype)
+
+
+def write_adapters(checkpoint: Checkpoint, adapters: Sequence[LowRank], run_dir: Path, *, mean: bool) -> Path:
+    """Writes a checkpoint's adapters into the run's folder, under peft's names for them, in place of what lies there.
+
+    Raises:
+        CheckpointError: a shard has changed.
+        OSError: the disk is full.
+    """
+    names = [name for each in adapters for name in (each.down, each.up)]
+    path = run_dir / ADAPTERS_FILE
+    with replacing(path) as temporary:
+        write_tensors(temporary, {_PEFT + name: _parameter(checkpoint, name, mean=mean) for name in names})
+    return path
+
+
+def _parameter(checkpoint: Checkpoint, name: str, *, mean: bool) -> Tensor:
+    """One parameter, as `full_parameters` gives it."""
+    bucket, _ = checkpoint.bucket_of(name)
+    entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
+    shape = checkpoint.shape(name)
+    return checkpoint.parameter_interval(name, entry, 0, math.prod(shape)).reshape(shape)

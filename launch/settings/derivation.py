@@ -1,0 +1,289 @@
+"""The package that a run trains where it changes a package's graphs: made of the frozen one once per node, kept in the node's cache.
+
+It is a package like others, with a digest of its own, so that plans, builds and checkpoints need to know nothing of where it comes from.
+Every node makes the same one of the same package: its bytes follow from the package, from what is changed and from the run's seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import filelock
+import torch
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.graphs import GroupRecipe, Recipe, Role, StepGraph
+from trainload.autograd_trace.low_rank import LowRank, adapt, uses_of
+from trainload.autograd_trace.precision import in_precision
+from trainload.capture.program import GraphCapture, Mode, ParameterSpec, Program
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import JobError, PackageError, StorageError
+from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
+from trainload.launching.settings.adapter_weights import first_values
+from trainload.launching.settings.adapters import Adapters
+from trainload.packaging.derived import write_derived
+from trainload.packaging.format.manifest import Option, PassEntry
+from trainload.packaging.format.source_map import restore_traces
+from trainload.packaging.graphs.graph_json import with_graph, with_parameters
+from trainload.packaging.package import Package, check_weights, open_package
+from trainload.packaging.write import with_program
+from trainload.sharding.plans.device_step_graphs import DERIVATION, derived_key
+
+Precision = Literal["bf16", "fp32"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VERSION = 1
+"""Part of every key: raise it when another package is made of the same one."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is changed of a package's graphs. None: as it was frozen."""
+
+    adapters: Adapters | None = None
+    precision: Precision | None = None
+
+    def __bool__(self) -> bool:
+        return self.adapters is not None or self.precision is not None
+
+
+@dataclass(slots=True)
+class _Made:
+    """A package in the making: what is changed of it so far. values: of parameters that it did not have."""
+
+    program: Program
+    recipe: Recipe
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    passes: list[PassEntry] = field(default_factory=list)
+
+
+def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Path) -> Package:
+    """The package with these changes: out of the node's cache, or made and put there.
+
+    Args:
+        package: what was frozen.
+        changes: of it.
+        seed: of the run: the adapters' first values follow from it.
+        cache_dir: the node's cache.
+
+    Raises:
+        JobError: the package does not allow it.
+        PackageError: it is abstract.
+        CaptureError: no step graph can be derived from the changed graphs.
+        StorageError: the cache cannot be written.
+    """
+    check_weights(package)
+    adapters = None if changes.adapters is None else {**changes.adapters.model_dump(mode="json"), "seed": seed}
+    asked = {"package": package.digest, "adapters": adapters, "precision": changes.precision}
+    made_by = {"version": [VERSION, DERIVATION], "torch": torch.__version__}
+    key = hashlib.sha256(canonical_json({**asked, **made_by})).hexdigest()[:32]
+    folder = private_folder(cache_dir / "packages")
+    path = folder / f"{key}.tl"
+    with filelock.FileLock(folder / f"{path.name}.lock", timeout=LOCK_SECONDS):
+        use(path)
+        if path.exists():
+            with suppress(PackageError):  # what was damaged is made again
+                return open_package(path, namespaces=package.namespaces)
+            shutil.rmtree(path)
+        make_room(cache_dir)
+        return _make(package, changes, seed, path)
+
+
+def _make(package: Package, changes: Changes, seed: int, path: Path) -> Package:
+    made = _Made(package.program(), package.recipe)
+    for name, capture in made.program.graphs.items():
+        restore_traces(package.path, name, capture.exported)
+    if changes.precision is not None:
+        _change_precision(made, changes.precision)
+    if changes.adapters is not None:
+        _add_adapters(made, package, changes.adapters, seed)
+    steps = {name: derive(made.program, name, _CPU) for name, capture in made.program.graphs.items() if capture.training}
+    if changes.adapters is not None:
+        made.program = replace(made.program, graphs={name: _reaching(made.program, name, steps) for name in made.program.graphs})
+    _check_gradients(made, steps)
+    left = {group.name for group in made.recipe.groups}
+    updates = [update for update in package.updates() if update.group in left]
+    written = with_program(package, path, made.program, updates, made.recipe, made.passes, made.values)
+    for name, step in steps.items():
+        with suppress(StorageError):  # no place for keys: whoever needs the graph derives it again
+            write_derived(written, derived_key(name, _CPU), step)
+    return written
+
+
+def _change_precision(made: _Made, precision: Precision) -> None:
+    """All graphs but those that predict, which a run does not call."""
+    dtype = DTYPES[precision]
+    graphs = dict(made.program.graphs)
+    changed = False
+    for name, capture in made.program.graphs.items():
+        if capture.mode is not Mode.PREDICT:
+            module = in_precision(capture, dtype)
+            changed = changed or (capture.training and module is not None)
+            module = capture.exported.graph_module if module is None else module
+            graphs[name] = replace(capture, exported=with_graph(capture.exported, module, f"graph {name}"))
+    if not changed:
+        raise JobError(
+            f"it would change nothing: all that autocast would have in {_spelled(dtype)} was frozen so",
+            where="precision",
+            got=precision,
+            cure="Leave it out.",
+        )
+    made.program = replace(made.program, graphs=graphs)
+    made.passes.append(_entry("change_precision", {"precision": precision}))
+
+
+def _add_adapters(made: _Made, package: Package, adapters: Adapters, seed: int) -> None:
+    chosen = adapters.chosen(package.manifest)
+    kept = adapters.kept(package.manifest)
+    made.values = first_values(chosen, package.manifest, seed)
+    for each in chosen:
+        _check_linear(made.program, each)
+    made.recipe = adapted_recipe(package, chosen, kept)
+    trained = {name for group in made.recipe.groups for name in group.parameters}
+    new = [ParameterSpec(name, _spelled(value.dtype), tuple(value.shape), name in trained) for name, value in made.values.items()]
+    old = [replace(spec, trainable=(spec.alias_of or spec.name) in trained) for spec in made.program.parameters]
+    meta = {name: torch.nn.Parameter(value.to("meta")) for name, value in made.values.items()}
+    graphs = {name: _adapted(capture, chosen, meta) for name, capture in made.program.graphs.items()}
+    made.program = replace(made.program, graphs=graphs, parameters=(*old, *new))
+    options: dict[str, Option] = {"rank": adapters.rank, "layers": adapters.layers, "scale": adapters.scale, "also": adapters.also}
+    made.passes.append(_entry("add_adapters", options))
+
+
+def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozenset[str]) -> Recipe:
+    """The recipe of adapters, each in the groups of its parameter, and of the parameters that are trained beside them.
+
+    Raises:
+        JobError: a group's update cannot be that of an adapter, or a graph is left with nothing to train.
+    """
+    recipe = package.recipe
+    pairs = {each.weight: (each.down, each.up) for each in adapters}
+    grouped = {name for group in recipe.groups for name in group.parameters}
+    # What was frozen with the job has no group: the first one that can takes its adapter.
+    homeless = tuple(name for weight, pair in pairs.items() if weight not in grouped for name in pair)
+    home = _home(package, pairs.keys() - grouped) if homeless else ""
+    groups: list[GroupRecipe] = []
+    for group in recipe.groups:
+        own = tuple(new for name in group.parameters for new in pairs.get(name, (name,) if name in kept else ()))
+        own += homeless if group.name == home else ()
+        if own:
+            groups.append(group.model_copy(update={"parameters": own}))
+        if set(own) - kept:
+            _check_elementwise(package, group)
+    left = {group.name for group in groups}
+    graphs = {
+        name: graph.model_copy(update={"groups": tuple(group for group in graph.groups if group in left)})
+        for name, graph in recipe.graphs.items()
+    }
+    idle = next((name for name, graph in graphs.items() if not graph.groups), None)
+    if idle is not None:
+        raise JobError(
+            f"the graph {idle} would have nothing to train",
+            where="adapters.layers",
+            cure="Give parameters that it trains adapters as well, or name them in adapters.also.",
+        )
+    return recipe.model_copy(update={"groups": tuple(groups), "graphs": graphs})
+
+
+def _home(package: Package, weights: set[str]) -> str:
+    """The group of adapters of parameters that are in none."""
+    dtypes = {entry.name: entry.dtype for entry in package.manifest.parameters}
+    wanted = {dtypes[name] for name in weights}
+    elementwise = {update.group for update in package.manifest.updates if update.elementwise}
+    for group in package.recipe.groups:
+        if group.name in elementwise and wanted == {dtypes[group.parameters[0]]} and not package.recipe.graphs:
+            return group.name
+    raise JobError(
+        f"{min(weights)} was frozen with the job, and no group's update can be its adapter's",
+        where="adapters.layers",
+        expected="a job of one graph, with a group of the parameter's dtype whose update works element by element",
+        cure="Freeze the job with the parameter among its optimizer's.",
+    )
+
+
+def _check_elementwise(package: Package, group: GroupRecipe) -> None:
+    update = next((each for each in package.manifest.updates if each.group == group.name), None)
+    if update is not None and not update.elementwise:
+        raise JobError(
+            f"the adapters of group {group.name} cannot be updated by {package.recipe.optimizer}",
+            where="adapters.layers",
+            expected="an update that works element by element, which takes parameters of any shape",
+            got=f"one that was captured for whole parameters of shape {update.shape}, as it mixes their elements",
+            cure="Freeze the job with AdamW, SGD or another such optimizer for these parameters.",
+        )
+
+
+def _check_linear(program: Program, adapter: LowRank) -> None:
+    """Raises: JobError where a graph uses the parameter otherwise than as a linear layer's weight, or none that trains uses it."""
+    used = False
+    for name, capture in program.graphs.items():
+        uses = [use for weight in _placeholders(capture, adapter.weight) for use in uses_of(capture.exported.graph_module, weight)]
+        used = used or (capture.training and bool(uses))
+        strange = next((use for use in uses if not use.linear), None)
+        if strange is not None:
+            raise JobError(
+                f"{adapter.weight} is used otherwise than as a linear layer's weight",
+                where=f"adapters.layers, graph {name}",
+                expected="aten.linear.default(x, weight, bias)",
+                got=f"{strange.operator} at {strange.place}",
+                cure="Leave it out of the pattern, or train it as it is: adapters.also.",
+            )
+    if not used:
+        raise JobError(f"no graph that trains uses {adapter.weight}", where="adapters.layers", cure="Leave it out of the pattern.")
+
+
+def _placeholders(capture: GraphCapture, parameter: str) -> list[Node]:
+    """The inputs of a graph that stand for a parameter: one, or none."""
+    nodes = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
+    specs = zip(nodes, capture.exported.graph_signature.input_specs, strict=True)
+    return [node for node, spec in specs if spec.kind is InputKind.PARAMETER and spec.target == parameter]
+
+
+def _adapted(capture: GraphCapture, adapters: Sequence[LowRank], values: Mapping[str, torch.Tensor]) -> GraphCapture:
+    module = capture.exported.graph_module
+    added: dict[str, tuple[str, torch.Tensor]] = {}
+    found = [(each, weight) for each in adapters for weight in _placeholders(capture, each.weight) if weight.users]
+    for each, weight in found:
+        down, up = adapt(module, weight, each, after=weight)
+        added |= {down.name: (each.down, values[each.down]), up.name: (each.up, values[each.up])}
+    return replace(capture, exported=with_parameters(capture.exported, module, added, f"graph {capture.name}"), reached=None)
+
+
+def _reaching(program: Program, name: str, steps: Mapping[str, StepGraph]) -> GraphCapture:
+    """A graph that knows which trained parameters get a gradient from it."""
+    capture = program.graphs[name]
+    if name not in steps:
+        return capture
+    found = sorted(port.name for port in steps[name].outputs if port.role is Role.GRADIENT)
+    trained = sorted(spec.name for spec in program.parameters if spec.trainable and spec.alias_of is None)
+    return replace(capture, reached=None if found == trained else tuple(found))
+
+
+def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
+    """Raises: JobError where a graph is to train what gets no gradient from it."""
+    members = {group.name: group.parameters for group in made.recipe.groups}
+    for name, step in steps.items():
+        reached = {port.name for port in step.outputs if port.role is Role.GRADIENT}
+        lacking = [each for group in made.recipe.graph(name).groups for each in members[group] if each not in reached]
+        if lacking:
+            raise JobError(
+                f"{lacking[0]} gets no gradient from graph {name}",
+                where="adapters.layers",
+                cure="It is used under torch.no_grad(), or what it makes is detached: leave it out of the pattern.",
+            )
+
+
+def _entry(what: str, options: dict[str, Option]) -> PassEntry:
+    name = f"trainload.launching.settings.derivation:{what}"
+    return PassEntry(name=name, distribution=None, version=None, source=None, options=options, preserving=False)
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

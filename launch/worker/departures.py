@@ -1,0 +1,224 @@
+"""Finds the operator at which a compiled graph departs from the interpreted one, by bisection: parts of the graph are compiled and called
+with the values that the interpreted graph has there.
+"""
+
+from __future__ import annotations
+
+import operator
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
+
+from trainload.autograd_trace.derivation.aot import compile_graph, load_compiled
+from trainload.capture.operators import is_collective, is_overload
+from trainload.capture.parity.distance import relative_distance
+from trainload.launching.worker.rounding import EXPLAINED, explained_distances, rounded_runs
+from trainload.sharding.analysis.graph_nodes import holds_tensors
+
+_SHOWN = 3
+_HOST = torch.device("cpu")
+
+Values = dict[Node, Any]
+Departs = Callable[[Sequence[Node]], bool | None]
+"""A function that says whether a part of a graph departs: None for a part that cannot be compiled or called by itself."""
+
+
+class _Recorder(Interpreter):
+    """Runs a graph and keeps the value of every node as it was when it was computed; values on a GPU are copied to host memory."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.kept: Values = {}
+        self._writing = any(_writes(node) for node in module.graph.nodes)  # so that what was recorded is written to later
+
+    def run_node(self, node: Node) -> Any:
+        value = super().run_node(node)
+        self.kept[node] = map_aggregate(value, self._as_it_is)
+        return value
+
+    def _as_it_is(self, value: Any) -> Any:
+        return _copied(value, _HOST) if isinstance(value, Tensor) and (self._writing or value.device != _HOST) else value
+
+
+def recorded(module: GraphModule, arguments: Sequence[Tensor]) -> Values:
+    """Return the value of every node of a graph. Every rank that its collectives name must call it; `arguments` may be written in place."""
+    recorder = _Recorder(module)
+    with torch.no_grad():
+        recorder.run(*arguments)
+    return recorder.kept
+
+
+def departing(module: GraphModule, values: Values, *, fails: bool = False) -> list[Node]:
+    """Return the operators of a graph at which its compiled form departs from the interpreted one: one where that is enough, several where
+    it takes them together, none where no part of the graph departs by itself.
+
+    Args:
+        module: the graph. What its collectives give is taken as it was recorded.
+        values: of its nodes, as `recorded` has them.
+        fails: whether it cannot be compiled or called, so that what is looked for is a part that cannot either.
+
+    Collectives are not called, so a rank may look alone. It compiles some log2(n) + 2 parts of a graph of n operators.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainload-") as folder:
+        compiling = _Compiling(Path(folder))
+
+        def departs(part: Sequence[Node]) -> bool | None:
+            return _departs(part, values, compiling, fails=fails)
+
+        nodes = [n for n in module.graph.nodes if n.op == "call_function" and holds_tensors(n) and not is_collective(n) and not _is_item(n)]
+        if not departs(nodes):
+            return []
+        return (_first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs)(nodes, departs)
+
+
+def _part_that_departs(nodes: list[Node], departs: Departs) -> list[Node]:
+    """Halve a part that departs: where its first half does not, the second one does, or it takes both."""
+    known = nodes
+    while len(nodes) > 1:
+        half = len(nodes) // 2
+        first, second = nodes[:half], nodes[half:]
+        found = departs(first)
+        if found is None:  # it cannot be told
+            found = not departs(second)
+            nodes = first if found else second
+        elif found:
+            known = nodes = first
+        else:
+            nodes = second
+    return known if nodes is not known and departs(nodes) is False else nodes
+
+
+def _first_of_those_before(nodes: list[Node], departs: Departs) -> list[Node]:
+    """Find the first node with which the part up to it departs: of a graph that writes to its values, a later part cannot run alone."""
+    fine, departing = 0, len(nodes)
+    while departing - fine > 1:
+        middle = (fine + departing) // 2
+        fine, departing = (fine, middle) if departs(nodes[:middle]) else (middle, departing)
+    return nodes[fine:departing]
+
+
+def named(nodes: Sequence[Node]) -> str:
+    """Return the operators' names as a sentence takes them: "aten.amax.default", "aten.mul.Tensor with aten.sum.default"."""
+    names = list(dict.fromkeys(str(node.target) for node in nodes))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return " with ".join(names[:_SHOWN]) + more
+
+
+class _Compiling:
+    """Compiles parts of graphs, each into a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made = 0
+
+    def __call__(self, module: GraphModule) -> Callable[..., Any]:
+        path = self._folder / f"{self._made}.bin"
+        self._made += 1
+        compile_graph(module, path, {})
+        return load_compiled(path)
+
+
+def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphModule], Callable[..., Any]], *, fails: bool) -> bool | None:
+    """Return whether a part of a graph, compiled, gives other values than interpreted; or, of a graph that fails, whether the part does."""
+    part, sources, results = _part(nodes)
+    if not results:
+        return False
+    writing = any(_writes(node) for node in nodes)
+
+    def given() -> list[Any]:
+        return [_given(node, values[node], copied=writing) for node in sources]
+
+    with torch.no_grad():
+        expected = part(*given())
+        try:
+            got = compiling(_part(nodes)[0])(*given())  # another copy: compiling changes it
+        except Exception:  # noqa: BLE001  # compilers and generated code may raise anything
+            return True if fails else None
+    if fails:
+        return False
+    distances = [relative_distance(a, b) for a, b in zip(expected, got, strict=True)]
+    if all(distance <= EXPLAINED for distance in distances):
+        return False
+    explained = explained_distances(expected, [results for _, results in rounded_runs(part, given)])
+    return any(not distance <= most for distance, most in zip(distances, explained, strict=True))
+
+
+def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
+    """Return a graph of some nodes of another one, those whose values it takes, in order, and those whose values it gives.
+
+    Of an operator with several results it has each by itself. Sizes are computed in it, and it takes the whole graph's inputs that have
+    them, whatever it does with these.
+    """
+    whole, nodes = nodes[0].graph, _with_items(nodes)
+    sized = [node for node in whole.nodes if node.op == "placeholder" and _is_sized(node)]
+    inside = _with_sizes(nodes)
+    sources = list(dict.fromkeys([*sized, *(source for node in inside for source in node.all_input_nodes if source not in inside)]))
+    results = [
+        node
+        for node in nodes
+        if isinstance(node.meta.get("val"), Tensor) and (_writes(node) or any(user not in inside for user in node.users))
+    ]
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for number, source in enumerate(sources):
+        copies[source] = graph.node_copy(source) if source.op == "get_attr" else graph.placeholder(f"source_{number}")
+        copies[source].meta = dict(source.meta)
+    for node in whole.nodes:
+        if node in inside:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results)).meta["val"] = tuple(node.meta["val"] for node in results)
+    return GraphModule(whole.owning_module or {}, graph), [source for source in sources if source.op != "get_attr"], results
+
+
+def _is_item(node: Node) -> bool:
+    """Return whether a node is one of an operator's several results."""
+    return node.target is operator.getitem
+
+
+def _with_items(nodes: Sequence[Node]) -> list[Node]:
+    """Return these nodes, and what takes single results out of them."""
+    found = dict.fromkeys(nodes)
+    open_ = list(nodes)
+    while open_:
+        items = [user for user in open_.pop().users if _is_item(user) and user not in found]
+        found |= dict.fromkeys(items)
+        open_ += items
+    return list(found)
+
+
+def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
+    """These nodes, and those that compute the sizes that they take."""
+    found, open_ = set(nodes), list(nodes)
+    while open_:
+        sizes = {each for each in open_.pop().all_input_nodes if each.op == "call_function" and not holds_tensors(each)} - found
+        found |= sizes
+        open_ += sizes
+    return found
+
+
+def _is_sized(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
+
+
+def _given(node: Node, value: Any, *, copied: bool) -> Any:
+    """Return a node's value on the node's device."""
+    if not isinstance(value, Tensor):
+        return value
+    device = node.meta["val"].device
+    return _copied(value, device) if copied or value.device != device else value
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    """A copy with the same strides, which a compiled graph demands."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
+
+
+def _writes(node: Node) -> bool:
+    return is_overload(node.target) and node.target._schema.is_mutable

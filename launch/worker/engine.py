@@ -1,0 +1,278 @@
+"""One rank's part of a training run, without processes, files or schedules: a step, an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.graphs import Role
+from trainload.autograd_trace.optimizer.rounds import TurnCall, calls_of, turns_before
+from trainload.capture.program import Mode, graph_name
+from trainload.launching.checkpoints.sharded_state import share
+from trainload.launching.node.build import Built, BuiltGraph
+from trainload.launching.worker.calls import Calls, Given, Microbatch, ignore
+from trainload.launching.worker.pipeline_step import PipelineRunner
+from trainload.launching.worker.rank_state import RankState
+from trainload.packaging.package import Package
+from trainload.sharding.plans.plan import Bucket, Plan
+from trainload.sharding.rewriting.rank_update import UpdateStep, bucket_updates
+from trainload.sharding.rewriting.rewrite import Phase, stored_length, update_length
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A rank's part of a global batch: `plan.accumulate` microbatches, for the graphs of one variant; the same one on every rank."""
+
+    microbatches: Sequence[Microbatch]
+    variant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphResult:
+    """What a graph's update came to. The same on every rank.
+
+    loss: mean over the global batch; weight: what it was taken over; gradient_norm: before clipping. loss_scale: the one of this update,
+    None where the recipe does not scale the loss; where it does and the norm is not finite, nothing was updated. Nothing was updated
+    either where the weight is 0: loss and metrics are NaN then, and the norm is 0.
+    """
+
+    loss: float
+    weight: float
+    metrics: Mapping[str, float]
+    gradient_norm: float
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult(GraphResult):
+    """What a round came to: the main graph's last result, and the last one of each other graph that trained.
+
+    turns: the name of the graph and the result of every update, in order.
+    """
+
+    others: Mapping[str, GraphResult] = field(default_factory=dict)
+    turns: Sequence[tuple[str, GraphResult]] = ()
+
+
+class Engine:
+    """Steps a rank's parameters and optimizer state.
+
+    Laws: after the same steps on the same data every strategy has the same parameters, up to rounding; the same strategy and world
+    size has the same bits.
+
+    Args:
+        package: what is trained.
+        plan: how.
+        rank: this rank. The plan's process groups must be bound to their names if there is more than one rank.
+        device: where this rank computes.
+        built: the plan's callables for this device.
+        on_call: told the name, within the build, of each graph that is about to be called.
+
+    Attributes:
+        calling: (graph of the package, microbatch) of each call of this rank in the present step, or of a microbatch in evaluation.
+    """
+
+    def __init__(
+        self, package: Package, plan: Plan, rank: int, device: torch.device, built: Built, on_call: Callable[[str], None] = ignore
+    ) -> None:
+        self._package = package
+        self._plan = plan
+        self._rank = rank
+        self._device = device
+        self._built = built
+        self._recipe = package.recipe
+        self._updates = package.updates()
+        self._index = plan.pipeline_index(rank)
+        buckets = plan.held_buckets(self._index)
+        self._parts = {name: bucket_updates(buckets, self._updates, self._recipe.graph(name).groups) for name in built.update}
+        self.held = RankState(package, plan, self._updates, rank, device)
+        self._on_call = on_call
+        self._calls = Calls(package, plan, rank, device, self.held, on_call)
+        self._pipeline = PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
+        self.calling: list[tuple[str, Microbatch]] = []
+
+    # Steps
+
+    def step(self, number: int, draws: Sequence[Draw], rates: Sequence[float] | None = None) -> StepResult:
+        """One round of the loop; one optimizer update, where the recipe has one graph.
+
+        Args:
+            number: of the round, from 0.
+            draws: the round's global batches, as `rounds.draws_of` counts them.
+            rates: learning rates of the recipe's groups; None: the recipe's own.
+        """
+        fed: dict[str, list[Tensor]] = {}
+        results: dict[str, GraphResult] = {}
+        turns: list[tuple[str, GraphResult]] = []
+        counts = {turn.graph: turns_before(self._recipe.turns, turn.graph, number) for turn in self._recipe.turns}
+        self.calling = []
+        for call in calls_of(self._recipe, number):
+            draw = draws[call.draw]
+            assert len(draw.microbatches) == self._plan.accumulate, "one microbatch for each accumulation"
+            computed = graph_name(call.graph, Mode.COMPUTE, draw.variant)
+            name = computed if computed in self._built.forward else graph_name(call.graph, Mode.TRAIN, draw.variant)
+            self.calling += [(name, microbatch) for microbatch in draw.microbatches]
+            if name in self._built.forward:
+                graph = self._built.forward[name]
+                outputs = [self._calls.call(graph, m, Given(call, i, fed)) for i, m in enumerate(draw.microbatches)]
+                _feed(fed, call.graph, graph, outputs)
+            else:
+                given = self._recipe.rates(counts) if rates is None else rates
+                results[call.graph] = self._train(name, call, draw, fed, given)
+                turns.append((call.graph, results[call.graph]))
+            counts[call.graph] += 1
+        main = results.pop(self._recipe.main)
+        return StepResult(main.loss, main.weight, main.metrics, main.gradient_norm, main.loss_scale, results, turns)
+
+    def _train(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
+        """One turn of a training graph: forward and backward over the microbatches, then the update."""
+        names = self.metric_names(name)
+        totals, gradients = self._in_turn(name, call, draw, fed) if self._pipeline is None else self._piped(name, call, draw, len(names))
+        scaling = self.held.scaling.get(call.graph, [])
+        loss_scale = scaling[0].item() if scaling else None
+        if self._has_own_weight(name) and not totals[-1].item():
+            return GraphResult(math.nan, 0.0, dict.fromkeys(names, math.nan), 0.0, loss_scale)
+        norm = self._update(name, gradients, totals[-1] * self._calls.scale(call.graph), rates, scaling)
+        values = totals.tolist()
+        weight = values[-1]
+        metrics = {metric: value / weight for metric, value in zip(names, values[1:-1], strict=True)}
+        return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
+
+    def _in_turn(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward of a graph over one microbatch after the other: its totals, and each bucket's gradient."""
+        gradients: dict[str, Tensor] = {}
+        outputs: list[dict[Role, list[Tensor]]] = []
+        for number, microbatch in enumerate(draw.microbatches):
+            graph = self._built.train[name][self._phase(number)]
+            outputs.append(self._calls.call(graph, microbatch, Given(call, number, fed, gradients)))
+        _feed(fed, call.graph, graph, outputs)
+        first, *others = (found[Role.TOTALS][0] for found in outputs)
+        return sum(others, first), gradients
+
+    def _piped(self, name: str, call: TurnCall, draw: Draw, metrics: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same by the stages of a pipeline. The gradients are this rank's own."""
+        assert self._pipeline is not None
+        totals, gradients = self._pipeline.train(self._built.stages[name], call, draw.microbatches)
+        return self._pipeline.shared(totals, metrics + 2), gradients
+
+    def evaluate(self, microbatch: Microbatch, variant: str = "") -> dict[str, Tensor]:
+        """For each graph that trains: sums over the ranks of weight * loss, weight * each metric, and the weight: float32 (2 + metrics,).
+
+        A graph that draws random numbers draws the same for a row in every evaluation.
+        """
+        fed: dict[str, list[Tensor]] = {}
+        found: dict[str, Tensor] = {}
+        self.calling = []
+        for graph in dict.fromkeys(turn.graph for turn in self._recipe.turns):
+            computed, evaluated = (graph_name(graph, mode, variant) for mode in (Mode.COMPUTE, Mode.EVAL))
+            turn = TurnCall(graph, 0, 0)
+            self.calling.append((evaluated if evaluated in self._package.manifest.graphs else computed, microbatch))
+            if self._pipeline is not None:
+                totals = self._pipeline.evaluate(self._built.stages[evaluated], turn, microbatch)
+                found[graph] = self._pipeline.shared(totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2)
+                continue
+            built = self._built.forward[evaluated if evaluated in self._built.forward else computed]
+            results = self._calls.call(built, microbatch, Given(turn, 0, fed))
+            _feed(fed, graph, built, [results])
+            if Role.TOTALS in results:
+                found[graph] = results[Role.TOTALS][0]
+        return found
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it `evaluate` sees the running mean of the parameters, once there is one."""
+        kept = self.held.params
+        buckets = {bucket.name: bucket for bucket in self._plan.buckets}
+        means = {name: self._whole_stored(buckets[name], mean) for name, mean in self.held.means.items()}
+        self.held.params = {**kept, **means}
+        try:
+            yield
+        finally:
+            self.held.params = kept
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the graphs were compiled."""
+        return self._built.compiled
+
+    def metric_names(self, name: str) -> list[str]:
+        """What stands between the loss and the weight in the totals of a training graph."""
+        return [o.name for o in self._package.manifest.graphs[name].outputs if o.role == "metric"]
+
+    def _has_own_weight(self, name: str) -> bool:
+        """Return whether a training graph computes its weight, which may be 0. Another's is its number of rows: it needs no waiting for."""
+        return any(output.role == "weight" for output in self._package.manifest.graphs[name].outputs)
+
+    def _phase(self, number: int) -> Phase:
+        if self._plan.accumulate == 1:
+            return Phase.ONLY
+        return Phase.SYNCHRONISE if number == self._plan.accumulate - 1 else Phase.ACCUMULATE
+
+    # Updates
+
+    def _update(self, name: str, gradients: Mapping[str, Tensor], divisor: Tensor, rates: Sequence[float], scaling: list[Tensor]) -> Tensor:
+        rate_tensor = torch.tensor(list(rates), dtype=torch.float32, device=self._device)
+        held, parts, mean = self.held, self._parts[name], self._recipe.graph(name).ema_decay is not None
+        params = [self._updated_slice(part.bucket) for part in parts]
+        own = [gradients[b] if (b := part.bucket.name) in gradients else self._calls.zero_gradient(b) for part in parts]
+        lacking = held.lacking(parts, mean=mean)
+        states = [value for part in parts for value in held.states.get(part.key, ())]
+        means = [held.means[part.bucket.name] for part in parts if mean and part.bucket.name in held.means]
+        arguments = (divisor, rate_tensor, self._rank_tensor(), *params, *own, *states, *means, *scaling)
+        with torch.no_grad():
+            if lacking:
+                step = UpdateStep(self._plan, self._updates, self._recipe, name, lacking, self._index)
+                norm, *new = step(*arguments)
+                self._take(step, norm, params, new, scaling)
+            else:
+                self._on_call(self._built.update_names[name])
+                (norm,) = self._built.update[name](*arguments)
+            for part in parts:
+                held.params[part.bucket.name] = self._whole_stored(part.bucket, self._updated_slice(part.bucket))
+        return norm
+
+    def _take(self, step: UpdateStep, norm: Tensor, params: Sequence[Tensor], new: Sequence[Tensor], scaling: list[Tensor]) -> None:
+        """Writes what an update has made beside what it moved, unless its gradient was not finite and the loss is scaled."""
+        made = list(new)
+        if scaling:
+            scaling[:] = [made.pop() for _ in scaling][::-1]
+            if not torch.isfinite(norm):
+                return
+        values = iter(made)
+        for param in params:
+            param.copy_(next(values))
+        for part in step.parts:
+            self.held.states[part.key] = [next(values).clone() for _ in part.state]
+        for part in step.parts if step.keeps_mean else ():
+            self.held.means[part.bucket.name] = next(values).clone()
+
+    def _whole_stored(self, bucket: Bucket, updated: Tensor) -> Tensor:
+        """What this rank stores of a bucket, out of the slices that the ranks have updated."""
+        if updated.numel() == stored_length(self._plan, bucket):
+            return updated
+        full = torch.ops._c10d_functional.all_gather_into_tensor(updated, self._plan.shard_degree, self._plan.shard_group)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor(full)
+        return result
+
+    def _rank_tensor(self) -> Tensor:
+        return torch.tensor(self._plan.shard_index(self._rank), device=self._device)
+
+    def _updated_slice(self, bucket: Bucket) -> Tensor:
+        """The part of a bucket that this rank updates: a view of what it stores."""
+        stored = self.held.params[bucket.name]
+        if update_length(self._plan, bucket) == stored_length(self._plan, bucket):
+            return stored
+        start, stop = share(bucket.length, self._plan.shard_index(self._rank), self._plan.shard_degree)
+        return stored[start:stop]
+
+
+def _feed(fed: dict[str, list[Tensor]], name: str, graph: BuiltGraph, outputs: Sequence[Mapping[Role, Sequence[Tensor]]]) -> None:
+    """Notes what a graph has computed for others, by "graph.output": one tensor for each microbatch."""
+    ports = [port for port in graph.outputs if port.role is Role.PREDICTION]
+    for place, port in enumerate(ports):
+        fed[f"{name}.{port.name}"] = [found[Role.PREDICTION][place] for found in outputs]

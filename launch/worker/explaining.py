@@ -1,0 +1,108 @@
+"""Explains to a user why a step failed: which row of the data, or which operator of the model, and where it stands in the source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainload.core.errors import DataError, TrainingError, TrainloadError, raised
+from trainload.launching.data.run_data import RunData
+from trainload.launching.worker.calls import Microbatch
+from trainload.launching.worker.engine import Engine
+from trainload.launching.worker.out_of_memory import explain_memory, is_out_of_memory
+from trainload.launching.worker.rejected_values import Rejected, find_rejected
+from trainload.packaging.package import Package
+from trainload.sharding.plans.device_step_graphs import places_in_step, step_graphs
+from trainload.sharding.plans.plan import Plan
+
+_CPU = torch.device("cpu")
+_OF_PEERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "process group", "TCPStore")
+"""Words of errors that come of another rank's end, not of what this one computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """The rank that raised an error, with what it trains.
+
+    Attributes:
+        package: what is trained.
+        plan: how.
+        rank: its number.
+        engine: its part of the run.
+        device: where it computes.
+    """
+
+    package: Package
+    plan: Plan
+    rank: int
+    engine: Engine
+    device: torch.device
+
+
+def explain(error: Exception, failing: Failing, data: RunData, source: str, when: str) -> TrainloadError | None:
+    """Return what a user should read in place of an error of a step; None where another rank or the machine may be the reason.
+
+    Args:
+        error: raised by a graph or by torch.
+        failing: the rank that raised it.
+        data: that the microbatches' rows are of.
+        source: the data's place.
+        when: "step 3", "the evaluation after step 3".
+    """
+    if isinstance(error, TrainloadError):
+        return error
+    if is_out_of_memory(error):
+        return explain_memory(error, failing.package, failing.plan, failing.engine.held, failing.device, failing.rank, when)
+    if _may_be_of_peers(error):
+        return None
+    package = failing.package
+    program = package.program()
+    steps = step_graphs(package, _CPU, dict.fromkeys(graph for graph, _ in failing.engine.calling))
+    for graph, microbatch in failing.engine.calling:
+        rejected = find_rejected(steps[graph], microbatch.batch, program.constants, program.state)
+        if rejected is not None:
+            return _data_error(rejected, package, graph, microbatch, data, source, when)
+    return explain_without_rows(error, when)
+
+
+def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
+    """Return what a user should read in place of an error that no row of the data causes; None where another rank or the machine may.
+
+    Args:
+        error: as of `explain`.
+        when: "step 3", "making the graphs".
+    """
+    if isinstance(error, TrainloadError):
+        return error
+    if is_out_of_memory(error) or _may_be_of_peers(error) or _may_be_of_the_machine(error):
+        return None
+    return TrainingError(
+        raised(error).rstrip("."),
+        where=when,
+        cure="The traceback is in the rank's log: trainload logs RUN --rank N. An evaluation keeps its logs only with --run-dir. "
+        "It would fail again, so it is not tried again.",
+    )
+
+
+def _may_be_of_peers(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_PEERS)
+
+
+def _may_be_of_the_machine(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError | OSError) or "CUDA error" in str(error)
+
+
+def _data_error(
+    rejected: Rejected, package: Package, graph: str, microbatch: Microbatch, data: RunData, source: str, when: str
+) -> DataError:
+    line = places_in_step(package, graph, _CPU).get(rejected.node, "")
+    row, of = data.origin(microbatch.part, microbatch.rows, rejected.row, source)
+    return DataError(
+        rejected.problem + (f" at {line}" if line else ""),
+        where=f"{when}, {of if row is None else f'row {row} of {of}'}",
+        expected=rejected.expected,
+        got=rejected.got,
+        cure="Correct the data, of which rows are counted from 0, or what the model computes of it.",
+    )

@@ -1,0 +1,132 @@
+"""Runs without Ray: one worker in this process, or as one of torchrun's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trainload.core.errors import ClusterError
+from trainload.core.processes import in_main_thread, is_nobodys
+from trainload.core.redaction import redacted
+from trainload.launching.node.process_groups import leave_groups
+from trainload.launching.run.contact import FileContact, Request, clear_requests, take_back
+from trainload.launching.run.journal import append_log, stream_events, tracebacks_to
+from trainload.launching.run.run_spec import RunSpec
+from trainload.launching.run.run_state import Summary
+from trainload.launching.worker.loop import Place, run_worker
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def check_one_worker(spec: RunSpec) -> None:
+    """Check that a plan is for one worker. Raises: ClusterError otherwise."""
+    if spec.plan.world_size != 1:
+        raise ClusterError(
+            "the local backend has one worker",
+            expected="1 worker",
+            got=str(spec.plan.world_size),
+            cure="Use --backend ray, or start it under torchrun with --backend torchrun.",
+        )
+
+
+def run_in_process(spec: RunSpec) -> None:
+    """Trains with one worker, in this process; run.json is there. Raises: what `run_worker` raises."""
+    with _stop_on_interrupt(Path(spec.run_dir)):
+        _work(spec, Place(0, 1, 1))
+
+
+def _work(spec: RunSpec, place: Place) -> None:
+    before = Summary.of(stream_events(Path(spec.run_dir)))  # the same on every rank: none goes on before all have read it
+    spec = spec.model_copy(update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None})
+    contact = FileContact(Path(spec.run_dir), place.rank, before)
+    try:
+        with tracebacks_to(lambda text: append_log(Path(spec.run_dir), place.rank, redacted(text))):
+            run_worker(spec, place, contact)
+    except BaseException as error:
+        contact.part(error)
+        raise
+    finally:
+        contact.close()
+
+
+def torchrun_place() -> Place:
+    """Raises: ClusterError if torchrun did not start this process."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    missing = [n for n in names if n not in os.environ]
+    if missing:
+        raise ClusterError(
+            "this process was not started by torchrun",
+            where="environment",
+            expected=", ".join(names),
+            got=f"no {', '.join(missing)}",
+            cure="torchrun --nproc-per-node N -m trainload launch ... --backend torchrun",
+        )
+    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def _see_one_gpu() -> None:
+    """Hides all GPUs but this local rank's; must be called before CUDA is first used."""
+    there = os.environ.get("CUDA_VISIBLE_DEVICES")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = there.split(",")[local_rank] if there else str(local_rank)
+
+
+def check_torchrun(spec: RunSpec) -> Place:
+    """Where torchrun put this process. Raises: ClusterError if it did not, or started another number of workers than the plan has."""
+    place = torchrun_place()
+    if place.world != spec.plan.world_size:
+        raise ClusterError(
+            "torchrun started another number of workers than the plan has", expected=str(spec.plan.world_size), got=str(place.world)
+        )
+    return place
+
+
+def run_under_torchrun(spec: RunSpec, place: Place) -> None:
+    """Trains as one of torchrun's workers; where rank 0 is, run.json is there."""
+    gpu = spec.plan.cluster.device == "cuda"
+    if gpu:
+        _see_one_gpu()
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    try:
+        with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
+            _work(spec, place)
+    finally:
+        leave_groups()
+
+
+@contextmanager
+def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after its step; the second ends it at once, and so does the first where
+    storage does not take the request. A handler that the caller has set stays. `leading`: this process clears the request. In another
+    thread than the main one signals do what they did before.
+    """
+
+    def ask(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.default_int_handler)
+        try:
+            (run_dir / Request.STOP.file).touch()
+        except OSError:
+            raise KeyboardInterrupt from None
+
+    if leading:
+        clear_requests(run_dir)  # of an attempt that was ended before it could stop
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS} if in_main_thread() else {}
+    before = {number: handler for number, handler in handlers.items() if is_nobodys(handler)}
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if leading:
+            with suppress(OSError):
+                take_back(run_dir)

@@ -1,0 +1,518 @@
+"""The loop that every worker runs, whatever started it."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+import uuid
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups
+from trainload.autograd_trace.optimizer.rounds import draws_before
+from trainload.core.errors import CheckpointError, CompileError, DataError, DivergedError, RunInterrupted
+from trainload.launching.checkpoints.checkpoint_place import place_of
+from trainload.launching.checkpoints.index import DataPosition
+from trainload.launching.checkpoints.load import load_sharded
+from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
+from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
+from trainload.launching.data.prefetch import BatchStream, RankRows
+from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
+from trainload.launching.node.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build
+from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.node.determinism import deterministic
+from trainload.launching.node.libraries import library_warnings
+from trainload.launching.node.process_groups import gathered, group_of_stage
+from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
+from trainload.launching.run.activity import Activity, Phase
+from trainload.launching.run.contact import Contact, Request
+from trainload.launching.run.opening import trained_package
+from trainload.launching.run.run_spec import RunSpec, resume_command
+from trainload.launching.worker.agreement import check_same_collectives, check_same_data
+from trainload.launching.worker.engine import Draw, Engine, GraphResult, StepResult
+from trainload.launching.worker.evaluation import Evaluation
+from trainload.launching.worker.explaining import Failing, explain, explain_without_rows
+from trainload.launching.worker.not_finite import first_not_finite
+from trainload.launching.worker.saving import Saver
+from trainload.launching.worker.step_batches import draw_of, next_calls
+from trainload.launching.worker.verify_build import Comparison, Verifier
+from trainload.packaging.package import Package
+from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
+
+SCALING = "loss scaling"
+"""What a checkpoint has of the loss's scale, in what it keeps for the run's user,"""
+GRAPHS = "graphs"
+"""and of its graphs: by the build, which of them run interpreted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands: its rank of `world` workers, `local_world` of which share its node, which is called `node`. It sees one GPU,
+    if any.
+    """
+
+    rank: int
+    world: int
+    local_world: int
+    node: str = field(default_factory=socket.gethostname)
+
+
+def set_threads(local_world: int) -> None:
+    """Share a node's cores among its workers."""
+    torch.set_num_threads(threads_of(local_world))
+
+
+def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False) -> None:
+    """What is done once per node before the workers meet: compile into the node's cache, convert the data. `ranks`: the node's. `quiet`:
+    does not tell how long it took.
+
+    Raises: what compiling and reading data raise; StorageError where this node cannot write the run's checkpoints; nothing of it depends on
+    other nodes.
+    """
+    set_threads(len(ranks))
+    if spec.checkpoints is not None:
+        place_of(Path(spec.run_dir), spec.checkpoints).check_writable()
+    package = trained_package(spec)
+    check_plan(spec.plan, package)
+    for warning in library_warnings(package, spec.libraries):
+        contact.write("warning", message=f"{socket.gethostname()}: {warning}")
+    began = time.perf_counter()
+    open_data(spec, package)
+    if not quiet:
+        contact.write("stage", name="data", seconds=time.perf_counter() - began)
+    if spec.compile and can_compile():
+        began = time.perf_counter()
+        for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
+            compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index, evaluates=spec.evaluates)
+        if not quiet:
+            contact.write("stage", name="compile", seconds=time.perf_counter() - began)
+
+
+def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
+    """A run's data and held-out data, from the node's cache, or converted into it."""
+    cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
+    train = open_run_data(spec.data, package, rows, cache)
+    return train, open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
+
+
+def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:
+    """Return what a rank calls, and the folder of the build that it is from: compiled, where the run wants it and the machine can, from the
+    node's cache.
+
+    Raises:
+        CompileError: the machine cannot, and the run requires it.
+    """
+    device, evaluates = device_of(spec.plan), spec.evaluates
+    if spec.compile and can_compile():
+        folder = compile_build(package, spec.plan, device, default_cache_dir(), lambda *_: None, pipeline_index, evaluates=evaluates)
+        return load_build(folder, package, spec.plan, default_cache_dir()), folder
+    if spec.compile and spec.require_compiled:
+        raise CompileError(
+            "no C++ compiler was found",
+            where=socket.gethostname(),
+            expected="one, to compile the run's graphs (require_compiled)",
+            cure="Install g++, or leave require_compiled out, and they run interpreted.",
+        )
+    return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates), None
+
+
+def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
+    """Trains. The default process group must exist if there is more than one worker.
+
+    Args:
+        spec: the run.
+        place: which of its workers this is.
+        contact: with whoever runs it.
+
+    Raises:
+        RunInterrupted: the run was asked to stop; a checkpoint was written.
+        DivergedError: a loss, or the norm of a gradient whose loss is not scaled, is not finite.
+        TrainloadError: whatever package, plan, data or checkpoints raise.
+    """
+    with deterministic():
+        _Worker(spec, place, contact).run()
+
+
+class _Worker:
+    def __init__(self, spec: RunSpec, place: Place, contact: Contact) -> None:
+        self._spec = spec
+        self._plan = spec.plan
+        self._place = place
+        self._contact = contact
+        self._device = device_of(spec.plan)
+        self._activity = Activity(partial(used_bytes, self._device))
+        contact.report(self._activity)
+        self._run_dir = Path(spec.run_dir)
+        self._checkpoints = place_of(self._run_dir, spec.checkpoints)
+        self._control = dist.new_group(backend="gloo") if place.world > 1 else None
+        self._attempt, path = self._begin()
+        set_threads(place.local_world)
+        if place.world > 1:
+            bind_groups(self._plan.groups())
+        self._package = trained_package(spec)
+        check_plan(self._plan, self._package)
+        self._data, self._eval_data = open_data(spec, self._package)
+        if self._control is not None:
+            for name, opened in ((spec.data, self._data), (spec.eval_data, self._eval_data)):
+                if opened is not None:
+                    check_same_data(opened.fingerprint, place.node, str(name), self._control)
+        self._dispatcher = run_dispatcher(self._package)
+        built, folder = self._build()
+        if self._control is not None:
+            check_same_collectives(built.collectives, self._plan, self._control)
+        if place.world > 1:
+            self._activity.know(built.collectives, begun_collectives(self._plan.groups()))
+        checkpoint = None if path is None else Checkpoint.open(path)
+        built = self._verified(built, folder, checkpoint)
+        self._engine = Engine(self._package, self._plan, place.rank, self._device, built, on_call=self._activity.calling)
+        peaks = peaks_of(self._device, dtypes_of(built.work), default_cache_dir())
+        self._utilisation = Utilisation(built.work, self._package.recipe, self._plan, peaks)
+        self._memory = 0
+        self._start = 0
+        with self._explaining(self._data, spec.data, "loading the weights"):
+            self._load(checkpoint)
+        writer = CheckpointWriter(
+            self._checkpoints,
+            self._plan,
+            place.rank,
+            self._attempt,
+            keep=spec.retention,
+            before_publishing=contact.flush,  # so the journal has all steps that are not done again
+        )
+        self._saver = Saver(writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience)
+        self._evaluation = None
+        self._evaluated: tuple[int, float] | None = None
+        if self._eval_data is not None:
+            self._evaluation = Evaluation(
+                self._engine,
+                self._package,
+                self._plan,
+                place.rank,
+                self._eval_data,
+                str(spec.eval_data),
+                batches=spec.eval_batches,
+                mean=spec.weights == "mean",
+            )
+
+    # Beginning
+
+    def _begin(self) -> tuple[str, str | None]:
+        """What this attempt is called, and the checkpoint that it goes on from."""
+        usable = usable_checkpoint(self._checkpoints, patience=self._spec.storage_patience, control=self._control)
+        if self._place.rank == 0:
+            for reason in usable.rejected:
+                self._contact.write("warning", message=f"a checkpoint cannot be used: {reason}")
+        if usable.path is None and (usable.rejected or self._spec.had_checkpoint):
+            raise CheckpointError(
+                "none of the run's checkpoints can be used",
+                where=self._checkpoints.where,
+                got="; ".join(usable.rejected) or "none is there",
+                cure="Restore one of them, or launch a new run: this one does not begin again by itself.",
+            )
+        return gathered(uuid.uuid4().hex, self._control)[0], None if usable.path is None else str(usable.path)
+
+    def _build(self) -> tuple[Built, Path | None]:
+        if self._spec.compile and not can_compile() and self._place.rank == 0:
+            self._contact.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
+        try:
+            return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
+        except Exception as error:
+            explained = explain_without_rows(error, "making the graphs")
+            if explained is None or explained is error:
+                raise
+            raise explained from error
+
+    def _verified(self, built: Built, folder: Path | None, checkpoint: Checkpoint | None) -> Built:
+        """The build with graphs that are compared at their first call. folder: it was compiled into; None: it is interpreted."""
+        self._verifier: Verifier | None = None
+        if folder is None:
+            return built
+        self._build_name = "+".join(sorted(set(gathered(folder.name, self._control))))
+        kept: dict[str, Any] = {} if checkpoint is None else checkpoint.index.user.get(GRAPHS, {})
+        alike = group_of_stage(self._plan, self._place.rank, self._control)
+        self._speaks = alike is None or dist.get_rank(alike) == 0
+        self._verifier = Verifier(
+            self._package,
+            self._plan,
+            self._place.rank,
+            self._device,
+            folder,
+            alike,
+            required=self._spec.require_compiled,
+            decided=kept.get(self._build_name),
+            tell=self._tell_interpreted,
+            comparing=partial(self._activity.within, Phase.COMPARING),
+        )
+        return self._verifier.verified(built)
+
+    def _tell_interpreted(self, comparison: Comparison) -> None:
+        if self._speaks:
+            self._contact.write("warning", message=f"{comparison}; it runs interpreted, which is slower", **asdict(comparison))
+
+    def _load(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
+            self._engine.held.load_package()
+            if self._spec.optimizer_from is not None:
+                before = Checkpoint.open(self._spec.optimizer_from)
+                state = load_sharded(before, self._plan, self._place.rank, state_alone=True)
+                self._engine.held.load_optimizer(state, before.index.user.get(SCALING))
+            return
+        if checkpoint.index.data.fingerprint != self._data.fingerprint:
+            raise DataError(
+                "the data is not what the run began with",
+                where=self._spec.data,
+                expected=checkpoint.index.data.fingerprint,
+                got=self._data.fingerprint,
+                cure="Restore the data, or launch a new run from the trained package.",
+            )
+        self._engine.held.load(load_sharded(checkpoint, self._plan, self._place.rank), checkpoint.index.user.get(SCALING))
+        self._start = checkpoint.index.step
+
+    # The loop
+
+    def run(self) -> None:
+        spec, leading = self._spec, self._place.rank == 0
+        workers = gathered(f"{socket.gethostname()}:{os.getpid()}", self._control)
+        nodes = gathered(self._place.node, self._control)
+        if leading:
+            self._contact.write(
+                "start",
+                step=self._start,
+                steps=spec.steps,
+                world=self._place.world,
+                strategy=self._plan.strategy,
+                compiled=self._engine.compiled,
+                workers=workers,
+                nodes=nodes,
+                **({"overrides": changed} if (changed := spec.overrides.model_dump(mode="json", exclude_defaults=True)) else {}),
+            )
+            if note := note_on_coupled_rows(self._package.manifest, self._plan):
+                self._contact.write("warning", message=note)
+        if self._start == 0:
+            self._evaluate(0)
+        recipe = self._package.recipe
+        rows = RankRows(recipe, self._data.order(recipe.seed), self._plan, self._place.rank)
+        step = self._start
+        with BatchStream(self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate) as stream:
+            clock = _Clock(self._tokens_per_row())
+            while step < spec.steps:
+                self._step(step, stream, clock)
+                step += 1
+                request = self._asked()
+                if request is Request.STOP:
+                    break
+                if spec.eval_every is not None and step % spec.eval_every == 0 and step < spec.steps:
+                    self._evaluate(step)
+                    clock.skip()
+                due = spec.checkpoint_every is not None and step % spec.checkpoint_every == 0
+                if (due or request is Request.CHECKPOINT) and step < spec.steps:
+                    self._checkpoint(step)
+        if step == spec.steps > 0:
+            self._evaluate(step)
+        self._activity.at(Phase.ENDING)
+        if step > self._start:  # one that was done already has its checkpoint, perhaps the only one: it is not replaced
+            self._saver.finish(lambda: self._checkpoint(step))
+        if step == spec.steps:
+            if leading:
+                self._contact.write("end", step=step, steps=spec.steps)
+            return
+        if leading:
+            self._contact.met(Request.STOP)
+        raise RunInterrupted(
+            "the run was asked to stop", where=f"step {step} of {spec.steps}", cure=f"Continue with: {resume_command(self._run_dir)}"
+        )
+
+    def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
+        self._activity.at(Phase.DATA, step)
+        began = time.perf_counter()
+        calls = next_calls(stream, self._package.recipe, step, self._plan.accumulate)
+        waited = time.perf_counter() - began
+        self._activity.at(Phase.STEP)
+        draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
+        with self._explaining(self._data, self._spec.data, f"step {step + 1}"):
+            result = self._engine.step(step, draws)
+        clock.leave_out(self._compared())
+        self._check_finite(step, result, draws)
+        if self._place.rank == 0:
+            rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
+            self._report_skipped(step, result)
+            if not result.weight:
+                return
+            self._contact.write(
+                "step",
+                step=step,
+                steps=self._spec.steps,
+                loss=result.loss,
+                metrics=_metrics(result),
+                gradient_norm=result.gradient_norm,
+                data_wait=waited,
+                mfu=self._utilisation.of(step, [draw.variant for draw in draws], rates["seconds"]),
+                memory=max(self._memory, used_bytes(self._device)),
+                **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
+                **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
+                **rates,
+            )
+
+    @contextmanager
+    def _explaining(self, data: RunData, source: str, when: str) -> Iterator[None]:
+        """Raise what a user can act on in place of an error of a kernel."""
+        try:
+            yield
+        except Exception as error:
+            failing = Failing(self._package, self._plan, self._place.rank, self._engine, self._device)
+            explained = explain(error, failing, data, source, when)
+            if explained is None or explained is error:
+                raise
+            raise explained from error
+
+    def _compared(self) -> float:
+        """Seconds that comparing compiled graphs has taken since this was last asked, which are told."""
+        seconds = 0.0 if self._verifier is None else self._verifier.taken()
+        if seconds and self._place.rank == 0:
+            self._contact.write("stage", name="compare compiled graphs", seconds=seconds)
+        return seconds
+
+    def _report_skipped(self, step: int, result: StepResult) -> None:
+        """Report the updates of a step that were skipped because their batch has no weight."""
+        for graph, found in result.turns:
+            if not found.weight:
+                name = f", graph {graph}" if result.others else ""
+                self._contact.write(
+                    "warning",
+                    message=f"step {step + 1}{name}: the update was skipped, because the weight of its batch is 0: all labels are ignored, "
+                    "or a mask is 0 everywhere",
+                    step=step,
+                )
+
+    def _check_finite(self, step: int, result: StepResult, draws: Sequence[Draw]) -> None:
+        """Check that loss and gradient norm of every update of a step are finite, before it is saved. They are the same on every
+        rank, so all of them raise, or none. Raises: DivergedError.
+        """
+        for graph, found in result.turns:
+            if not found.weight:
+                continue  # nothing was updated
+            if not math.isfinite(found.loss):
+                what, value = "loss", found.loss
+            elif not self._can_train(graph, found):
+                what, value = "gradient's norm", found.gradient_norm
+            else:
+                continue
+            of_data = next(filter(None, gathered(first_not_finite(draws, self._data, self._spec.data), self._control)), "")
+            advice = "Lower the learning rate, clip the gradient, or look at the data of this step."
+            likely = f"Look at the data: {of_data}." if of_data else advice
+            raise DivergedError(
+                f"the {what} is {value}",
+                where=f"step {step + 1}" + (f", graph {graph}" if result.others else ""),
+                expected="a finite number",
+                got=str(value),
+                cure=f"The last checkpoint is from before it. {likely}",
+            )
+
+    def _can_train(self, graph: str, found: GraphResult) -> bool:
+        """Whether an update leaves numbers in the weights, by its gradient's norm."""
+        if found.loss_scale is not None:  # where the norm is not finite nothing was updated, and the scale is lowered
+            return True
+        if self._package.recipe.graph(graph).clip_value is not None:  # what is infinite is clipped
+            return not math.isnan(found.gradient_norm)
+        return math.isfinite(found.gradient_norm)
+
+    def _tokens_per_row(self) -> int | None:
+        if self._package.manifest.variants:  # they may have rows of several lengths
+            return None
+        for entry in self._package.manifest.data_inputs().values():
+            if "int" in entry.dtype and len(entry.shape) == 2 and isinstance(entry.shape[1], int):
+                return entry.shape[1]
+        return None
+
+    def _asked(self) -> Request:
+        """What the run is asked for, the same on every rank; they also tell each other of the memory that they hold."""
+        self._activity.at(Phase.AGREEING)
+        request = Request.NONE
+        if self._place.rank == 0:
+            request = max(Request.CHECKPOINT if self._saver.wanted else Request.NONE, self._contact.asked())
+        said = torch.tensor([request, used_bytes(self._device)])
+        if self._control is not None:
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
+        self._memory = int(said[1])
+        return Request(int(said[0]))
+
+    def _checkpoint(self, step: int) -> None:
+        self._activity.at(Phase.SAVING)
+        recipe = self._package.recipe
+        drawn = draws_before(recipe, step) * self._plan.global_batch
+        position = DataPosition(fingerprint=self._data.fingerprint, seed=recipe.seed, position=drawn)
+        scaling = self._engine.held.dump_scaling()
+        if self._place.rank == 0:
+            self._contact.met(Request.CHECKPOINT)
+        user: dict[str, object] = {} if scaling is None else {SCALING: scaling}
+        if self._verifier is not None:
+            decided = gathered(self._verifier.decided, self._control)  # of a pipeline, each rank about its own stages
+            user[GRAPHS] = {self._build_name: dict(ChainMap(*decided))}
+        if self._evaluated is not None and self._evaluated[0] == step and math.isfinite(self._evaluated[1]):
+            user[EVALUATION] = self._evaluated[1]
+        self._saver.save(step, self._engine.held.dump(), position, user)
+
+    def _evaluate(self, step: int) -> None:
+        if self._evaluation is None:
+            return
+        self._activity.at(Phase.EVALUATING, step)
+        began = time.perf_counter()
+        assert self._eval_data is not None
+        with self._explaining(self._eval_data, str(self._spec.eval_data), f"the evaluation after step {step}"):
+            found = self._evaluation()
+        self._compared()
+        self._evaluated = (step, found.loss)
+        if self._place.rank == 0:
+            self._contact.write("eval", step=step, **found.as_json(), seconds=time.perf_counter() - began)
+
+
+def _metrics(result: StepResult) -> dict[str, float]:
+    """The main graph's metrics; the other graphs' losses, metrics and norms under "graph.loss", ..."""
+    found = dict(result.metrics)
+    for graph, other in result.others.items():
+        if not other.weight:
+            continue
+        found |= {f"{graph}.loss": other.loss, f"{graph}.gradient_norm": other.gradient_norm}
+        found |= {f"{graph}.{name}": value for name, value in other.metrics.items()}
+    return found
+
+
+class _Clock:
+    """Rates over the last steps, by running means."""
+
+    def __init__(self, tokens_per_row: int | None) -> None:
+        self._tokens = tokens_per_row
+        self._means: tuple[float, float] | None = None
+        self._last = time.perf_counter()
+
+    def skip(self) -> None:
+        """What happened since the last tick was no step."""
+        self._last = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """So long of what has passed since the last tick was no step."""
+        self._last += seconds
+
+    def tick(self, steps_left: int, rows: int) -> dict[str, float]:
+        """After a step of so many rows: its seconds, rates, and the seconds left."""
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        before = self._means or (seconds, float(rows))
+        self._means = (0.9 * before[0] + 0.1 * seconds, 0.9 * before[1] + 0.1 * rows)
+        rate = self._means[1] / self._means[0]
+        found = {"seconds": seconds, "rows_per_second": rate, "seconds_left": self._means[0] * steps_left}
+        if self._tokens is not None:
+            found["tokens_per_second"] = rate * self._tokens
+        return found

@@ -1,0 +1,30 @@
+"""Finds the first number in a step's data that is not finite, to explain a loss or a gradient that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainload.launching.data.run_data import RunData
+from trainload.launching.worker.engine import Draw
+
+
+def first_not_finite(draws: Sequence[Draw], data: RunData, source: str) -> str:
+    """Return a clause that names the input and the row of a NaN in a rank's batches, or else of an infinite number; "" if there is none.
+
+    Args:
+        draws: the rank's part of a step.
+        data: the run's data.
+        source: path or URL of the run's data.
+    """
+    microbatches = [microbatch for draw in draws for microbatch in draw.microbatches]
+    for is_wanted in (torch.isnan, torch.isinf):
+        for microbatch in microbatches:
+            for name, values in sorted(microbatch.batch.items()):
+                places = is_wanted(values).nonzero()
+                if len(places):
+                    row, of = data.origin(microbatch.part, microbatch.rows, int(places[0][0]), source)
+                    value = values[tuple(places[0])].item()
+                    return f"the input {name!r} is {value} in {'a row' if row is None else f'row {row}'} of {of}"
+    return ""

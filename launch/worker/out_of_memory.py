@@ -1,0 +1,133 @@
+"""Explains an allocation that failed: what the rank held, what its plan was estimated to need, and which plans need less."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from trainload.core.errors import OutOfMemoryError, PlanError
+from trainload.launching.node.utilisation import used_bytes
+from trainload.launching.worker.rank_state import RankState
+from trainload.packaging.package import Package
+from trainload.sharding.planner.device import DeviceProfile, read
+from trainload.sharding.planner.plan_costs import Memory
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.planner.search import Candidate, Choice, costs_of, evaluate
+from trainload.sharding.plans.plan import Plan
+
+_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+"""Words of the errors of torch's allocators, of numpy and of the system."""
+_LESS = 0.8
+"""A plan is named where it needs at most this part of what failed."""
+_GIB = 2**30
+_FIGURES = {"cpu": "cpu-2-cores", "cuda": "h100"}
+"""Device kind -> whose figures plans are ordered by; the memory of tensors does not depend on them."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory could not be had."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in _WORDS)
+
+
+def explain_memory(
+    error: Exception, package: Package, plan: Plan, held: RankState, device: torch.device, rank: int, when: str
+) -> OutOfMemoryError:
+    """Return what a user should read in place of an error of an allocator.
+
+    Args:
+        error: the allocator's.
+        package: what is trained.
+        plan: how.
+        held: what the rank holds between steps.
+        device: of the rank.
+        rank: its number.
+        when: "step 3", "the evaluation after step 3".
+    """
+    used = used_bytes(device)
+    said = next((line.strip() for line in str(error).splitlines() if any(word in line for word in _WORDS)), type(error).__name__)
+    estimated, smaller = "", ""
+    with suppress(PlanError, MemoryError, RuntimeError):  # there may be no memory for that either
+        source, figures = Source(package), read(_FIGURES[device.type])
+        costs = costs_of(source, plan, figures)
+        estimated = f"; the plan was estimated to need {_spelled(costs.memory)} at its peak, in {costs.memory.at}"
+        smaller = ". ".join(_advice(each, costs.memory) for each in _smaller(source, plan, figures, costs.memory))
+    return OutOfMemoryError(
+        f"rank {rank} ran out of memory: {said.rstrip('.')}",
+        where=when,
+        got=f"{_gib(used)} held by the process, of which {_held(held)}{estimated}",
+        cure=smaller or "Use more microbatches (--set accumulate=N), --recompute full, or more ranks with --strategy zero3.",
+    )
+
+
+def _held(held: RankState) -> str:
+    states = [value for values in held.states.values() for value in values]
+    kinds = {
+        "parameters": [*held.params.values()],
+        "optimizer state": [*states, *held.means.values()],
+        "buffers": [*held.buffers.values(), *held.constants.values()],
+    }
+    return _listed({kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()})
+
+
+def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory) -> list[Candidate]:
+    """Return plans for the same devices that need less memory: the fastest of them, and the one that needs least."""
+    found: list[Candidate] = []
+    for choice in _choices(plan):
+        try:
+            found.append(evaluate(source, plan.cluster, figures, choice, plan.global_batch))
+        except PlanError:
+            continue
+    fitting = [each for each in found if each.costs.memory.tensors <= _LESS * failed.tensors]
+    if not fitting:
+        return []
+    fastest, least = min(fitting, key=lambda c: c.costs.time.seconds), min(fitting, key=lambda c: c.costs.memory.tensors)
+    return [fastest] if fastest is least else [fastest, least]
+
+
+def _choices(plan: Plan) -> Iterator[Choice]:
+    """Yield the plan's own choice with another strategy, recomputation and number of microbatches."""
+    pipeline = plan.pipeline
+    schedule = None if pipeline is None else (pipeline.schedule, len(pipeline.stage_ranks) // pipeline.ranks)
+    own = Choice(plan.strategy, plan.tensor_ranks, plan.pipeline_ranks, plan.accumulate, plan.recompute, schedule, plan.divide)
+    strategies = [own.strategy] if plan.data_ranks == 1 or own.strategy in ("zero3", "hybrid") else [own.strategy, "zero3"]
+    rows = plan.rows_per_call
+    counts = [own.accumulate * each for each in range(1, rows + 1) if rows % each == 0 and math.log2(each).is_integer()]
+    for strategy in strategies:
+        for recompute in dict.fromkeys((own.recompute, "full")):
+            for count in counts:
+                choice = replace(own, strategy=strategy, recompute=recompute, accumulate=count)
+                if choice != own:
+                    yield choice
+
+
+def _advice(found: Candidate, failed: Memory) -> str:
+    choice = found.choice
+    options = [f"--strategy {choice.strategy}"]
+    options += [f"--recompute {choice.recompute}"] if choice.recompute != "job" else []
+    options += [f"--accumulate {choice.accumulate}"] if choice.accumulate > 1 else []
+    needs = _gib(found.costs.memory.tensors)
+    return f"A plan with {' '.join(options)} was estimated to need {needs} in place of {_gib(failed.tensors)}"
+
+
+def _spelled(memory: Memory) -> str:
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "activations": memory.activations,
+        "communication": memory.communication,
+        "buffers and rows": memory.buffers,
+    }
+    return f"{_gib(memory.tensors)} ({_listed({name: size for name, size in parts.items() if size})})"
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= 0.01 * _GIB else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,148 @@
+"""Runs a step of a plan with a pipeline on one rank: its actions in order, with what it sends and receives between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainload.autograd_trace.derivation.aot import group_named
+from trainload.autograd_trace.graphs import Role
+from trainload.autograd_trace.optimizer.rounds import TurnCall
+from trainload.launching.node.build import BuiltStages
+from trainload.launching.worker.calls import Calls, Given, Microbatch
+from trainload.sharding.pipeline.pipeline_axis import dtype_of, shape_of
+from trainload.sharding.pipeline.stage_schedule import Action, Instruction, Message, instructions, message_of
+from trainload.sharding.pipeline.stages import Part, Value
+from trainload.sharding.plans.plan import PIPELINE, Plan
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What is under way to another rank: kept until it is there."""
+
+    work: list[dist.Work]
+    values: list[Tensor]
+
+
+class PipelineRunner:
+    """Calls the stages of one rank.
+
+    Law: two ranks that exchange messages do so in one order, the one of `instructions`, whatever data they have.
+
+    Args:
+        plan: one with a pipeline, whose process groups are bound.
+        rank: this rank.
+        device: where it computes.
+        calls: how it calls graphs.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, calls: Calls) -> None:
+        assert plan.pipeline is not None
+        self._pipeline, self._device, self._calls = plan.pipeline, device, calls
+        self._index = plan.pipeline_index(rank)
+        self._instructions = instructions(plan.pipeline.order, plan.pipeline.stage_ranks, plan.accumulate)[self._index]
+        self._evaluation = _forward_only(plan.pipeline.stage_ranks)[self._index]
+
+    def train(self, stages: BuiltStages, turn: TurnCall, microbatches: Sequence[Microbatch]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Forward and backward of this rank's stages over all microbatches.
+
+        Returns: the sum of the totals, on the rank that has the last stage; the gradients of the buckets that got any.
+        """
+        return self._run(self._instructions, stages, turn, microbatches)
+
+    def evaluate(self, stages: BuiltStages, turn: TurnCall, microbatch: Microbatch) -> Tensor | None:
+        """Forward of this rank's stages. Returns: the totals, on the rank that has the last stage."""
+        totals, _ = self._run(self._evaluation, stages, turn, [microbatch])
+        return totals
+
+    def shared(self, totals: Tensor | None, count: int) -> Tensor:
+        """The totals, (count,), which one rank of the pipeline has, on all of them."""
+        value = torch.zeros(count, dtype=torch.float32, device=self._device) if totals is None else totals
+        found: Tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(value, "sum", PIPELINE))
+        return found
+
+    def _run(
+        self, program: Sequence[Instruction], stages: BuiltStages, turn: TurnCall, microbatches: Sequence[Microbatch]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        gradients: dict[str, Tensor] = {}
+        totals: Tensor | None = None
+        held: dict[tuple[int, int], Given] = {}
+        arriving: dict[tuple[int, int], list[tuple[dist.Work, str, Tensor]]] = {}
+        outgoing: dict[Message, dict[str, Tensor]] = {}
+        leaving: list[_Sent] = []
+
+        def given(stage: int, number: int) -> Given:
+            return held.setdefault((stage, number), Given(turn, number, {}, gradients))
+
+        for instruction in program:
+            if isinstance(instruction, Action):
+                stage, number = instruction.stage, instruction.microbatch
+                mine = given(stage, number)
+                for work, name, value in arriving.pop((stage, number), ()):
+                    work.wait()
+                    mine.between[name] = value
+                graph = stages.parts.get((stage, instruction.part))
+                if graph is not None:
+                    found = self._calls.call(graph, microbatches[number], mine)
+                    if Role.TOTALS in found:
+                        (own,) = found[Role.TOTALS]
+                        totals = own if totals is None else totals + own
+                message = message_of(instruction, self._pipeline.stage_ranks)
+                if message is not None:
+                    crossing = stages.crossing.at(message.boundary, up=message.up)
+                    results = {value.name: mine.between[value.name] for value in crossing}
+                    if message.target == self._index:
+                        given(message.boundary + int(message.up), number).between.update(results)
+                    else:
+                        outgoing[message] = results
+                if instruction.part in (Part.BACKWARD, Part.WEIGHT):
+                    del held[stage, number]
+                else:
+                    stages.forget(instruction.stage, instruction.part, mine.between)
+            elif instruction.source == self._index:
+                leaving.append(self._send(instruction, outgoing.pop(instruction)))
+                leaving = [sent for sent in leaving if not all(work.is_completed() for work in sent.work)]
+            else:
+                target = instruction.boundary + int(instruction.up)
+                received = self._receive(instruction, stages, microbatches[instruction.microbatch])
+                arriving.setdefault((target, instruction.microbatch), []).extend(received)
+        for sent in leaving:
+            for work in sent.work:
+                work.wait()
+        return totals, gradients
+
+    def _send(self, message: Message, results: Mapping[str, Tensor]) -> _Sent:
+        values = [value.contiguous() for value in results.values()]
+        group = group_named(PIPELINE)
+        works = [dist.isend(value, group=group, group_dst=message.target) for value in values]
+        return _Sent([work for work in works if work is not None], values)
+
+    def _receive(self, message: Message, stages: BuiltStages, microbatch: Microbatch) -> list[tuple[dist.Work, str, Tensor]]:
+        symbols = {symbol: microbatch.batch[name].shape[at] for symbol, (name, at) in stages.crossing.symbols.items()}
+        group = group_named(PIPELINE)
+        found: list[tuple[dist.Work, str, Tensor]] = []
+        for value in stages.crossing.at(message.boundary, up=message.up):
+            buffer = self._buffer(value, symbols)
+            work = dist.irecv(buffer, group=group, group_src=message.source)
+            assert work is not None, "this rank is in the group"
+            found.append((work, value.name, buffer))
+        return found
+
+    def _buffer(self, value: Value, symbols: dict[str, int]) -> Tensor:
+        return torch.empty(shape_of(value, symbols), dtype=dtype_of(value), device=self._device)
+
+
+def _forward_only(stage_ranks: Sequence[int]) -> list[list[Instruction]]:
+    """What each rank does for one microbatch that has no backward."""
+    found: list[list[Instruction]] = [[] for _ in set(stage_ranks)]
+    for stage, rank in enumerate(stage_ranks):
+        found[rank].append(Action(stage, Part.FORWARD, 0))
+        if stage + 1 < len(stage_ranks) and stage_ranks[stage + 1] != rank:
+            message = Message(stage, True, 0, rank, stage_ranks[stage + 1])
+            found[rank].append(message)
+            found[message.target].append(message)
+    return found

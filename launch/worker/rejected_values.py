@@ -1,0 +1,238 @@
+"""Finds the value of a batch that an operator rejected: a token beyond the vocabulary, a label of no class, a matrix that has no inverse.
+
+Only what was rejected is computed again, on the CPU, of the batch and of constants, so that any rank can do it: it needs no parameters, and
+no GPU, which an index that is out of range has made unusable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.capture.operators import is_overload
+from trainload.sharding.analysis.graph_nodes import arguments, computed_from, ends
+from trainload.sharding.analysis.node_costs import number
+from trainload.sharding.pipeline.sizes import symbols_of
+
+aten = torch.ops.aten
+_SHOWN = 8
+"""Elements of a value that an error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A value that an operator rejected.
+
+    Attributes:
+        problem: what is wrong, without the place: "the value 50 of input 'tokens' is out of range for aten.embedding.default".
+        expected, got: as an error says it; "" where the operator does not tell.
+        node: the operator's name in the step graph.
+        row: of the batch, that has it; None where the rows cannot be told apart.
+    """
+
+    problem: str
+    expected: str
+    got: str
+    node: str
+    row: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """An operator's indices.
+
+    Attributes:
+        index: the node that gives them.
+        size: of the dim that they are for.
+        from_end: whether a negative index counts from the end, so that -size is the least that is valid; else 0 is.
+        ignored: a value that is valid too.
+    """
+
+    index: Node
+    size: Any
+    from_end: bool = False
+    ignored: int | None = None
+
+
+def find_rejected(
+    step: StepGraph, batch: Mapping[str, Tensor], constants: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> Rejected | None:
+    """Return the first value that an operator of a step graph rejects, if it is computed from the batch and constants alone.
+
+    Args:
+        step: the graph, whole.
+        batch: name -> (rows, ...) tensor on the CPU, which the graph was called with.
+        constants: of the graph, by the names of its ports.
+        state: buffers by name, of which those count that the graph does not update, such as positions.
+    """
+    placeholders, _ = ends(step.module)
+    ports = dict(zip(placeholders, step.inputs, strict=True))
+    updated = {port.name for port in step.outputs if port.role is Role.BUFFER}
+    known: dict[Node, Tensor] = {}
+    for node, port in ports.items():
+        if port.role is Role.CONSTANT:
+            known[node] = constants[port.name]
+        elif port.role is Role.BUFFER and port.name not in updated:
+            known[node] = state[port.name]
+    sizes = {symbol: batch[name].shape[at] for symbol, (name, at) in symbols_of(step).items() if name in batch}
+    values = _Values(ports, batch, known)
+    for node in step.module.graph.nodes:
+        found = _failed_assertion(node, values) if node.target is aten._assert_async.msg else _bad_index(node, values, sizes)
+        if found is not None:
+            return found
+    return None
+
+
+def _bad_index(node: Node, values: _Values, sizes: Mapping[str, int]) -> Rejected | None:
+    for use in _uses(node):
+        index, size = values.of(use.index), number(use.size, sizes)
+        if not isinstance(index, Tensor) or index.dtype is torch.bool:
+            continue
+        low = -size if use.from_end else 0
+        outside = (index < low) | (index >= size)
+        if use.ignored is not None:
+            outside &= index != use.ignored
+        if not outside.any():
+            continue
+        value = int(index[outside][0])
+        inputs = values.inputs_of(use.index)
+        named = ", ".join(map(repr, inputs))
+        plain = len(inputs) == 1 and bool((values.batch[inputs[0]] == value).any())
+        what = f"the value {value} of input {named}" if plain else f"the index {value}, computed from {named},"
+        row = _row(values, use.index, inputs, lambda found: bool((found == value).any()))  # noqa: B023  # called before the next turn
+        return Rejected(f"{what} is out of range for {node.target}", f"{low} to {size - 1}", str(value), node.name, row)
+    return None
+
+
+def _failed_assertion(node: Node, values: _Values) -> Rejected | None:
+    condition, message = node.args
+    assert isinstance(condition, Node), "what is asserted is computed"
+    if (holds := values.of(condition)) is None or bool(holds):
+        return None
+    inputs = values.inputs_of(condition)
+    row = _row(values, condition, inputs, lambda found: not bool(found))
+    shown = {name: values.batch[name] if row is None else values.batch[name][row] for name in inputs}
+    got = ", ".join(f"{name} {value.tolist()}" for name, value in shown.items() if value.numel() <= _SHOWN)
+    return Rejected(str(message).rstrip("."), "", got, node.name, row)
+
+
+def _row(values: _Values, node: Node, inputs: Sequence[str], is_bad: Callable[[Any], bool]) -> int | None:
+    """Return the first row that alone leads to a bad value of a node."""
+    counts = {values.batch[name].shape[0] for name in inputs if values.batch[name].ndim}
+    if len(counts) != 1:
+        return None
+    for row in range(counts.pop()):
+        found = values.of_row(row, inputs).of(node)
+        if found is None:  # a size of the whole batch is in the graph
+            return None
+        if is_bad(found):
+            return row
+    return None
+
+
+class _Values:
+    """The values of nodes that are computed from a batch and constants alone."""
+
+    def __init__(self, ports: Mapping[Node, Port], batch: Mapping[str, Tensor], constants: Mapping[Node, Tensor]) -> None:
+        self._ports, self.batch, self._constants = ports, batch, constants
+        self._known: dict[Node, Any] = {}
+
+    def of_row(self, row: int, inputs: Collection[str]) -> _Values:
+        """Return the same for one row of these inputs."""
+        batch = {name: tensor[row : row + 1] if name in inputs else tensor for name, tensor in self.batch.items()}
+        return _Values(self._ports, batch, self._constants)
+
+    def of(self, wanted: Node) -> Any:
+        """Return a node's value; None where it depends on anything else, or cannot be computed."""
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            missing = [source for source in node.all_input_nodes if source not in self._known]
+            if node in self._known:
+                stack.pop()
+            elif missing and node.op == "call_function":
+                stack += missing
+            else:
+                self._known[node] = self._compute(node)
+        return self._known[wanted]
+
+    def inputs_of(self, wanted: Node) -> tuple[str, ...]:
+        """Return the inputs of the batch that a node's value is computed from."""
+        ports = [self._ports[node] for node in computed_from([wanted], values=True) if node.op == "placeholder"]
+        return tuple(sorted(port.name for port in ports if port.role is Role.BATCH))
+
+    def _compute(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            port = self._ports[node]
+            return self.batch.get(port.name) if port.role is Role.BATCH else self._constants.get(node)
+        sources = {source: self._known[source] for source in node.all_input_nodes}
+        if node.op != "call_function" or any(value is None for value in sources.values()):
+            return None
+        given = torch.fx.node.map_arg((node.args, node.kwargs), sources.__getitem__)
+        given = torch.fx.node.map_aggregate(given, lambda each: torch.device("cpu") if isinstance(each, torch.device) else each)
+        try:
+            return node.target(*given[0], **given[1])  # type: ignore[operator]
+        except (RuntimeError, IndexError):  # an index within it is out of range, or a size of the whole batch is in the graph
+            return None
+
+
+def _uses(node: Node) -> Iterator[_Use]:
+    """Yield the indices that an operator takes, with their ranges."""
+    if node.op == "call_function" and is_overload(node.target) and node.target.overloadpacket in _INDEXING:
+        yield from _INDEXING[node.target.overloadpacket](arguments(node))
+
+
+def _shape(node: Node) -> Sequence[Any]:
+    shape: Sequence[Any] = node.meta["val"].shape
+    return shape
+
+
+def _of_rows(given: dict[str, Any]) -> Iterator[_Use]:
+    yield _Use(given["indices"], _shape(given["weight"])[0])
+
+
+def _of_classes(given: dict[str, Any]) -> Iterator[_Use]:
+    shape = _shape(given["self"])
+    yield _Use(given["target"], shape[1 if len(shape) > 1 else 0], ignored=given["ignore_index"])
+
+
+def _along_dim(given: dict[str, Any], *, from_end: bool = False) -> Iterator[_Use]:
+    shape = _shape(given["self"])
+    yield _Use(given["index"], shape[given["dim"]] if shape else 1, from_end)
+
+
+def _of_each_dim(given: dict[str, Any]) -> Iterator[_Use]:
+    shape, dim = _shape(given["self"]), 0
+    for index in given["indices"]:
+        mask = index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
+        if index is not None and not mask:
+            yield _Use(index, shape[dim], from_end=True)
+        dim += len(_shape(index)) if mask else 1
+
+
+def _of_elements(given: dict[str, Any]) -> Iterator[_Use]:
+    yield _Use(given["index"], math.prod(_shape(given["self"])), from_end=True)
+
+
+_INDEXING: dict[Any, Callable[[dict[str, Any]], Iterator[_Use]]] = {
+    aten.embedding: _of_rows,
+    aten._embedding_bag: _of_rows,
+    aten._embedding_bag_forward_only: _of_rows,
+    aten.nll_loss_forward: _of_classes,
+    aten.nll_loss2d_forward: _of_classes,
+    **dict.fromkeys(
+        (aten.gather, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_select, aten.index_add, aten.index_copy), _along_dim
+    ),
+    aten.index_fill: partial(_along_dim, from_end=True),
+    aten.index: _of_each_dim,
+    aten.index_put: _of_each_dim,
+    aten.take: _of_elements,
+}

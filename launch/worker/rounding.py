@@ -1,0 +1,98 @@
+"""Measures how much rounding alone changes a graph's values: the greatest difference that a compiled graph may have.
+
+A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values in registers with more digits. The
+effect on a result depends on the graph and on its inputs: the gradient of a bias before a BatchNorm consists of rounding errors, and a
+comparison may have another outcome. So the graph is run again with a random error of one unit in the last place of every result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
+
+from trainload.capture.operators import is_collective
+from trainload.capture.parity.distance import relative_distance
+
+EXPLAINED = 1e-5
+"""A relative distance that float32 explains in any graph: no run is made for less."""
+_RUNS = 2
+"""The number of runs; the greatest distance counts."""
+_FACTOR = 10.0
+"""A compiled graph may differ by this many times that distance: a sum of many terms rounds more than once."""
+_CANCELLED = 0.1
+"""Above this distance a value consists of rounding errors: what it is computed from has cancelled, as in the mean of a normalised batch."""
+_FACTOR_CANCELLED = 1000.0
+"""The same factor for such a value. Its size depends on the order of a sum, by up to the square root of the number of terms."""
+
+
+class Rounding(Interpreter):
+    """Runs a graph with each element of a floating-point result changed by one unit in its last place, up, down or not at all.
+
+    Results that share memory with an input are left as they are: they are views, or are written in place. So are those of collectives,
+    which are not complete before a wait.
+
+    Args:
+        module: the graph.
+        seed: of the random changes.
+
+    Example:
+        Rounding(graph, 0).run(*arguments)
+    """
+
+    def __init__(self, module: GraphModule, seed: int) -> None:
+        super().__init__(module)
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def run_node(self, node: Node) -> Any:
+        """Run a node and change its result."""
+        value = super().run_node(node)
+        if node.op != "call_function" or is_collective(node):
+            return value
+        shared = {_storage(self.env.get(source)) for source in node.all_input_nodes} - {None}
+        return map_aggregate(value, lambda each: self._changed(each, shared))
+
+    def _changed(self, value: Any, shared: set[int | None]) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or _storage(value) in shared:
+            return value
+        if value.device not in self._generators:
+            self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
+        steps = torch.randint(-1, 2, value.shape, generator=self._generators[value.device], device=value.device)
+        return value * (1 + torch.finfo(value.dtype).eps * steps).to(value.dtype)
+
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
+
+
+def rounded_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Yield the arguments and results of each run, one at a time.
+
+    Args:
+        module: the graph. Every rank that its collectives name must take all runs.
+        given: makes the arguments of a run, which may be written in place.
+    """
+    for seed in range(_RUNS):
+        arguments = given()
+        with torch.no_grad():
+            results = Rounding(module, seed).run(*arguments)
+        yield arguments, results
+
+
+def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Return the greatest relative distance that rounding explains, of each value.
+
+    Args:
+        expected: values of the interpreted graph.
+        runs: the same values of `rounded_runs`.
+    """
+    return [max(EXPLAINED, *(_explained(relative_distance(value, run[at])) for run in runs)) for at, value in enumerate(expected)]
+
+
+def _explained(distance: float) -> float:
+    return distance * (_FACTOR if distance < _CANCELLED else _FACTOR_CANCELLED)

@@ -1,0 +1,111 @@
+"""A step of a run, tried out by its first rank alone: what a dry run does on one node.
+
+Everything is as in the run (the node's cache, compiled graphs, weights, rows), but for the other ranks, who do not exist: what they would
+have sent is left as it is. So the times are those of a rank that waits for nobody, and the loss means nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from trainload.autograd_trace.derivation.aot import alone_of, bind_groups
+from trainload.core.errors import PlanError
+from trainload.launching.data.prefetch import BatchStream, RankRows
+from trainload.launching.data.run_data import run_dispatcher
+from trainload.launching.node.build import device_of
+from trainload.launching.node.determinism import deterministic
+from trainload.launching.run.opening import trained_package
+from trainload.launching.run.run_spec import RunSpec
+from trainload.launching.worker.engine import Engine
+from trainload.launching.worker.loop import built_for, open_data, set_threads
+from trainload.launching.worker.step_batches import draw_of, next_calls
+from trainload.launching.worker.verify_build import Comparison, Verifier
+from trainload.sharding.planner.check_plan import check_plan
+
+_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Seconds of each part, as rank 0 has them.
+
+    Attributes:
+        package: opening it, every file that is read checked.
+        data: converting it into the node's cache, or finding it there.
+        compile: compiling the graphs, or loading them from the node's cache.
+        weights: reading this rank's.
+        first_step: with the first update, which makes the optimizer's state.
+        step: a later one.
+        compare: comparing compiled graphs with the interpreted ones, which is part of the first steps.
+        compiled: whether the graphs are compiled.
+        interpreted: for each graph that runs interpreted all the same, why. Those that call other ranks are compared when the run begins.
+    """
+
+    package: float
+    data: float
+    compile: float
+    weights: float
+    first_step: float
+    step: float
+    compare: float
+    compiled: bool
+    interpreted: tuple[str, ...]
+
+
+def try_out(spec: RunSpec, local_world: int) -> Trial:
+    """Tries a run out in this process, which must have no process group.
+
+    Args:
+        spec: the run. Nothing is written into its folder.
+        local_world: ranks that will share this node's cores.
+
+    Raises:
+        PlanError: a pipeline's rank waits for what others send, and cannot be tried out alone.
+        TrainloadError: what package, plan and data raise.
+    """
+    plan = spec.plan
+    if plan.pipeline is not None:
+        raise PlanError("a rank of a pipeline cannot be tried out without the others", where="plan.pipeline")
+    set_threads(local_world)
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - began
+
+    with deterministic(), alone_of(0, plan.world_size) if plan.world_size > 1 else nullcontext():
+        with timed("package"):
+            package = trained_package(spec)
+            check_plan(plan, package)
+        with timed("data"):
+            data, _ = open_data(spec, package)
+        with timed("compile"):
+            built, folder = built_for(spec, package, 0)
+            found: list[Comparison] = []
+            verifier: Verifier | None = None
+            if folder is not None:
+                verifier = Verifier(package, plan, 0, device_of(plan), folder, None, required=spec.require_compiled, tell=found.append)
+                built = verifier.verified(built)
+        if plan.world_size > 1:
+            bind_groups(plan.groups())
+        with timed("weights"):
+            engine = Engine(package, plan, 0, device_of(plan), built)
+            engine.held.load_package()
+        dispatcher = run_dispatcher(package)
+        rows = RankRows(package.recipe, data.order(package.recipe.seed), plan, 0)
+        steps = []
+        with BatchStream(data, rows, 0, _STEPS, ahead=2 * plan.accumulate) as stream:
+            for step in range(_STEPS):
+                began = time.perf_counter()
+                calls = next_calls(stream, package.recipe, step, plan.accumulate)
+                draws = [draw_of(of_one, data, dispatcher) for of_one in calls]
+                engine.step(step, draws)
+                steps.append(time.perf_counter() - began)
+    compare = 0.0 if verifier is None else verifier.taken()
+    told = tuple(map(str, found))
+    return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compare=compare, compiled=built.compiled, interpreted=told)

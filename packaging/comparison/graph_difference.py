@@ -1,0 +1,112 @@
+"""What differs between two graphs: operators, nodes by module, sizes of values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from trainload.packaging.comparison.graph_lines import GraphLines, Line
+from trainload.packaging.comparison.json_change import Change
+
+MOST_PAIRS = 50_000
+"""Pairs of equal lines of one module up to which the shortest way from one order to the other is looked for, in a second or so; of modules
+with more, how often each line occurs is compared.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLine:
+    """A node that is there before ("-") or after ("+") alone."""
+
+    mark: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDifference:
+    """The nodes of one module that differ, in order. "" is the model itself, or the loss."""
+
+    module: str
+    lines: tuple[NodeLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDifference:
+    """What differs between two graphs of one name.
+
+    Attributes:
+        name: of the graph: "train", "update-rest-first".
+        operators: operator -> calls before and after, where they differ.
+        modules: nodes that were added and taken away.
+        values: values of nodes that are in both, with other dtypes or sizes.
+        unseen: the files differ, and none of this says how: in names, strides or the like.
+    """
+
+    name: str
+    operators: tuple[Change, ...]
+    modules: tuple[ModuleDifference, ...]
+    values: tuple[Change, ...]
+    unseen: bool
+
+
+def graph_difference(name: str, before: GraphLines, after: GraphLines) -> GraphDifference:
+    """Compares the lines of two graphs whose files differ."""
+    calls = sorted({*before.calls, *after.calls})
+    counts = ((operator, before.calls.get(operator, 0), after.calls.get(operator, 0)) for operator in calls)
+    operators = tuple(Change(operator, str(was) if was else None, str(now) if now else None) for operator, was, now in counts if was != now)
+    modules: list[ModuleDifference] = []
+    values: list[Change] = []
+    ours, theirs = _by_module(before), _by_module(after)
+    for module in dict.fromkeys([*ours, *theirs]):
+        lines, other = _module(ours.get(module, []), theirs.get(module, []))
+        if lines:
+            modules.append(ModuleDifference(module, tuple(lines)))
+        values += other
+    return GraphDifference(name, operators, tuple(modules), tuple(values), not (operators or modules or values))
+
+
+def _by_module(graph: GraphLines) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in graph.lines:
+        found.setdefault(line.module, []).append(line)
+    return found
+
+
+def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLine], list[Change]]:
+    start = 0
+    while start < min(len(before), len(after)) and before[start].text == after[start].text:
+        start += 1
+    end = 0
+    while end < min(len(before), len(after)) - start and before[-1 - end].text == after[-1 - end].text:
+        end += 1
+    same = [*zip(before[:start], after[:start], strict=True)]
+    a, b = before[start : len(before) - end], after[start : len(after) - end]
+    lines: list[NodeLine] = []
+    often = Counter(line.text for line in b)
+    if sum(often[line.text] for line in a) > MOST_PAIRS:
+        lines += _counted(a, b)
+    else:
+        for tag, i, j, k, m in SequenceMatcher(None, [line.text for line in a], [line.text for line in b], autojunk=False).get_opcodes():
+            if tag == "equal":
+                same += zip(a[i:j], b[k:m], strict=True)
+            else:
+                lines += [NodeLine("-", _shown(line)) for line in a[i:j]] + [NodeLine("+", _shown(line)) for line in b[k:m]]
+    same += zip(before[len(before) - end :], after[len(after) - end :], strict=True)
+    return lines, [Change(_where(x), x.values or None, y.values or None) for x, y in same if x.values != y.values]
+
+
+def _counted(before: Sequence[Line], after: Sequence[Line]) -> Iterator[NodeLine]:
+    was, now = Counter(map(_shown, before)), Counter(map(_shown, after))
+    for mark, more, fewer in (("-", was, now), ("+", now, was)):
+        for text, count in (more - fewer).items():
+            yield NodeLine(mark, text if count == 1 else f"{text} ({count} times)")
+
+
+def _shown(line: Line) -> str:
+    return f"{line.text} -> {line.values}" if line.values else line.text
+
+
+def _where(line: Line) -> str:
+    return f"{line.module}: {line.text}" if line.module else line.text

@@ -1,0 +1,223 @@
+"""assets/: files that travel in a package. What they are is told by their names and media types, and nothing reads them by itself.
+
+docs/assets.md has the names that mean something. Media types come from a table of our own: the system's differs from machine to machine,
+and they are part of a package's identity.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainload.capture.job.definition import Asset, AssetLike
+from trainload.core.errors import PackageError, StorageError
+from trainload.core.paths import write_bytes, write_copy
+from trainload.packaging.format.manifest import Manifest, MediaType, safe_path
+from trainload.packaging.format.package_files import copy_checked, new_file, new_folder
+
+ASSETS = "assets/"
+UNKNOWN = "application/octet-stream"
+_BY_SUFFIX: Mapping[str, str] = {
+    ".csv": "text/csv",
+    ".gz": "application/gzip",
+    ".html": "text/html",
+    ".jinja": "text/plain",
+    ".jpeg": "image/jpeg",
+    ".jpg": "image/jpeg",
+    ".json": "application/json",
+    ".jsonl": "application/jsonl",
+    ".md": "text/markdown",
+    ".parquet": "application/vnd.apache.parquet",
+    ".pdf": "application/pdf",
+    ".png": "image/png",
+    ".safetensors": "application/vnd.safetensors",
+    ".svg": "image/svg+xml",
+    ".toml": "application/toml",
+    ".tsv": "text/tab-separated-values",
+    ".txt": "text/plain",
+    ".wav": "audio/wav",
+    ".webp": "image/webp",
+    ".whl": "application/zip",
+    ".xml": "application/xml",
+    ".yaml": "application/yaml",
+    ".yml": "application/yaml",
+    ".zip": "application/zip",
+}
+_PLAIN = frozenset({"AUTHORS", "COPYING", "LICENCE", "LICENSE", "NOTICE", "README"})
+"""Names without a suffix that are text."""
+_ROLES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("licence", re.compile(r"(LICEN[SC]E|COPYING|NOTICE)([.-][^/]*)?", re.IGNORECASE)),
+    ("model card", re.compile(r"(README|MODEL_CARD)(\.(md|txt))?", re.IGNORECASE)),
+    ("label map", re.compile(r"(labels|label_map|id2label)\.(json|txt|csv|tsv)")),
+    ("tokenizer", re.compile(r"tokenizer/.+|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json")),
+    ("tokenizer", re.compile(r"tokenizer\.model|spiece\.model|vocab\.txt|merges\.txt|chat_template\.jinja")),
+    ("configuration", re.compile(r"([a-z]+_)?config\.json")),
+)
+_MEDIA_TYPE: TypeAdapter[str] = TypeAdapter(MediaType)
+
+
+@dataclass(frozen=True, slots=True)
+class AssetFile:
+    """An asset of a package.
+
+    Attributes:
+        name: its path below assets/.
+        role: "licence", "model card", "label map", "tokenizer", "configuration", or "": what its name says that it is.
+        media_type: as the manifest has it.
+        size: in bytes.
+        sha256: of its bytes, in hex.
+    """
+
+    name: str
+    role: str
+    media_type: str
+    size: int
+    sha256: str
+
+
+def assets_of(manifest: Manifest) -> tuple[AssetFile, ...]:
+    """The assets that a manifest lists, in order of their names."""
+    files = {file.removeprefix(ASSETS): entry for file, entry in manifest.files.items() if file.startswith(ASSETS)}
+    return tuple(AssetFile(name, role_of(name), entry.media_type, entry.size, entry.sha256) for name, entry in sorted(files.items()))
+
+
+def role_of(name: str) -> str:
+    """What an asset is by its name; "": no convention says."""
+    return next((role for role, pattern in _ROLES if pattern.fullmatch(name)), "")
+
+
+def media_type_of(name: str) -> str:
+    """A file's media type by its name."""
+    base = name.rsplit("/", 1)[-1]
+    return "text/plain" if base.upper() in _PLAIN else _BY_SUFFIX.get(Path(base).suffix.lower(), UNKNOWN)
+
+
+def no_such_asset(manifest: Manifest, name: str) -> StorageError:
+    """The error that says what there is instead."""
+    names = [asset.name for asset in assets_of(manifest)]
+    close = difflib.get_close_matches(name, names, n=3) or names[:8]
+    cure = f"There are: {', '.join(close)}." if names else "There are none: give Job(assets={...}) or freeze --asset."
+    return StorageError("the package has no such asset", where=f"{ASSETS}{name}", cure=cure)
+
+
+def save_assets(root: Path, manifest: Manifest, name: str, target: Path) -> tuple[AssetFile, ...]:
+    """`Package.save_asset`."""
+    assets = assets_of(manifest)
+    for asset in assets:
+        if asset.name == name:
+            with new_file(target) as place:
+                copy_checked(root, f"{ASSETS}{name}", manifest.files[f"{ASSETS}{name}"], place)
+            return (asset,)
+    prefix = f"{name.rstrip('/')}/" if name else ""
+    inner = tuple(asset for asset in assets if asset.name.startswith(prefix))
+    if not inner:
+        raise no_such_asset(manifest, name)
+    with new_folder(target) as folder:
+        for asset in inner:
+            place = folder / asset.name.removeprefix(prefix)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            copy_checked(root, f"{ASSETS}{asset.name}", manifest.files[f"{ASSETS}{asset.name}"], place)
+    return inner
+
+
+@dataclass(frozen=True, slots=True)
+class AssetSource:
+    """A file that is to become an asset: its path in the package, where it comes from, and its media type where one was given."""
+
+    path: str
+    source: Path | bytes
+    media_type: str | None
+
+
+def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
+    """What `Job.assets` stands for, file by file. Nothing is written.
+
+    Raises:
+        PackageError: a name is none that a package may hold, two assets have one name, or a media type is none.
+        StorageError: a source is missing or cannot be read.
+    """
+    found: dict[str, AssetSource] = {}
+    for given, asset in assets.items():
+        media_type = asset.media_type if isinstance(asset, Asset) else None
+        if media_type is not None:
+            _check_media_type(given, media_type)
+        for name, source in _files(given, asset.source if isinstance(asset, Asset) else asset):
+            path = _path(name)
+            if path.casefold() in found:
+                raise PackageError("two assets have one name", where=path, cure="Give each a name of its own; case does not count.")
+            found[path.casefold()] = AssetSource(path, source, media_type)
+    return tuple(found.values())
+
+
+def write_assets(root: Path, assets: Mapping[str, AssetLike]) -> dict[str, str]:
+    """Writes assets/ of a package.
+
+    Args:
+        root: the package's folder.
+        assets: as `Job.assets`.
+
+    Returns:
+        Path in the package -> media type, for those whose media type was given.
+
+    Raises: as `asset_sources`.
+    """
+    sources = asset_sources(assets)
+    for asset in sources:
+        if isinstance(asset.source, bytes):
+            write_bytes(root / asset.path, asset.source)
+        else:
+            write_copy(asset.source, root / asset.path)
+    return {asset.path: asset.media_type for asset in sources if asset.media_type is not None}
+
+
+def _files(name: str, source: str | os.PathLike[str] | bytes) -> Iterator[tuple[str, Path | bytes]]:
+    """(name, source) of each file that an asset stands for, in order of their names."""
+    if isinstance(source, bytes):
+        yield name, source
+        return
+    path = Path(source)
+    if path.is_dir():
+        inner = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        if not inner:
+            raise StorageError("an asset is an empty folder", where=str(path), cure="Leave it out.")
+        yield from ((f"{name.rstrip('/')}/{each}", _readable(path / each)) for each in inner)
+    elif path.is_file():
+        yield name, _readable(path)
+    else:
+        raise StorageError("an asset is no file and no folder", where=str(path))
+
+
+def _readable(path: Path) -> Path:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise StorageError(f"an asset cannot be read: {error.strerror}", where=str(path)) from error
+    return path
+
+
+def _path(name: str) -> str:
+    try:
+        return safe_path(f"{ASSETS}{name}")
+    except ValueError as error:
+        raise PackageError(
+            "an asset's name is none that a package may hold",
+            where=name,
+            expected="letters, digits and _ . + - between slashes, and no part that begins with . + or -",
+            got=repr(name),
+            cure="Give it another name; name the files of a folder one by one to leave some out.",
+        ) from error
+
+
+def _check_media_type(name: str, media_type: str) -> None:
+    try:
+        _MEDIA_TYPE.validate_python(media_type)
+    except ValidationError as error:
+        raise PackageError(
+            "this is no media type", where=name, expected='type/subtype, such as "text/plain"', got=repr(media_type)
+        ) from error

@@ -1,0 +1,106 @@
+"""Guards of graphs as the manifest holds them, and what they must be like to be believed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from trainload.autograd_trace.graphs import LeanRecord
+from trainload.capture.guard import FixedValue, Guard, InputGuard
+from trainload.capture.guards.size_expressions import MAX_LENGTH, Expression, GrammarError, parse
+from trainload.core.errors import PackageError
+
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+InputName = Annotated[str, Field(min_length=1, max_length=256)]
+GuardText = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH)]
+"""A symbol, expression or condition in the grammar of capture/guards/size_expressions.py."""
+
+
+class Record(LeanRecord):
+    """An object of the manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FixedEntry(Record):
+    """A constant of a variant's batch, as `FixedValue`."""
+
+    kind: Literal["none", "bool", "int", "float", "str", "enum"]
+    text: Annotated[str, Field(max_length=65_536)]
+
+
+class GuardEntry(Record):
+    """Which batches a graph takes, as `Guard`: `sizes` of its inputs, in their order."""
+
+    sizes: tuple[tuple[Size | GuardText, ...], ...]
+    ranges: dict[GuardText, tuple[Size, Size | None]]
+    conditions: Annotated[tuple[GuardText, ...], Field(max_length=10_000)]
+    constants: dict[InputName, FixedEntry]
+    absent: tuple[InputName, ...]
+
+
+def guard_entry(guard: Guard) -> GuardEntry:
+    """What the manifest says of a guard."""
+    return GuardEntry(
+        sizes=tuple(entry.sizes for entry in guard.inputs),
+        ranges={symbol: (least, most) for symbol, (least, most) in guard.ranges.items()},
+        conditions=guard.conditions,
+        constants={name: FixedEntry(kind=value.kind, text=value.text) for name, value in guard.constants.items()},
+        absent=guard.absent,
+    )
+
+
+def guard_of(entry: GuardEntry, inputs: Sequence[tuple[str, str]]) -> Guard:
+    """The inverse of `guard_entry`. `inputs`: name and dtype of the graph's."""
+    return Guard(
+        inputs=tuple(InputGuard(name, dtype, sizes) for (name, dtype), sizes in zip(inputs, entry.sizes, strict=True)),
+        ranges=entry.ranges,
+        conditions=entry.conditions,
+        constants={name: FixedValue(value.kind, value.text) for name, value in entry.constants.items()},
+        absent=entry.absent,
+    )
+
+
+def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | str]]], where: str) -> None:
+    """Check that a graph's guard is of its inputs, in the grammar of guards, and that sizes determine its symbols.
+
+    Args:
+        guard: what the manifest says.
+        inputs: name and shape of the graph's inputs.
+        where: of the graph, for errors.
+
+    Raises:
+        PackageError: it is not.
+    """
+    if [len(sizes) for sizes in guard.sizes] != [len(shape) for _, shape in inputs]:
+        raise PackageError("the guard is not one of the graph's inputs", where=where)
+    told: set[str] = set()
+    used: set[str] = set()
+    for (name, shape), sizes in zip(inputs, guard.sizes, strict=True):
+        for declared, size in zip(shape, sizes, strict=True):
+            if isinstance(declared, int) and size != declared:
+                raise PackageError("the guard has another size than the input", where=f"{where}, {name}", got=str(size))
+            if isinstance(size, str):
+                expression = _parsed(size, where)
+                used.update(expression.symbols)
+                told.update(expression.symbols if expression.affine() is not None else ())
+    for condition in guard.conditions:
+        used.update(_parsed(condition, where).symbols)
+    if told != set(guard.ranges) or not used <= told:
+        wrong = sorted((told ^ set(guard.ranges)) | (used - told))
+        raise PackageError("the guard's symbols are not those that its sizes determine", where=where, got=", ".join(wrong[:5]))
+    for symbol, (least, most) in guard.ranges.items():
+        if most is not None and most < least:
+            raise PackageError("the guard has an empty range", where=where, got=f"{symbol}: {least} to {most}")
+    twice = set(guard.absent) & {name for name, _ in inputs}
+    if twice:
+        raise PackageError("the guard wants an input absent that the graph has", where=where, got=min(twice))
+
+
+def _parsed(text: str, where: str) -> Expression:
+    try:
+        return parse(text)
+    except GrammarError as error:
+        raise PackageError(f"the guard holds what is no expression of sizes: {error}", where=where, got=repr(text[:80])) from error

@@ -1,0 +1,167 @@
+"""Files of a package: checked against its manifest, and written as a whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from trainload.core.atomic import sync_file, sync_folder, temporary_folder
+from trainload.core.canonical_json import MAX_BYTES, sha256_bytes
+from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
+from trainload.core.paths import check_name, is_full, open_inside
+from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, FileEntry
+
+
+def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:
+    """A file's bytes, once their size and digest are those of the manifest.
+
+    Raises:
+        IntegrityError: they are not.
+        UnsafePackageError: it is a link, or too large to be read at once.
+    """
+    if entry.size > MAX_BYTES:
+        raise UnsafePackageError("a file is too large", where=path, expected=f"at most {MAX_BYTES} bytes", got=str(entry.size))
+    with open_inside(root, path) as file:
+        data = file.read(entry.size + 1)
+    _check_listed(path, entry, len(data), sha256_bytes(data))
+    return data
+
+
+def _check_listed(path: str, entry: FileEntry, size: int, digest: str) -> None:
+    if (size, digest) != (entry.size, entry.sha256):
+        raise IntegrityError(
+            "a file is not the one that the manifest lists",
+            where=path,
+            expected=f"{entry.size} bytes of sha256 {entry.sha256}",
+            got=f"{'more' if size > entry.size else size} bytes of sha256 {digest}",
+            cure="Fetch the package again.",
+        )
+
+
+def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file under `root` with its path relative to it and its status, in sorted order.
+
+    What vanishes meanwhile is left out: another process may be replacing a derived graph.
+
+    Raises:
+        UnsafePackageError: something is a link or no plain file.
+    """
+
+    def visit(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            path = prefix + entry.name
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                yield from visit(Path(entry.path), path + "/")
+            elif stat.S_ISREG(status.st_mode):
+                yield path, status
+            else:
+                raise UnsafePackageError("a package holds plain files and folders only", where=path, got="a link or a special file")
+
+    yield from visit(root, "")
+
+
+def check_outside_packages(path: Path) -> None:
+    """Raise StorageError where something at this path would be a file that a package does not list: nobody could open it any more."""
+    whole = path.absolute()
+    for parent in whole.parents:
+        if (parent / MANIFEST).is_file() and (parent / "graphs").is_dir() and whole.relative_to(parent).parts[0] not in OUTSIDE:
+            raise StorageError(
+                "this would be inside a package, which could then not be opened any more",
+                where=str(path),
+                expected=f"a path outside {parent}",
+                cure="Choose another path.",
+            )
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears at `path` when the block ends, whole, or never.
+
+    Yields:
+        A hidden sibling to write into.
+
+    Raises:
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+    """
+    with _draft_beside(Path(path)) as folder:
+        yield folder
+        folder.chmod(0o755)
+        for inner, _, _ in os.walk(folder):
+            sync_folder(Path(inner))
+        _put(folder, Path(path))
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A file that appears at `path` when the block ends, whole, or never.
+
+    Yields:
+        A path of the same name in a hidden folder beside it. What else the block leaves in that folder goes with it.
+
+    Raises:
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+    """
+    path = Path(path)
+    with _draft_beside(path) as folder:
+        yield folder / path.name
+        sync_file(folder / path.name)
+        _put(folder / path.name, path)
+
+
+@contextmanager
+def _draft_beside(path: Path) -> Iterator[Path]:
+    """A hidden folder beside a path that is free. What is left of it when the block ends is removed."""
+    check_name(path)
+    check_outside_packages(path)
+    if os.path.lexists(path):
+        raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_folder(path))
+        except OSError as error:
+            raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
+        try:
+            yield folder
+        except OSError as error:
+            if is_full(error):
+                raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
+            raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
+
+
+def _put(made: Path, path: Path) -> None:
+    """Move what was made to its path, on disk too."""
+    if os.path.lexists(path):
+        raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")
+    made.rename(path)
+    sync_folder(path.parent)
+
+
+def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
+    """Copies a package's file of any size to a new place, through to disk.
+
+    Raises:
+        IntegrityError: its bytes are not those that the manifest lists; `target` holds some of them then.
+        OSError: `target` exists, or the disk is full.
+    """
+    digest, size = hashlib.sha256(), 0
+    with open_inside(root, path) as read, target.open("xb") as write:
+        while size <= entry.size and (block := read.read(2**20)):
+            digest.update(block)
+            size += len(block)
+            write.write(block)
+        write.flush()
+        os.fsync(write.fileno())
+    _check_listed(path, entry, size, digest.hexdigest())

@@ -1,0 +1,157 @@
+"""debug/source-map.json: where each node of a graph comes from: module, file, line, and the line's text.
+
+    {"files": [[PATH, SHA256 or null], ...], "graphs": {GRAPH: {NODE: [MODULE, FILE or null, LINE, TEXT]}}}
+
+FILE is a number in `files`. A node of a body is named NODE/BODY/NODE. Like all of debug/, it is outside the package's identity, and may be
+absent or wrong: nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from trainload.packaging.format.debug import read_debug
+
+NAME = "source-map"
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n[ \t]*([^\n]*)')
+_STAGES = ("capture", "autograd_trace")
+_LIBRARIES = (str(Path(torch.__file__).parent), *(str(Path(__file__).resolve().parents[1] / stage) for stage in _STAGES), "<")
+_INSTALLED = tuple(f"trainload/{stage}" for stage in _STAGES)
+_MAX_SOURCE = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node comes from. `file` is None where no line of the user's is known; `unchanged`: the file is there, with the same bytes."""
+
+    module: str
+    file: str | None
+    line: int
+    text: str
+    unchanged: bool
+
+
+def module_path(stack: str) -> str:
+    """The user's module of a serialised `nn_module_stack`: "layers.3"; "" is the model itself, or the loss."""
+    parts = stack.split(";")[-1].split(",")
+    return users_path(parts[1]) if len(parts) > 1 else ""
+
+
+def users_path(path: str) -> str:
+    """A path as the user knows it: what is captured holds the user's model as `model`."""
+    return "" if path == "model" else path.removeprefix("model.")
+
+
+def make_source_map(notes: Mapping[str, Mapping[str, Mapping[str, str]]], known: Mapping[str, str | None]) -> dict[str, Any]:
+    """The document.
+
+    Args:
+        notes: graph -> node -> what `graph_to_json` notes of it.
+        known: file -> sha256 that was recorded before, when the graph was captured; other files are read now.
+    """
+    files: list[list[str | None]] = []
+    numbers: dict[str, int] = {}
+    graphs: dict[str, dict[str, list[Any]]] = {}
+    for graph, nodes in notes.items():
+        graphs[graph] = {}
+        for node, told in nodes.items():
+            module = module_path(told.get("nn_module_stack", ""))
+            frame = _users_frame(told.get("stack_trace", ""))
+            if frame is None:
+                graphs[graph][node] = [module, None, 0, ""]
+                continue
+            path, line, text = frame
+            if path not in numbers:
+                numbers[path] = len(files)
+                files.append([path, known[path] if path in known else _sha256(path)])
+            graphs[graph][node] = [module, numbers[path], line, text]
+    return {"files": files, "graphs": graphs}
+
+
+class SourceMap:
+    """What a package tells of its nodes' origins; empty where it tells nothing."""
+
+    def __init__(self, root: Path) -> None:
+        document = read_debug(root, NAME)
+        self.files: dict[str, str | None] = {}
+        self._graphs: dict[str, dict[str, Place]] = {}
+        try:
+            listed = [(str(path), digest) for path, digest in document["files"]] if document is not None else []
+            self.files = dict(listed)
+            same = {path: digest is not None and _sha256(path) == digest for path, digest in listed}
+            for graph, nodes in document["graphs"].items() if document is not None else ():
+                self._graphs[graph] = {
+                    node: Place(str(module), None, 0, "", False)
+                    if number is None
+                    else Place(str(module), _printable(listed[number][0]), int(line), _printable(str(text)), same[listed[number][0]])
+                    for node, (module, number, line, text) in nodes.items()
+                }
+        except (TypeError, ValueError, LookupError, AttributeError):  # not what a writer of this format writes
+            self.files, self._graphs = {}, {}
+
+    def place(self, graph: str, node: str) -> Place | None:
+        """Where a node comes from; None: it is not said."""
+        return self._graphs.get(graph, {}).get(node)
+
+
+def restore_traces(root: Path, name: str, exported: ExportedProgram) -> None:
+    """Gives the nodes of a graph that was read from a package the stack traces that debug/ holds, so that a pass can hand them on."""
+    document = read_debug(root, name)
+    notes = document.get("nodes") if isinstance(document, dict) else None
+    if not isinstance(notes, dict):
+        return
+    for path, node in named_nodes(exported.graph_module):
+        told = notes.get(path)
+        trace = told.get("stack_trace") if isinstance(told, dict) else None
+        if isinstance(trace, str) and node.op == "call_function":
+            node.meta["stack_trace"] = trace
+
+
+def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]:
+    """Every node of a graph and its bodies, under the name that debug/ has for it."""
+    found: list[tuple[str, Node]] = []
+    for node in module.graph.nodes:
+        found.append((prefix + node.name, node))
+        for source in node.args if node.op == "call_function" else ():
+            body = getattr(module, str(source.target), None) if isinstance(source, Node) and source.op == "get_attr" else None
+            if isinstance(body, GraphModule):
+                found += named_nodes(body, f"{prefix}{node.name}/{source.target}/")
+    return found
+
+
+def users_line(trace: str) -> str:
+    """Return the user's line of a stack trace as "model.py:12: y = x.amin(1)"; empty where there is none."""
+    frame = _users_frame(trace)
+    return "" if frame is None else f"{_printable(frame[0])}:{frame[1]}: {_printable(frame[2])}"
+
+
+def _users_frame(trace: str) -> tuple[str, int, str] | None:
+    """The innermost frame outside of torch and of this library's tracing."""
+    for path, line, text in reversed(_FRAME.findall(trace)):
+        if not path.startswith(_LIBRARIES) and not any(stage in path for stage in _INSTALLED):
+            return path, int(line), text.strip()
+    return None
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _sha256(path: str) -> str | None:
+    try:
+        file = Path(path)
+        if not file.is_file() or file.stat().st_size > _MAX_SOURCE:  # a package from elsewhere may name anything
+            return None
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return None

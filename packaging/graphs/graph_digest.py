@@ -1,0 +1,13 @@
+"""The digest of captured graphs that are in no package."""
+
+from __future__ import annotations
+
+from trainload.capture.program import Program
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.packaging.graphs.graph_json import graph_to_json
+
+
+def graphs_digest(program: Program) -> str:
+    """The sha256, in hex, of the canonical JSON of a program's graphs, name -> graph file as a package would hold it."""
+    graphs = {name: graph_to_json(graph.exported, name).document for name, graph in program.graphs.items()}
+    return sha256_bytes(canonical_json(graphs))

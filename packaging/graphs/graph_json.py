@@ -1,0 +1,545 @@
+"""Graphs to JSON and back: the one module of packaging/ that touches torch's private names.
+
+Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own schema, major version 8), `torch._ops`,
+`torch._C.parse_schema`, `torch._C._dispatch_dump`, what `torch._library` knows of who registered an operator, and the constructor of
+ExportedProgram. Nothing here reads pickles, and nothing here may be given a
+document that `validate.validate_graph` has not passed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+import os
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch._export.serde import schema as serde
+from torch._export.serde.serialize import (
+    GraphModuleDeserializer,
+    GraphModuleSerializer,
+    SerializeError,
+    _int_to_sympy_int,
+    serialize_range_constraints,
+)
+from torch._export.serde.union import _Union
+from torch._export.verifier import SpecViolationError, load_verifier
+from torch._library import custom_ops, simple_registry
+from torch._library.triton import get_triton_kernels_for_op
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from trainload.capture.operators import calls_in, nodes_in
+from trainload.capture.source.quiet import quiet_torch
+from trainload.capture.watching import higher_order  # noqa: F401 - their operators must be registered before a graph that is read names them
+from trainload.core.errors import PackageError
+from trainload.packaging.graphs.graph_fields import plain_treespec, strip_graph
+
+_DIALECT = "TRAINING"
+_SYMBOL = re.compile(r"Symbol\('([a-z]+[0-9]+)'")
+"""A symbol in a size, as sympy spells expressions."""
+_POSITIONAL, _KEYWORD = serde.ArgumentKind.POSITIONAL.value, serde.ArgumentKind.KEYWORD.value
+_REFUSALS = (
+    SerializeError,
+    SpecViolationError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    SyntaxError,
+)
+"""What torch's reader and writer raise for a graph that they cannot take."""
+
+
+class GraphJson(NamedTuple):
+    """A graph as JSON: what it computes, and apart from it what names the machine, the folder and the source."""
+
+    document: dict[str, Any]
+    debug: dict[str, Any]
+
+
+def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
+    """Serialise a training-IR graph, without weights, constants and example inputs.
+
+    Law: the document depends on the program alone: not on folder, process, hash seed or torch's patch version.
+
+    Raises:
+        PackageError: torch's schema cannot say it; the message names the node.
+    """
+    with _refused(where), serialisable_values(exported.graph_module):
+        exported.validate()  # type: ignore[no-untyped-call]
+    return _to_json(
+        exported.graph_module,
+        exported.graph_signature,
+        [entry for entry in exported.module_call_graph if entry.fqn == ""],
+        # A derived dim (2*s0) has a range too, which follows from its root's.
+        {symbol: span for symbol, span in exported.range_constraints.items() if symbol.is_Symbol},
+        list(exported._guards_code),
+        where,
+    )
+
+
+def graph_from_json(
+    document: Mapping[str, Any], state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor], where: str = "graph"
+) -> ExportedProgram:
+    """Rebuild a graph from a validated document.
+
+    Args:
+        document: as `graph_to_json` made it and `validate_graph` passed it.
+        state: a tensor (of any device, so also a meta one) for every parameter and buffer that the graph reads. Names that share a
+            tensor stay tied.
+        constants: a tensor for every tensor constant.
+        where: file name, for errors.
+
+    Raises:
+        PackageError: torch refuses it, or a tensor is missing.
+    """
+    module, signature, calls, symbols, ranges = _from_json(document, where)
+    bound: dict[str, Any] = {}
+    held: dict[str, Any] = {}
+    for spec in signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            continue
+        target = str(spec.target)
+        source = constants if spec.kind == InputKind.CONSTANT_TENSOR else state
+        if target not in source:
+            raise PackageError(f"the graph reads {target}, which the package does not hold", where=where)
+        separate = spec.kind == InputKind.CONSTANT_TENSOR or (spec.kind == InputKind.BUFFER and not spec.persistent)
+        (held if separate else bound)[target] = source[target]
+    with _refused(where):
+        return ExportedProgram(
+            root=module,
+            graph=module.graph,
+            graph_signature=signature,
+            state_dict=bound,
+            range_constraints={symbols[name]: span for name, span in ranges.items() if name in symbols},
+            module_call_graph=calls,
+            example_inputs=None,
+            constants=held,
+            verifiers=[load_verifier(_DIALECT)],
+        )
+
+
+def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph") -> ExportedProgram:
+    """The same program with another graph, of the same inputs and as many outputs.
+
+    Raises:
+        PackageError: the inputs are others, or torch refuses the graph.
+    """
+    signature = exported.graph_signature
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    expected = [spec.arg.name for spec in signature.input_specs]
+    if names != expected:
+        changed = sorted(set(names) ^ set(expected)) or ["their order"]
+        raise PackageError(
+            "the new graph has other inputs", where=where, expected="the old one's", got=f"a change of {', '.join(changed[:4])}"
+        )
+    return _of_graph(exported, module, list(signature.input_specs), dict(exported.state_dict), where)
+
+
+def with_parameters(
+    exported: ExportedProgram, module: torch.fx.GraphModule, added: Mapping[str, tuple[str, torch.Tensor]], where: str = "graph"
+) -> ExportedProgram:
+    """The same program with another graph, which takes more parameters.
+
+    Args:
+        exported: the program.
+        module: a graph of its inputs, in their order, with those of `added` among them, and of as many outputs.
+        added: name of a placeholder -> the parameter that it stands for, and a tensor of its shape, which may be a meta one.
+        where: for errors.
+
+    Raises:
+        PackageError: torch refuses the graph.
+    """
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    for name, (parameter, _) in added.items():
+        specs[name] = InputSpec(kind=InputKind.PARAMETER, arg=TensorArgument(name=name), target=parameter)
+    inputs = [specs[node.name] for node in module.graph.nodes if node.op == "placeholder"]
+    return _of_graph(exported, module, inputs, {**exported.state_dict, **dict(added.values())}, where)
+
+
+def _of_graph(
+    exported: ExportedProgram, module: torch.fx.GraphModule, inputs: list[InputSpec], state: dict[str, torch.Tensor], where: str
+) -> ExportedProgram:
+    signature = exported.graph_signature
+    results = next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]
+    if not isinstance(results, tuple | list) or len(results) != len(signature.output_specs):
+        got = str(len(results)) if isinstance(results, tuple | list) else "something else"
+        raise PackageError("the new graph has other outputs", where=where, expected=f"{len(signature.output_specs)} values", got=got)
+    outputs = [
+        OutputSpec(kind=spec.kind, arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg, target=spec.target)
+        for spec, node in zip(signature.output_specs, results, strict=True)
+    ]
+    with _refused(where), serialisable_values(module):
+        return ExportedProgram(
+            root=module,
+            graph=module.graph,
+            graph_signature=ExportGraphSignature(inputs, outputs),
+            state_dict=state,
+            range_constraints=dict(exported.range_constraints),
+            module_call_graph=list(exported.module_call_graph),
+            example_inputs=None,
+            constants=dict(exported.constants),
+            verifiers=[load_verifier(_DIALECT)],
+        )
+
+
+def flat_to_json(module: torch.fx.GraphModule, where: str = "graph") -> GraphJson:
+    """Serialise a flat graph whose inputs and outputs are all plain values with `meta["val"]` (a step graph).
+
+    Raises:
+        PackageError: torch's schema cannot say it.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    inputs = [InputSpec(kind=InputKind.USER_INPUT, arg=_argument(node), target=None) for node in placeholders]
+    outputs = [OutputSpec(kind=OutputKind.USER_OUTPUT, arg=_argument(node), target=None) for node in output.args[0]]
+    return _to_json(module, ExportGraphSignature(inputs, outputs), [], _ranges(module), [], where)
+
+
+def flat_from_json(document: Mapping[str, Any], where: str = "graph") -> torch.fx.GraphModule:
+    """The inverse of `flat_to_json`, from a validated document. Every node has `meta["val"]` of one FakeTensorMode.
+
+    Raises:
+        PackageError: torch refuses it.
+    """
+    return _from_json(document, where)[0]
+
+
+def running_schema(name: str) -> str | None:
+    """The schema that the running torch has for "torch.ops.aten.add.Tensor"; None: it has no such operator."""
+    overload = _overload(name)
+    return None if overload is None else str(overload._schema)
+
+
+def has_higher_order(name: str) -> bool:
+    """Whether the running torch, with trainload's own operators, has an operator that takes graphs of this name ("cond")."""
+    return isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator)
+
+
+def schema_still_fits(name: str, recorded: str) -> bool:
+    """Whether the running torch's operator takes every call that the recorded schema allowed."""
+    overload = _overload(name)
+    if overload is None:
+        return False
+    if str(overload._schema) == recorded:
+        return True
+    try:
+        running: Any = overload._schema  # the stubs lack its methods
+        return bool(running.is_backward_compatible_with(torch._C.parse_schema(recorded)))
+    except (RuntimeError, UnicodeDecodeError):  # the recorded text is no schema; torch's complaint may cut a letter in two
+        return False
+
+
+def registered_by(name: str) -> tuple[str, ...]:
+    """Who registered an operator, as far as torch knows, the surest first: names of modules, and paths of Python files.
+
+    In this order: the function given to `torch.library.custom_op` or `triton_op`; the file that made the `torch.library.Library` which
+    defined it; the file that registered its fake kernel, which is what a library of C++ operators does in Python.
+
+    Args:
+        name: "torch.ops.my_library.double.default".
+    """
+    overload = _overload(name)
+    if overload is None:
+        return ()
+    qualified = name_of(overload).partition(".")[0]
+    found: list[str] = []
+    definition = custom_ops.OPDEFS.get(qualified)
+    if definition is not None:
+        found.append(str(definition._init_fn.__module__))
+    places = re.findall(r"^debug: registered at (.+):\d+$", torch._C._dispatch_dump(name_of(overload)), re.MULTILINE)
+    entry: Any = simple_registry.singleton.find(qualified)
+    kernel = getattr(getattr(entry, "fake_impl", None), "kernel", None)
+    places += [str(kernel.source).rpartition(":")[0]] if kernel is not None else []
+    own = os.path.dirname(torch.__file__) + os.sep
+    return (*found, *(place for place in places if place.endswith(".py") and not place.startswith(own)))
+
+
+def triton_kernels(name: str) -> tuple[Any, ...]:
+    """The functions of the Triton kernels that an operator launches, as torch found them in its source; () for what is no `triton_op`."""
+    overload = _overload(name)
+    found = [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
+    functions = []
+    for kernel in found:
+        while hasattr(kernel, "fn"):  # of an autotuner, of what was compiled by Triton
+            kernel = kernel.fn
+        functions.append(kernel)
+    return tuple(functions)
+
+
+def name_of(overload: OpOverload) -> str:
+    """The name that torch has for an operator: "aten::add.Tensor"."""
+    name: str = overload.name()  # type: ignore[no-untyped-call]
+    return name
+
+
+def _overload(name: str) -> OpOverload | None:
+    found: Any = torch.ops
+    for part in name.removeprefix("torch.ops.").split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    if not isinstance(found, OpOverload):
+        return None
+    return found if torch._C._dispatch_has_kernel(name_of(found)) else None
+
+
+@contextmanager
+def _refused(where: str) -> Iterator[None]:
+    try:
+        yield
+    except PackageError:
+        raise
+    except _REFUSALS as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1].strip() if lines else type(error).__name__
+        head = f"{lines[0].strip()[:200]}: " if len(lines) > 1 else ""
+        raise PackageError(f"torch {torch.__version__} refuses the graph: {head}{reason[:400]}", where=where) from error
+
+
+def _argument(node: torch.fx.Node) -> TensorArgument | SymIntArgument:
+    return TensorArgument(name=node.name) if isinstance(node.meta["val"], torch.Tensor) else SymIntArgument(name=node.name)
+
+
+def _ranges(module: torch.fx.GraphModule) -> dict[Any, Any]:
+    ranges: dict[Any, Any] = {}
+    for node in module.graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, list | tuple) else (values,):
+            if not isinstance(value, torch.Tensor | torch.SymInt):
+                continue
+            sizes = [value] if isinstance(value, torch.SymInt) else [*value.shape, *value.stride()]
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    for symbol in free_symbols(size):
+                        ranges.setdefault(symbol, size.node.shape_env.var_to_range[symbol])
+    return ranges
+
+
+def _to_json(
+    module: torch.fx.GraphModule,
+    signature: ExportGraphSignature,
+    calls: Sequence[Any],
+    ranges: Mapping[Any, Any],
+    guards: list[str],
+    where: str,
+) -> GraphJson:
+    with _refused(where), serialisable_values(module), quiet_torch():
+        serialised = GraphModuleSerializer(signature, list(calls)).serialize(module)
+        document = _plain({"graph_module": serialised, "range_constraints": serialize_range_constraints(dict(ranges))})
+    graph_module = document["graph_module"]
+    notes: dict[str, Any] = {}
+    strip_graph(graph_module["graph"], "", notes, where)
+    for entry in graph_module["module_call_graph"]:
+        call = entry["signature"]
+        call["inputs"], call["outputs"] = [], []
+        call["in_spec"], call["out_spec"] = plain_treespec(call["in_spec"]), plain_treespec(call["out_spec"])
+    kept = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
+    debug = {"nodes": notes, "guards": guards, "torch": torch.__version__, "schema": list(serde.SCHEMA_VERSION)}
+    limits, used = document["range_constraints"], _symbols(kept)  # torch may limit a symbol that it has replaced everywhere
+    return GraphJson({"graph_module": kept, "range_constraints": {name: limits[name] for name in limits if name in used}}, debug)
+
+
+def _symbols(value: Any) -> set[str]:
+    """The symbols of all sizes in a document."""
+    found: set[str] = set()
+    stack = [value]
+    while stack:
+        here = stack.pop()
+        if isinstance(here, dict):
+            if isinstance(expression := here.get("expr_str"), str):
+                found.update(_SYMBOL.findall(expression))
+            stack += here.values()
+        elif isinstance(here, list):
+            stack += here
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A record of torch's schema as JSON values, each object and list a new one. torch's own way there goes over every field's description
+    and through text.
+    """
+    if isinstance(value, _Union):
+        return {str(value.type): _plain(value.value)}
+    if is_dataclass(value):
+        return {name: _plain(entry) for name, entry in vars(value).items()}
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+@contextmanager
+def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
+    """Within it, higher-order calls have tuples as values (torch's writer takes no lists there), and never none at all."""
+    before: list[tuple[torch.fx.Node, bool, Any]] = []
+    for node in calls_in(module):
+        value = node.meta.get("val")
+        if isinstance(node.target, HigherOrderOperator) and (value is None or isinstance(value, list)):
+            before.append((node, "val" in node.meta, value))
+            node.meta["val"] = tuple(value or ())
+    try:
+        yield
+    finally:
+        for node, had, value in before:
+            if had:
+                node.meta["val"] = value
+            else:
+                del node.meta["val"]
+
+
+@functools.cache
+def _fields(kind: type) -> Mapping[str, Any]:
+    """Return the fields of a class of torch's schema with their types, which torch's own reader evaluates anew for every node."""
+    return get_type_hints(kind, globalns=vars(serde))
+
+
+def _decoded(kind: Any, data: Any) -> Any:
+    """Return a value of torch's schema.
+
+    Args:
+        kind: its type: a class of the schema, `list[...]`, `dict[str, ...]`, `... | None`, or what JSON has.
+        data: its JSON, which validate.py has accepted.
+    """
+    if isinstance(kind, type) and is_dataclass(kind):
+        fields, make = _fields(kind), cast(Any, kind)
+        if not issubclass(kind, _Union):
+            return make(**{name: _decoded(field, data[name]) for name, field in fields.items() if name in data})
+        ((name, value),) = data.items()
+        return make.create(**{name: _decoded(fields[name], value)})
+    match get_origin(kind), get_args(kind):
+        case builtins.list, (element,):
+            return [_decoded(element, value) for value in data]
+        case builtins.dict, (_, element):
+            return {key: _decoded(element, value) for key, value in data.items()}
+        case _, (inner, types.NoneType):
+            return None if data is None else _decoded(inner, data)
+    return float(data) if kind is float else data
+
+
+def _from_json(
+    document: Mapping[str, Any], where: str
+) -> tuple[torch.fx.GraphModule, ExportGraphSignature, list[Any], dict[str, Any], dict[str, ValueRanges[Any]]]:
+    with _refused(where):
+        serialised = _decoded(serde.GraphModule, document["graph_module"])
+        ranges = {
+            name: ValueRanges(_int_to_sympy_int(span["min_val"], -int_oo), _int_to_sympy_int(span["max_val"], int_oo))
+            for name, span in document["range_constraints"].items()
+        }
+        reader = GraphModuleDeserializer()
+        # the same few sizes stand in the shapes of all nodes: each is parsed once
+        reader._parse_sym_expr = functools.lru_cache(None, typed=True)(reader._parse_sym_expr)  # type: ignore[method-assign]
+        result = reader.deserialize(serialised, {}, {}, None, ranges)
+    _check_whole(result.graph_module, document["graph_module"]["graph"], where)
+    for node in calls_in(result.graph_module):
+        if "val" not in node.meta and node.target is not operator.getitem:
+            node.meta["val"] = ()  # a region that only writes to buffers returns nothing; torch's verifier wants a value
+    _forget_hints_of_expressions(result.graph_module)
+    return result.graph_module, result.signature, result.module_call_graph, result.names_to_symbols, ranges
+
+
+def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
+    """Check that torch has read every argument of every node, each under its name and as it is passed, and every example of a size: its
+    reader passes over names that an operator has not, and takes a symbol's example from wherever it comes first.
+
+    Raises:
+        PackageError: it has not.
+    """
+    for node in module.graph.nodes:
+        _check_examples(node, told, where)
+    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if len(calls) != len(told["nodes"]):
+        raise PackageError("torch reads another number of nodes", where=where, expected=str(len(told["nodes"])), got=str(len(calls)))
+    for node, entry in zip(calls, told["nodes"], strict=True):
+        names = [argument["name"] for argument in entry["inputs"]]
+        known = [argument.name for argument in node.target._schema.arguments] if isinstance(node.target, OpOverload) else names
+        ordered = [name for name in known if name in names] == names and names[: len(node.args)] == known[: len(node.args)]
+        if len(node.args) + len(node.kwargs) != len(names) or not ordered:
+            raise PackageError(
+                "a node's arguments are not those of its operator, in their order",
+                where=f"{where}, node {entry['name']}",
+                expected=f"some of {', '.join(known)}" if known is not names else "each once",
+                got=", ".join(names),
+            )
+        kinds = [argument["kind"] for argument in entry["inputs"]]
+        if kinds != [_POSITIONAL] * len(node.args) + [_KEYWORD] * len(node.kwargs):
+            raise PackageError("a node's arguments are passed in another way than is said", where=f"{where}, node {entry['name']}")
+        if entry["outputs"] and "as_none" not in entry["outputs"][0] and node.name != entry["name"]:
+            raise PackageError("two nodes have one name", where=where, got=entry["name"])
+        bodies = [argument["arg"]["as_graph"] for argument in entry["inputs"] if "as_graph" in argument["arg"]]
+        held = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node) and value.op == "get_attr"]
+        for value, body in zip(held, bodies, strict=True):
+            _check_whole(getattr(module, str(value.target)), body["graph"], where)
+
+
+def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) -> None:
+    """Check that a node's sizes have the examples that the file states.
+
+    Raises:
+        PackageError: they have not.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and node.name in told["tensor_values"]:
+        meta = told["tensor_values"][node.name]
+        sizes = zip((*value.shape, *value.stride()), (*meta["sizes"], *meta["strides"]), strict=True)
+    elif isinstance(value, torch.SymInt) and node.name in told["sym_int_values"]:
+        sizes = zip((value,), (told["sym_int_values"][node.name],), strict=True)
+    else:
+        return
+    for size, spelled in sizes:
+        if isinstance(size, torch.SymInt) and "as_expr" in spelled:
+            known, stated = size.node.hint, spelled["as_expr"]["hint"]
+            if stated != (None if known is None else {"as_int": known}):
+                raise PackageError(
+                    "a size has another example than its symbols",
+                    where=f"{where}, node {node.name}: {spelled['as_expr']['expr_str']}",
+                    expected=str(known),
+                    got=str(stated and next(iter(stated.values()))),
+                )
+
+
+def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
+    """The reader of torch notes example values for expressions (32*s0) beside those of symbols; Inductor stumbles over them."""
+    for node in module.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None and mode.shape_env is not None:
+            environment = mode.shape_env
+            # torch 2.11 has the older name
+            hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
+            for key in [k for k in hints if not k.is_Symbol]:
+                del hints[key]
+            return
+
+
+def operator_namespaces(module: torch.fx.GraphModule) -> frozenset[str]:
+    """The namespaces of the operators that a graph and its bodies call."""
+    return frozenset(node.target.namespace for node in nodes_in(module) if isinstance(node.target, OpOverload))

@@ -1,0 +1,130 @@
+"""What registers the operators of other libraries: told by the user, or found in what is imported; recorded in the manifest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainload.core.canonical_json import sha256_file
+from trainload.packaging.format.manifest import KernelEntry, Manifest, OpLibraryEntry
+from trainload.packaging.graphs.graph_json import registered_by, triton_kernels
+from trainload.packaging.libraries.providers import Provider, import_name, module_of_file, provider_of
+
+Libraries = Mapping[str, str | None]
+"""Namespace of operators -> what registers them: a module, or the path of a Python file; None: they are registered already."""
+
+
+def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], named: Libraries) -> dict[str, OpLibraryEntry]:
+    """What registers the operators of some namespaces here, as the manifest says it. No wheels yet.
+
+    Args:
+        operators: names of operators that graphs call; those of other namespaces do not matter.
+        namespaces: those that are not built in.
+        named: what the user said of some of them. It is imported.
+
+    Raises:
+        PackageError: a file of a library cannot be read.
+    """
+    called = list(operators)
+    found = {}
+    for namespace in sorted(namespaces):
+        own = sorted(name for name in called if name.startswith(f"torch.ops.{namespace}."))
+        modules = modules_of(namespace, own, named.get(namespace))
+        provider = one_provider(modules)
+        found[namespace] = OpLibraryEntry(
+            distribution=provider.distribution if provider is not None else None,
+            version=provider.version if provider is not None else None,
+            digest=provider.digest if provider is not None else None,
+            modules=tuple(sorted({import_name(module) for module in modules})),
+            kernels=_kernels(own),
+            wheels=(),
+        )
+    return found
+
+
+def modules_of(namespace: str, operators: Sequence[str], named: str | None) -> tuple[ModuleType, ...]:
+    """The imported modules that register the operators of a namespace; () where nobody knows.
+
+    `named` is what the user says registers them, a module or a file. Otherwise torch is asked about each operator, and where it knows
+    nothing (operators in C++ without anything in Python), the module of the namespace's own name is taken, if it is imported.
+    """
+    if named is not None:
+        told = module_of_file(str(Path(named).absolute())) if named.endswith(".py") else sys.modules.get(named)
+        return () if told is None else (told,)
+    found: dict[str, ModuleType] = {}
+    for name in operators:
+        places = registered_by(name)
+        module = next((module for place in places if (module := _imported(place)) is not None), None)
+        if module is not None:
+            found[module.__name__] = module
+    if not found and (module := sys.modules.get(namespace)) is not None:
+        found[namespace] = module
+    return tuple(found[name] for name in sorted(found))
+
+
+def one_provider(modules: Sequence[ModuleType]) -> Provider | None:
+    """What provides all of some modules; None where nobody knows, or where several do."""
+    providers = [provider_of(module) for module in modules]
+    known = [provider for provider in providers if provider is not None]
+    if not known or len(known) < len(providers) or len({(each.distribution, *sorted(each.files)) for each in known}) > 1:
+        return None
+    return known[0]
+
+
+def differences(manifest: Manifest, named: Libraries) -> list[str]:
+    """How the operator libraries that are imported here differ from those that a package was made with: a sentence for each.
+
+    Args:
+        manifest: the package's.
+        named: namespace -> what the user says registers its operators. Namespaces that are not named are left out.
+
+    Raises:
+        PackageError: a file of a library cannot be read.
+    """
+    recorded = {namespace: entry for namespace, entry in manifest.op_libraries.items() if namespace in named and entry.digest is not None}
+    here = describe_libraries(manifest.ops, recorded, named)
+    found = []
+    for namespace, was in recorded.items():
+        now = here[namespace]
+        if now.digest is None or now.digest == was.digest:
+            continue
+        if (now.distribution, now.version) != (was.distribution, was.version):
+            before, after = spelled_library(was), spelled_library(now)
+            found.append(f"the package was made with the operators {namespace} of {before}; here they are of {after}")
+        else:
+            found.append(f"the package was made with the operators {namespace} of {spelled_library(was)}, whose files are others here")
+    return found
+
+
+def spelled_library(entry: OpLibraryEntry) -> str:
+    """How an error or a table names an operator library: "my-ops 1.2", "the module operators", "a library that is not known"."""
+    if entry.distribution is not None:
+        return " ".join(part for part in (entry.distribution, entry.version) if part)
+    return f"the module {', '.join(entry.modules)}" if entry.modules else "a library that is not known"
+
+
+def _imported(place: str) -> ModuleType | None:
+    return module_of_file(place) if place.endswith(".py") else sys.modules.get(place)
+
+
+def _kernels(operators: Iterable[str]) -> tuple[KernelEntry, ...]:
+    functions: dict[str, Any] = {}
+    for name in operators:
+        for function in triton_kernels(name):
+            functions[f"{function.__module__}:{function.__name__}"] = function
+    return tuple(_kernel(name, functions[name]) for name in sorted(functions))
+
+
+def _kernel(name: str, function: Any) -> KernelEntry:
+    module = sys.modules.get(function.__module__)
+    provider = provider_of(module) if module is not None else None
+    file = getattr(module, "__file__", None)
+    return KernelEntry(
+        name=name,
+        distribution=provider.distribution if provider is not None else None,
+        version=provider.version if provider is not None else None,
+        source=sha256_file(Path(file)) if file is not None else None,
+    )

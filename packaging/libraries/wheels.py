@@ -1,0 +1,306 @@
+"""Wheels: made of what is installed, the same bytes each time; and read without trust in them.
+
+A wheel is a zip file of Python modules, often with native code. Nothing here imports what is in one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import io
+import os
+import re
+import shutil
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from trainload.core.errors import PackageError, StorageError, UnsafePackageError
+from trainload.packaging.format.manifest import SAFE_PART
+from trainload.packaging.libraries.providers import Provider, digest_of
+
+MAX_FILES = 100_000
+MAX_UNPACKED = 8 * 2**30
+"""Bytes."""
+_NATIVE = frozenset({".so", ".pyd", ".dylib", ".dll"})
+_COMPRESSION = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
+_TIME = (1980, 1, 1, 0, 0, 0)
+_BLOCK = 2**20
+# PyPI's library; to mypy the name is the project's own folder.
+_tags: Any = importlib.import_module("packaging.tags")
+_utils: Any = importlib.import_module("packaging.utils")
+_requirements: Any = importlib.import_module("packaging.requirements")
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel, as its name and its metadata describe it.
+
+    Attributes:
+        name: of its distribution, normalised.
+        version: of it.
+        requires: requirements of other distributions, as the metadata spells them.
+        digest: `Provider.digest` of what it holds.
+        paths: of its files, as they are put among the installed packages.
+    """
+
+    name: str
+    version: str
+    requires: tuple[str, ...]
+    digest: str
+    paths: frozenset[str]
+
+    def has_module(self, name: str) -> bool:
+        """Whether a module of this name is in it."""
+        base = name.replace(".", "/")
+        native = re.compile(rf"{re.escape(base)}(\.[^/]*)?\.(so|pyd)")
+        return not self.paths.isdisjoint({f"{base}.py", f"{base}/__init__.py"}) or any(native.fullmatch(path) for path in self.paths)
+
+
+def normalised(name: str) -> str:
+    """A distribution's name as PyPI compares it."""
+    return str(_utils.canonicalize_name(name))
+
+
+def running_tag() -> str:
+    """The kind of Python that runs, at its most exact."""
+    return str(next(_tags.sys_tags()))
+
+
+def fits(tags: Set[str]) -> bool:
+    """Whether the running Python can use a wheel of these tags."""
+    return not tags.isdisjoint(str(tag) for tag in _tags.sys_tags())
+
+
+def tags_of(file_name: str) -> frozenset[str]:
+    """The tags in a wheel's file name.
+
+    Raises:
+        PackageError: it is no name of a wheel.
+    """
+    return frozenset(str(tag) for tag in _parsed(file_name)[3])
+
+
+def missing_requirements(requires: Sequence[str], installed: Mapping[str, str | None]) -> list[str]:
+    """The requirements that apply to the running Python and are not met.
+
+    Args:
+        requires: as `Wheel.requires`.
+        installed: normalised name -> version, None where it is not installed; what it lacks counts as not installed.
+    """
+    left = []
+    for text in requires:
+        requirement = _requirements.Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = installed.get(normalised(requirement.name))
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            left.append(f"{requirement.name}{requirement.specifier}" + (f" (here: {version})" if version is not None else ""))
+    return left
+
+
+def required_names(requires: Sequence[str], where: str) -> list[str]:
+    """The distributions that requirements name, normalised.
+
+    Raises:
+        PackageError: one is no requirement.
+    """
+    try:
+        return [normalised(_requirements.Requirement(text).name) for text in requires]
+    except _requirements.InvalidRequirement as error:
+        raise PackageError(f"a wheel requires what is no distribution: {' '.join(str(error).split())[:200]}", where=where) from error
+
+
+def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
+    """Write the wheel of what a provider consists of.
+
+    Args:
+        provider: an installed distribution, or loose files.
+        name: of the wheel's distribution, where the provider has none.
+        folder: where to write it.
+
+    Law: the same files give the same bytes: sorted, not compressed, with a time of their own. What installers added is left out.
+
+    Raises:
+        PackageError: the distribution does not say which wheel it is from, or the name cannot be that of a file in a package.
+        StorageError: a file cannot be read, or the disk is full.
+    """
+    contents: dict[str, Path | bytes] = dict(provider.files)
+    info = next((path.partition("/")[0] for path in contents if path.endswith(".dist-info/METADATA")), None)
+    if info is None:
+        name, version = provider.distribution or name, provider.version or "0"
+        info = f"{_escaped(name)}-{version}.dist-info"
+        pure = not any(Path(path).suffix in _NATIVE for path in contents)
+        tag = "py3-none-any" if pure else running_tag()
+        contents[f"{info}/METADATA"] = (provider.metadata or f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n").encode()
+        contents[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: trainload\nRoot-Is-Purelib: {str(pure).lower()}\nTag: {tag}\n".encode()
+    try:
+        return _write(contents, info, folder)
+    except OSError as error:
+        raise StorageError(f"a wheel cannot be made: {error.strerror}", where=str(error.filename or folder)) from error
+
+
+def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
+    """Write a wheel of some files, `info` being the folder among them that describes it."""
+    with _read(contents.get(f"{info}/WHEEL", b"")) as source:
+        described = source.read().decode("utf-8", "replace")
+    tags = re.findall(r"^Tag: *([^\s-]+-[^\s-]+-[^\s-]+)\s*$", described, re.MULTILINE)
+    if not tags:
+        raise PackageError("an installed distribution does not say which wheel it is from", where=info, cure="Give its wheel.")
+    triple = "-".join(".".join(sorted({tag.split("-")[part] for tag in tags})) for part in range(3))
+    plain, _, version = info.removesuffix(".dist-info").rpartition("-")
+    file_name = f"{_escaped(plain)}-{version}-{triple}.whl"
+    if not re.fullmatch(SAFE_PART, file_name):
+        raise PackageError("a wheel's name cannot be that of a file in a package", where=file_name, expected="letters, digits and _ . + -")
+    record = "".join(f"{path},{_recorded(data)}\n" for path, data in sorted(contents.items()))
+    contents[f"{info}/RECORD"] = (record + f"{info}/RECORD,,\n").encode()
+    _zip(folder / file_name, contents)
+    return folder / file_name
+
+
+def read_wheel(file: IO[bytes], file_name: str) -> Wheel:
+    """What a wheel is. Every entry is checked as `unpack_wheel` does, and read.
+
+    Raises:
+        PackageError: it is no wheel.
+        UnsafePackageError: it holds what no wheel needs: paths that leave its folder, links, too much.
+    """
+    name, version, _, _ = _parsed(file_name)
+    with _opened(file, file_name) as archive:
+        entries = list(_entries(archive, file_name))
+        texts = [path for path, _ in entries if re.fullmatch(r"[^/]+\.dist-info/METADATA", path)]
+        if len(texts) != 1:
+            raise PackageError("a wheel has no metadata, or several", where=file_name, got=", ".join(texts))
+        metadata = b""
+        digests = []
+        for path, entry in entries:
+            digest = hashlib.sha256()
+            with archive.open(entry) as source:
+                while block := source.read(_BLOCK):
+                    digest.update(block)
+                    metadata += block if path == texts[0] else b""
+            digests.append((path, digest.hexdigest()))
+    headers = metadata.decode("utf-8", "replace").partition("\n\n")[0]
+    requires = tuple(re.findall(r"^Requires-Dist: *(.*?)\s*$", headers, re.MULTILINE))
+    required_names(requires, file_name)
+    return Wheel(
+        name=normalised(str(name)),
+        version=str(version),
+        requires=requires,
+        digest=digest_of(digests),
+        paths=frozenset(path for path, _ in digests),
+    )
+
+
+def unpack_wheel(file: IO[bytes], file_name: str, folder: Path) -> None:
+    """Write what a wheel puts among the installed packages into a folder. Scripts, headers and data files are left out.
+
+    Raises: as `read_wheel`, and OSError.
+    """
+    with _opened(file, file_name) as archive:
+        for path, entry in _entries(archive, file_name):
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(entry) as source, target.open("xb") as written:
+                shutil.copyfileobj(source, written, _BLOCK)
+                written.flush()
+                os.fsync(written.fileno())
+
+
+def _parsed(file_name: str) -> tuple[Any, Any, Any, Any]:
+    try:
+        found: tuple[Any, Any, Any, Any] = _utils.parse_wheel_filename(file_name)
+    except _utils.InvalidWheelFilename as error:
+        raise PackageError(
+            "this is no name of a wheel", where=file_name[:200], expected="NAME-VERSION-PYTHON-ABI-PLATFORM.whl", got=str(error)[:200]
+        ) from error
+    return found
+
+
+@contextmanager
+def _opened(file: IO[bytes], name: str) -> Iterator[zipfile.ZipFile]:
+    """The wheel as an archive; what is wrong with it as one is a PackageError."""
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError) as error:
+        raise PackageError(f"a wheel is no zip file: {error}", where=name) from error
+    try:
+        with archive:
+            yield archive
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+        raise PackageError(f"a wheel is damaged: {error}", where=name) from error
+
+
+def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile.ZipInfo]]:
+    """(path among the installed packages, entry) of every file.
+
+    Raises:
+        UnsafePackageError: a path leaves the folder or comes twice, something is no plain file, or there is too much.
+    """
+    found = archive.infolist()
+    total = sum(entry.file_size for entry in found)
+    if len(found) > MAX_FILES or total > MAX_UNPACKED:
+        got = f"{len(found)} files, {total} bytes"
+        raise UnsafePackageError("a wheel holds too much", where=name, expected=f"at most {MAX_FILES} files, {MAX_UNPACKED} bytes", got=got)
+    seen: set[str] = set()
+    for entry in found:
+        # What Python made of the name must be the name: it cuts at a NUL, and turns a backslash on Windows.
+        parts = entry.filename.removesuffix("/").split("/")
+        plain = entry.orig_filename == entry.filename and not any(ord(letter) < 32 or letter in '\\:*?"<>|' for letter in entry.filename)
+        if not plain or any(part in ("", ".", "..") for part in parts):
+            raise UnsafePackageError("a wheel holds a path that leaves its folder, or is none", where=name, got=repr(entry.filename)[:200])
+        kind = stat.S_IFMT(entry.external_attr >> 16)
+        if kind not in (0, stat.S_IFREG, stat.S_IFDIR) or entry.flag_bits & 1 or entry.compress_type not in _COMPRESSION:
+            got = f"{entry.filename[:200]}: a link, encrypted, or not compressed as wheels are"
+            raise UnsafePackageError("a wheel holds plain files only", where=name, got=got)
+        if entry.is_dir():
+            continue
+        if parts[0].endswith(".data"):
+            if len(parts) < 3 or parts[1] not in ("purelib", "platlib"):
+                continue
+            parts = parts[2:]
+        path = "/".join(parts)
+        if path.casefold() in seen:
+            raise UnsafePackageError("a wheel holds a path twice", where=name, got=path[:200])
+        seen.add(path.casefold())
+        yield path, entry
+
+
+def _zip(target: Path, contents: Mapping[str, Path | bytes]) -> None:
+    """Sorted, with what describes the distribution last, as wheels have it."""
+    with target.open("xb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            for path in sorted(contents, key=lambda path: (".dist-info/" in path, path)):
+                entry = zipfile.ZipInfo(path, _TIME)
+                entry.create_system = 3
+                entry.external_attr = (stat.S_IFREG | 0o644) << 16
+                data = contents[path]
+                entry.file_size = data.stat().st_size if isinstance(data, Path) else len(data)
+                with _read(data) as source, archive.open(entry, "w") as written:
+                    shutil.copyfileobj(source, written, _BLOCK)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(data: Path | bytes) -> IO[bytes]:
+    return data.open("rb") if isinstance(data, Path) else io.BytesIO(data)
+
+
+def _recorded(data: Path | bytes) -> str:
+    """Digest and size, as RECORD has them."""
+    digest, size = hashlib.sha256(), 0
+    with _read(data) as source:
+        while block := source.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return f"sha256={base64.urlsafe_b64encode(digest.digest()).decode().rstrip('=')},{size}"
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()

@@ -1,0 +1,450 @@
+"""Opening packages: checked before anything is parsed, and lazy about weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.capture.guards.dispatch import Dispatcher
+from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program, variant_of
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.paths import open_inside
+from trainload.packaging.format.assets import ASSETS, AssetFile, assets_of, no_such_asset, save_assets
+from trainload.packaging.format.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
+from trainload.packaging.format.manifest import (
+    CONSTANTS,
+    MANIFEST,
+    MAX_MANIFEST,
+    OUTSIDE,
+    BufferEntry,
+    Manifest,
+    OpLibraryEntry,
+    ParameterEntry,
+)
+from trainload.packaging.format.package_files import read_checked, walk
+from trainload.packaging.graphs.graph_json import graph_from_json
+from trainload.packaging.graphs.graph_signature import check_signature
+from trainload.packaging.graphs.operator_compat import Verdict, compare_operators
+from trainload.packaging.graphs.validate import parse_graph, validate_graph
+from trainload.packaging.libraries.op_libraries import spelled_library
+from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec, read_tensors, tensor_places
+from trainload.packaging.tensors.weight_shards import LazyState, WeightReader
+
+
+@dataclass(frozen=True)
+class Package:
+    """An open package.
+
+    Laws: the files at `path` were those that `manifest` lists when it was opened, by name and size; what is read from them later is
+    returned only if its digest is the manifest's.
+
+    Attributes:
+        path: its folder.
+        digest: its identity: the sha256 of manifest.json, in hex.
+        manifest: manifest.json.
+        namespaces: of other libraries' operators, which its reader trusts.
+        source: what names it in a store or registry, if it was fetched from one: for those who must fetch it too.
+    """
+
+    path: Path
+    digest: str
+    manifest: Manifest = field(repr=False)
+    namespaces: frozenset[str] = frozenset()
+    source: str | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the graphs are driven."""
+        return self.manifest.recipe
+
+    @cached_property
+    def weights(self) -> WeightReader:
+        """Reads parameters and buffers lazily.
+
+        Raises:
+            IntegrityError: the index or the list of chunks is damaged.
+            PackageError: the package is abstract.
+        """
+        check_weights(self)
+        return WeightReader(self.path, self.manifest)
+
+    def program(self) -> Program:
+        """Load the captured graphs. Their own state is on the meta device; `Program.state` reads from disk on access.
+
+        Parameters that are tied are one tensor object in the graphs' state.
+
+        Raises:
+            IntegrityError: a graph file or the constants are damaged.
+            UnsafePackageError: a graph holds something that is not allowed.
+            PackageError: the running torch refuses a graph.
+        """
+        state = self._state(meta=True)
+        constants = self.all_constants()
+        graphs = {name: self._captured(name, state, constants) for name in self.manifest.graphs}
+        return Program(
+            graphs=graphs,
+            parameters=self.parameters,
+            buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
+            state={} if self.manifest.abstract is not None else LazyState(self.weights),
+            constants=self._of_graphs(constants),
+            variants=self.manifest.variants,
+        )
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """What `Program.parameters` is."""
+        return tuple(parameter_spec(entry) for entry in self.manifest.parameters)
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What `Program.constants` is.
+
+        Raises:
+            IntegrityError: the file is damaged.
+        """
+        return self._of_graphs(self.all_constants())
+
+    def all_constants(self) -> dict[str, torch.Tensor]:
+        """The constants of updates as well, by the manifest's names.
+
+        Raises:
+            IntegrityError: the file is damaged.
+        """
+        return read_tensors(*self._constants_file()) if self.manifest.constants else {}
+
+    def captured(self, name: str) -> GraphCapture:
+        """Load one graph of `program`, without the others.
+
+        Raises:
+            PackageError: there is none of this name; otherwise as `program`.
+        """
+        return self._captured(name, self._state(meta=True), self.all_constants())
+
+    def graph(self, name: str) -> ExportedProgram:
+        """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
+
+        Raises:
+            PackageError: there is none of this name, or the package is abstract; otherwise as `program`.
+        """
+        return self._captured(name, self._state(meta=False), self.all_constants()).exported
+
+    def dispatcher(self, graph: str = MAIN) -> Dispatcher:
+        """What picks the variant of a graph for a batch.
+
+        Args:
+            graph: its name in the first variant: "train", "eval", "predict", "critic", "critic-eval".
+
+        Raises:
+            PackageError: there is none of this name.
+        """
+        entries = self.manifest.graphs
+        if graph not in entries or variant_of(graph):
+            known = ", ".join(name for name in entries if not variant_of(name))
+            raise PackageError("the package has no such graph", where=graph, expected=known)
+        variants = {"": graph, **{variant: f"{graph}-{variant}" for variant in self.manifest.variants}}
+        guards = {variant: (graph_guard(entries[name]),) for variant, name in variants.items()}
+        return Dispatcher(graph, guards, ignored=self.batch_names)
+
+    @property
+    def batch_names(self) -> frozenset[str]:
+        """The inputs and constants of all graphs, by dotted name."""
+        guards = [graph_guard(entry) for entry in self.manifest.graphs.values()]
+        return frozenset(name for guard in guards for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent))
+
+    def dispatch(self, batch: Mapping[str, Any], graph: str = MAIN) -> str:
+        """The name of the graph that takes a batch: the first variant of `graph` whose guard holds.
+
+        Args:
+            batch: name -> tensor or constant, flat with dotted names or nested as the job's was.
+            graph: as `dispatcher`, which is what to keep where many batches are dispatched.
+
+        Raises:
+            PackageError: there is no such graph.
+            DataError: the batch fits no variant; the message says of each what does not fit, the nearest first.
+        """
+        variant = self.dispatcher(graph).pick(batch)
+        return f"{graph}-{variant}" if variant else graph
+
+    def updates(self) -> tuple[UpdateGraph, ...]:
+        """Load the update graphs, in the manifest's order.
+
+        Raises:
+            PackageError: as `program` does.
+        """
+        constants = self.all_constants()
+        return tuple(
+            UpdateGraph(
+                group=entry.group,
+                first=self._graph(entry.first, f"update-{entry.group}-first", {}, constants),
+                following=self._graph(entry.following, f"update-{entry.group}-following", {}, constants),
+                state=tuple(state_spec(state) for state in entry.state),
+                shape=entry.shape,
+            )
+            for entry in self.manifest.updates
+        )
+
+    @property
+    def assets(self) -> tuple[AssetFile, ...]:
+        """What travels along, in order of names."""
+        return assets_of(self.manifest)
+
+    def asset(self, name: str) -> bytes:
+        """The bytes of assets/NAME.
+
+        Raises:
+            StorageError: there is none.
+            IntegrityError: it is damaged.
+        """
+        path = f"{ASSETS}{name}"
+        if path not in self.manifest.files:
+            raise no_such_asset(self.manifest, name)
+        return read_checked(self.path, path, self.manifest.files[path])
+
+    def save_asset(self, name: str, target: str | Path) -> tuple[AssetFile, ...]:
+        """Writes an asset, or all assets of a folder, to a path that does not exist; it appears there whole, or not at all.
+
+        Args:
+            name: an asset's, which becomes a file; a folder's ("tokenizer"), which becomes a folder; "": all of them, in a folder.
+            target: what it becomes.
+
+        Returns:
+            What was written.
+
+        Raises:
+            StorageError: there is none of this name, the path is taken or cannot be written.
+            IntegrityError: it is damaged.
+        """
+        return save_assets(self.path, self.manifest, name, Path(target))
+
+    def _of_graphs(self, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in constants.items() if name.split("/")[0] in self.manifest.graphs}
+
+    def _captured(self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> GraphCapture:
+        entry = self.manifest.graphs.get(name)
+        if entry is None:
+            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
+        inputs, outputs = graph_specs(entry)
+        guard = graph_guard(entry) if entry.guard is not None else None
+        return GraphCapture(
+            name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard, entry.coupled is True
+        )
+
+    def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
+        document = read_graph(self.path, self.manifest, file)
+        check_graph(self.manifest, document, file, self.namespaces)
+        own = {name.removeprefix(f"{prefix}/"): tensor for name, tensor in constants.items() if name.startswith(f"{prefix}/")}
+        return graph_from_json(document, state, own, file)
+
+    def _state(self, *, meta: bool) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer by name, aliases being the same object as their owner."""
+
+        def tensor(entry: ParameterEntry | BufferEntry) -> torch.Tensor:
+            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") if meta else self.weights.tensor(entry.name)
+
+        state: dict[str, torch.Tensor] = {entry.name: tensor(entry) for entry in self.manifest.buffers}
+        for entry in self.manifest.parameters:
+            if entry.alias_of is None:
+                state[entry.name] = torch.nn.Parameter(tensor(entry), requires_grad=entry.trainable)
+        for entry in self.manifest.parameters:
+            if entry.alias_of is not None:
+                state[entry.name] = state[entry.alias_of]
+        return state
+
+    def check_contents(self) -> None:
+        """Check that all graphs are safe and in the manifest, and that files of tensors hold what it says. Nothing is passed to torch.
+
+        Nothing that a graph file or a header says is believed before it was checked in this way; so this is for knowing at once what
+        would be refused later, by a worker or at a tensor's first use. The bytes of tensors are not read.
+
+        Raises:
+            IntegrityError: a file is damaged, or is not what the manifest says.
+            UnsafePackageError: a graph holds something that is not allowed.
+        """
+        for file in self.manifest.graph_files():
+            check_graph(self.manifest, read_graph(self.path, self.manifest, file), file, self.namespaces)
+        if self.manifest.constants:
+            tensor_places(*self._constants_file())
+        if self.manifest.abstract is None:
+            self.weights.check_headers()
+
+    def _constants_file(self) -> tuple[bytes, str, tuple[TensorSpec, ...]]:
+        specs = tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in self.manifest.constants)
+        return read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS]), CONSTANTS, specs
+
+
+def check_weights(package: Package) -> None:
+    """Check that a package can be trained.
+
+    Raises:
+        PackageError: it is abstract.
+    """
+    if package.manifest.abstract is not None:
+        raise PackageError(
+            "this package is abstract: it has shapes and no weights, so it can be shown and planned, and cannot be run",
+            where=str(package.path),
+            cure="Freeze the job with its weights, where they fit: trainload freeze without --abstract.",
+        )
+
+
+def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
+    """Open a package and check all of it but the contents of its files, which are checked when they are read.
+
+    Args:
+        path: its folder.
+        namespaces: of operators of other libraries that the package may call. They run as its graphs run: name only what you trust.
+
+    Raises:
+        StorageError: there is no package.
+        IntegrityError: the manifest is damaged, a file is missing, of another size, or not listed.
+        UnsafePackageError: a link, a path that leaves the folder, paths that differ in case only, operators that are not trusted.
+        PackageError: a newer format, an unknown feature, or an operator that the running torch has no longer in this form.
+    """
+    package = open_to_look(path)
+    check_operators(package.manifest, namespaces)
+    return replace(package, namespaces=frozenset(namespaces))
+
+
+def open_to_look(path: Path) -> Package:
+    """`open_package` for who reads files and loads no graph: the running torch need not have the package's operators.
+
+    Raises:
+        StorageError, IntegrityError, UnsafePackageError, PackageError: as `open_package`, but for operators.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
+    data = read_manifest(path)
+    manifest = Manifest.from_bytes(data, MANIFEST)
+    check_tree(path, manifest)
+    return Package(path.resolve(), sha256_bytes(data), manifest)
+
+
+def read_manifest(path: Path) -> bytes:
+    """The bytes of manifest.json.
+
+    Raises:
+        UnsafePackageError: it is a link, or too large.
+    """
+    with open_inside(path, MANIFEST) as file:
+        data = file.read(MAX_MANIFEST + 1)
+    if len(data) > MAX_MANIFEST:
+        raise UnsafePackageError("the manifest is too large", where=MANIFEST, expected=f"at most {MAX_MANIFEST} bytes")
+    return data
+
+
+def read_graph(path: Path, manifest: Manifest, file: str) -> Any:
+    """The JSON value of a graph file, to be given to `check_graph`.
+
+    Raises:
+        IntegrityError: it is not the file that the manifest lists, or no canonical JSON.
+        UnsafePackageError: it is too large or too deep, or has too many nodes.
+    """
+    return parse_graph(read_checked(path, file, manifest.files[file]), file)
+
+
+def check_tree(path: Path, manifest: Manifest) -> None:
+    """Check that the folder holds the manifest's files and no others.
+
+    Raises:
+        IntegrityError: a file is missing, of another size, or not listed.
+        UnsafePackageError: links or special files.
+    """
+    left = dict(manifest.files)
+    for file, status in walk(path):
+        if file == MANIFEST or (file.split("/")[0] in OUTSIDE and "/" in file):
+            continue
+        entry = left.pop(file, None)
+        if entry is None:
+            raise IntegrityError("a file is not in the manifest", where=file, cure="Remove it, or fetch the package again.")
+        if status.st_size != entry.size:
+            raise IntegrityError(
+                "a file has another size than the manifest says",
+                where=file,
+                expected=f"{entry.size} bytes",
+                got=str(status.st_size),
+                cure="Fetch the package again.",
+            )
+    if left:
+        raise IntegrityError("files of the package are missing", where=min(left), cure="Fetch the package again.")
+
+
+def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
+    """Check that operators of other libraries are trusted, and that the running torch has every operator unchanged.
+
+    Raises:
+        UnsafePackageError: a namespace that `namespaces` lacks.
+        PackageError: an operator is missing or takes other arguments; the message names the worst, what it was and what it is.
+    """
+    for namespace, entry in manifest.op_libraries.items():
+        if namespace not in namespaces:
+            raise UnsafePackageError(
+                f"the package calls operators of another library, {namespace}, from {told_library(entry)}",
+                where=MANIFEST,
+                cure=f"If you trust it, {ways_to_allow(namespace, entry)}.",
+            )
+    wrong = [each for each in compare_operators(manifest) if not each.fits]
+    if wrong:
+        worst = min(wrong, key=lambda each: (each.verdict is not Verdict.MISSING, each.name))
+        advice = "Use a torch nearer to the one that the package was made with (debug/ says which), or freeze the job again."
+        for namespace, entry in manifest.op_libraries.items():
+            if worst.name.startswith(f"torch.ops.{namespace}."):
+                missing = worst.verdict is Verdict.MISSING
+                advice = (
+                    f"Its library was not imported: {ways_to_allow(namespace, entry)}." if missing else f"It was of {told_library(entry)}."
+                )
+        raise PackageError(
+            f"{len(wrong)} of the package's operators are not those of torch {torch.__version__}; the worst is {worst.name}: {worst.told}",
+            where=MANIFEST,
+            cure=f"`trainload ops PKG --compat` lists all. {advice}",
+        )
+
+
+def told_library(entry: OpLibraryEntry) -> str:
+    """An operator library as a refusal names it, with its digest."""
+    return spelled_library(entry) + (f" (sha256 {entry.digest})" if entry.digest is not None else "")
+
+
+def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
+    """What a user may do to let a package call the operators of a namespace."""
+    module = entry.modules[0] if entry.modules else "MODULE"
+    pinned = entry.distribution and (f"{entry.distribution}=={entry.version}" if entry.version else entry.distribution)
+    install = f"pip install {pinned}" if pinned else f"put {', '.join(entry.modules) or 'what provides it'} where Python finds it"
+    named = f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module} COMMAND"
+    if entry.wheels:
+        return f"load the wheel that the package brings: trainload --trust-extensions COMMAND; or {named}"
+    return named
+
+
+def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[str]) -> None:
+    """Check that a parsed graph file is safe, and is the graph that the manifest describes.
+
+    Raises:
+        UnsafePackageError: it is not safe, or calls operators that the manifest does not list.
+        PackageError: other inputs, outputs or state than the manifest's.
+    """
+    facts = validate_graph(document, file, namespaces)
+    unlisted = sorted(facts.operators - set(manifest.ops)) + sorted(facts.higher_order - set(manifest.higher_order_ops))
+    if unlisted:
+        raise UnsafePackageError("the graph calls operators that the manifest does not list", where=file, got=", ".join(unlisted[:5]))
+    prefix = manifest.graph_files()[file]
+    for name, entry in manifest.graphs.items():
+        if entry.file == file:
+            check_signature(document, manifest, name, file, inputs=[i.name for i in entry.inputs], outputs=len(entry.outputs))
+    for update in manifest.updates:
+        if file in (update.first, update.following):
+            takes = 3 if file == update.first else 3 + len(update.state)
+            check_signature(document, manifest, prefix, file, inputs=takes, outputs=1 + len(update.state))
+
+
+def check_graphs(manifest: Manifest, documents: Mapping[str, Any]) -> None:
+    """`check_graph` for graphs that are being written: name without folder and suffix -> document."""
+    for name, document in documents.items():
+        check_graph(manifest, document, f"graphs/{name}.json", frozenset(manifest.op_libraries))

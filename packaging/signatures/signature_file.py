@@ -1,0 +1,270 @@
+"""signatures/NAME.sig: what a signature says, read as hostile input. Nothing here asks whether it is true.
+
+A file is a Sigstore bundle around an in-toto statement, as OpenSSF model signing 1.0 writes them; docs/format.md says which part of that
+a package holds. It is read without the library that signs, so that every reader can say what is there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from trainload.core.canonical_json import nesting
+from trainload.core.errors import IntegrityError, UnsafePackageError
+from trainload.core.paths import open_inside
+from trainload.packaging.format.manifest import MANIFEST, Manifest, SafePath, Sha256
+from trainload.packaging.format.package_files import walk
+
+FOLDER = "signatures"
+SUFFIX = ".sig"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
+"""What a signature may be called, without its suffix."""
+MAX_SIGNATURE = 4 * 2**20
+"""Bytes of one file."""
+MAX_DEPTH = 32
+MAX_SIGNATURES = 100
+"""Files in signatures/."""
+
+Kind = Literal["key", "certificate", "keyless"]
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureFile:
+    """What a well-formed signature says of itself.
+
+    Attributes:
+        file: its path in the package.
+        kind: "key": made with a bare key; "certificate": with one that a certificate names; "keyless": through Sigstore's services.
+        signer: of a key, the sha256 of its public key as PEM; else the sha256 of the certificate as DER. The signature's own word.
+        files: path -> sha256 of what was signed.
+        data: the file's bytes.
+        certificate: DER, of who signed; b"" where it is a key.
+    """
+
+    file: str
+    kind: Kind
+    signer: str
+    files: Mapping[str, str] = field(repr=False)
+    data: bytes = field(repr=False)
+    certificate: bytes = field(repr=False)
+
+    @property
+    def by(self) -> str:
+        """Who says that it is theirs."""
+        return f"a {self.kind} {'certificate ' if self.kind == 'keyless' else ''}{self.signer}"
+
+    def difference(self, manifest: Manifest, digest: str) -> str | None:
+        """What was signed that is not the package, or the other way round, in words; None: it is exactly the package.
+
+        Args:
+            manifest: the package's.
+            digest: the sha256 of manifest.json.
+        """
+        wanted = signed_files(manifest, digest)
+        missing, extra = sorted(set(wanted) - set(self.files)), sorted(set(self.files) - set(wanted))
+        changed = sorted(path for path in set(wanted) & set(self.files) if wanted[path] != self.files[path])
+        found = [("not those of", changed), ("without", missing), ("with", extra)]
+        if not (changed or missing or extra):
+            return None
+        listed = ", ".join(f"{word} {_some(paths)}" for word, paths in found if paths)
+        return f"it signs other bytes than the package's: {listed}"
+
+
+def signed_files(manifest: Manifest, digest: str) -> dict[str, str]:
+    """What a signature must cover, and all that it may: path -> sha256 of manifest.json and of every file that it lists."""
+    return {MANIFEST: digest, **{path: entry.sha256 for path, entry in manifest.files.items()}}
+
+
+def signature_paths(root: Path) -> tuple[str, ...]:
+    """The files in signatures/, sorted.
+
+    Those whose names begin with a dot are left out: they are being written, or were left by a killed writer.
+
+    Raises:
+        UnsafePackageError: a link or special file, or too many files.
+    """
+    folder = root / FOLDER
+    if folder.is_symlink():
+        raise UnsafePackageError("a package holds plain files and folders only", where=FOLDER, got="a link")
+    if not folder.is_dir():
+        return ()
+    found: list[str] = []
+    for path, _ in walk(folder):
+        if not path.startswith("."):
+            found.append(f"{FOLDER}/{path}")
+        if len(found) > MAX_SIGNATURES:
+            raise UnsafePackageError("there are too many signatures", where=FOLDER, expected=f"at most {MAX_SIGNATURES}")
+    return tuple(found)
+
+
+def read_signature(root: Path, path: str) -> SignatureFile:
+    """Read a file of signatures/.
+
+    Raises:
+        UnsafePackageError: a link, too large or too deep.
+        IntegrityError: it is missing or malformed.
+    """
+    name = path.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
+    if not path.endswith(SUFFIX) or not NAME.fullmatch(name):
+        raise IntegrityError("this is no signature", where=path, expected=f"{FOLDER}/NAME{SUFFIX}", cure="Remove it.")
+    with open_inside(root, path) as file:
+        return parse_signature(file.read(MAX_SIGNATURE + 1), path)
+
+
+def parse_signature(data: bytes, where: str) -> SignatureFile:
+    """What the bytes of a signature say. `where` is the file's path in the package.
+
+    Raises: as `read_signature`.
+    """
+    bundle = _record(_Bundle, _parse(data, where), where)
+    payload = _decoded(bundle.dsse_envelope.payload, where)
+    statement = _record(_Statement, _parse(payload, where), where)
+    files: dict[str, str] = {}
+    for resource in statement.predicate.resources:
+        if resource.name in files:
+            raise IntegrityError("the signature is malformed: it lists a file twice", where=where, got=resource.name)
+        files[resource.name] = resource.digest
+    kind, certificate = _signer(bundle.verification_material, where)
+    key = bundle.verification_material.public_key
+    return SignatureFile(where, kind, key.hint if key is not None else hashlib.sha256(certificate).hexdigest(), files, data, certificate)
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+class _Strict(BaseModel):
+    """An object of a bundle: these fields and no others, under these names alone, since another reader might take another spelling."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, alias_generator=to_camel, validate_by_alias=True, validate_by_name=False
+    )
+
+
+class _Open(BaseModel):
+    """An object of a statement, whose version lets writers add fields."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class _PublicKey(_Strict):
+    hint: Sha256
+
+
+class _Certificate(_Strict):
+    raw_bytes: str
+
+
+class _Chain(_Strict):
+    certificates: Annotated[tuple[_Certificate, ...], Field(min_length=1, max_length=16, strict=False)]
+
+
+class _Material(_Strict):
+    public_key: _PublicKey | None = None
+    x509_certificate_chain: _Chain | None = None
+    certificate: _Certificate | None = None
+    tlog_entries: list[Any] = []
+    timestamp_verification_data: Any = None
+
+
+class _Mark(_Strict):
+    sig: str
+    keyid: str | None = None
+
+
+class _Envelope(_Strict):
+    payload: str
+    payload_type: Literal["application/vnd.in-toto+json"]
+    signatures: Annotated[tuple[_Mark, ...], Field(min_length=1, max_length=1, strict=False)]
+
+
+class _Bundle(_Strict):
+    media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
+    verification_material: _Material
+    dsse_envelope: _Envelope
+
+
+class _Serialization(_Open):
+    method: Literal["files"]
+    hash_type: Literal["sha256"]
+    allow_symlinks: Literal[False]
+
+
+class _Resource(_Open):
+    name: SafePath
+    algorithm: Literal["sha256"]
+    digest: Sha256
+
+
+class _Predicate(_Open):
+    serialization: _Serialization
+    resources: list[_Resource]
+
+
+class _Statement(_Open):
+    type_: Annotated[Literal["https://in-toto.io/Statement/v1"], Field(alias="_type")]
+    predicate_type: Annotated[Literal["https://model_signing/signature/v1.0"], Field(alias="predicateType")]
+    predicate: _Predicate
+
+
+def _record(kind: type[Parsed], value: object, where: str) -> Parsed:
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise IntegrityError(
+            f"the signature is malformed: {place}: {first['msg']}",
+            where=where,
+            expected="a Sigstore bundle 0.3 of OpenSSF model signing 1.0, by files, sha256",
+            cure="Sign the package again: trainload sign.",
+        ) from error
+
+
+def _signer(material: _Material, where: str) -> tuple[Kind, bytes]:
+    """How it was signed, and the certificate of who did."""
+    given = [value for value in (material.public_key, material.x509_certificate_chain, material.certificate) if value is not None]
+    if len(given) != 1:
+        raise IntegrityError("the signature is malformed: it names no signer, or several", where=where)
+    if isinstance(given[0], _PublicKey):
+        return "key", b""
+    if isinstance(given[0], _Chain):
+        return "certificate", _decoded(given[0].certificates[0].raw_bytes, where)
+    return "keyless", _decoded(given[0].raw_bytes, where)
+
+
+def _decoded(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise IntegrityError("the signature is malformed: it holds what is no base64", where=where) from error
+
+
+def _parse(data: bytes, where: str) -> Any:
+    """Decode JSON of anybody's writing: it need not be canonical, but says everything once."""
+    if len(data) > MAX_SIGNATURE:
+        raise UnsafePackageError("a signature is too large", where=where, expected=f"at most {MAX_SIGNATURE} bytes", got="more")
+    if (depth := nesting(data)) > MAX_DEPTH:
+        raise UnsafePackageError("JSON is nested too deeply", where=where, expected=f"at most {MAX_DEPTH} levels", got=str(depth))
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _once(pairs, where))
+    except ValueError as error:
+        raise IntegrityError(f"the signature is malformed: no JSON in UTF-8: {error}", where=where) from error
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise IntegrityError("the signature is malformed: an object has a key twice", where=where)
+    return found

@@ -1,0 +1,185 @@
+"""Checking every byte of a package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainload.core.canonical_json import sha256_bytes, sha256_file
+from trainload.core.errors import PackageError, StorageError, UnsafePackageError
+from trainload.core.paths import open_inside
+from trainload.packaging.derived import derived_problems
+from trainload.packaging.format.debug import debug_problems
+from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, Manifest
+from trainload.packaging.format.package_files import walk
+from trainload.packaging.libraries.wheels import read_wheel
+from trainload.packaging.package import check_graph, read_graph, read_manifest
+from trainload.packaging.signatures.keys import Identity
+from trainload.packaging.signatures.signature_file import Kind, read_signature, signature_paths
+from trainload.packaging.signatures.vouching import vouched_for
+from trainload.packaging.tensors.weight_shards import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with one file of a package."""
+
+    file: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureState:
+    """A well-formed signature of exactly this package's bytes.
+
+    Attributes:
+        file: its path in the package.
+        kind: how it was made: with a "key", with a key and its "certificate", or "keyless".
+        signer: the fingerprint of the key or certificate, as the signature itself has it.
+        identity: whose it is, of those that were asked for; None: nobody's, so its word was not checked.
+    """
+
+    file: str
+    kind: Kind
+    signer: str
+    identity: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify_package` found. `digest` is the manifest's sha256, whether or not the manifest is sound; `bytes` were read."""
+
+    digest: str
+    files: int
+    bytes: int
+    problems: tuple[Problem, ...]
+    signatures: tuple[SignatureState, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyReport:
+    """Read every byte of a package, weights, debug and derived files too, and say what is wrong with which file.
+
+    It runs nothing and needs no trust: operators of other libraries are not asked for, and the running torch's operators do not matter.
+    A signature that is malformed, or of other bytes, is wrong; whose it is, is asked for `identities` alone.
+
+    Args:
+        path: the package's folder.
+        identities: each of them must have signed it.
+
+    Raises:
+        StorageError: there is no package.
+        SignatureError: identities are given, and the libraries that check signatures are missing.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
+    try:
+        data = read_manifest(path)
+    except PackageError as error:
+        return VerifyReport("", 0, 0, (Problem(MANIFEST, str(error)),))
+    digest = sha256_bytes(data)
+    try:
+        manifest = Manifest.from_bytes(data, MANIFEST)
+    except PackageError as error:
+        return VerifyReport(digest, 1, len(data), (Problem(MANIFEST, str(error)),))
+    problems: list[Problem] = []
+    sizes: dict[str, int] = {}
+    try:
+        sizes = {file: status.st_size for file, status in walk(path)}
+    except PackageError as error:
+        problems.append(Problem(error.where, str(error)))
+        return VerifyReport(digest, 1, len(data), tuple(problems))
+    problems += _listed_files(path, manifest, sizes)
+    problems += [Problem(file, text) for file, text in debug_problems(path)]
+    problems += [Problem(file, text) for file, text in derived_problems(path, frozenset(manifest.op_libraries))]
+    signatures, wrong = _signatures(path, manifest, digest, identities)
+    problems += wrong
+    damaged = {problem.file for problem in problems}
+    if not damaged & set(manifest.files):
+        problems += _contents(path, manifest)
+    return VerifyReport(digest, len(sizes), sum(sizes.values()), tuple(problems), signatures)
+
+
+def _signatures(
+    path: Path, manifest: Manifest, digest: str, identities: Sequence[Identity]
+) -> tuple[tuple[SignatureState, ...], list[Problem]]:
+    """The signatures that are of this package, and what is wrong with the others, or missing."""
+    problems: list[Problem] = []
+    found: list[SignatureState] = []
+    try:
+        held, refused = vouched_for(path, manifest, digest, identities)
+        files = signature_paths(path)
+    except UnsafePackageError as error:
+        return (), [Problem(error.where, str(error))]
+    known = {vouched.file: vouched.identity.name for vouched in held}
+    for file in files:
+        try:
+            signature = read_signature(path, file)
+        except PackageError as error:
+            problems.append(Problem(file, str(error)))
+            continue
+        different = signature.difference(manifest, digest)
+        if different is not None:
+            problems.append(Problem(file, different))
+        else:
+            found.append(SignatureState(file, signature.kind, signature.signer, known.get(file)))
+    broken = {problem.file for problem in problems}
+    problems += [Problem(lacking.file, lacking.reason) for lacking in refused if lacking.file not in broken]
+    return tuple(found), problems
+
+
+def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list[Problem]:
+    problems = [
+        Problem(file, "not in the manifest")
+        for file in sizes
+        if file not in manifest.files and file != MANIFEST and not (file.split("/")[0] in OUTSIDE and "/" in file)
+    ]
+    for file, entry in manifest.files.items():
+        if file not in sizes:
+            problems.append(Problem(file, "missing"))
+        elif sizes[file] != entry.size:
+            problems.append(Problem(file, f"has {sizes[file]} bytes, and the manifest says {entry.size}"))
+        elif (got := sha256_file(path / file)) != entry.sha256:
+            problems.append(Problem(file, f"damaged: its sha256 is {got}, and the manifest says {entry.sha256}"))
+    return problems
+
+
+def _contents(path: Path, manifest: Manifest) -> list[Problem]:
+    """What digests cannot say: that graphs are safe, and that weights and constants are those of the manifest."""
+    problems: list[Problem] = []
+    for file in manifest.graph_files():
+        try:
+            check_graph(manifest, read_graph(path, manifest, file), file, frozenset(manifest.op_libraries))
+        except PackageError as error:
+            problems.append(Problem(file, str(error)))
+    problems += _wheels(path, manifest)
+    if manifest.abstract is not None:
+        return problems
+    try:
+        reader = WeightReader(path, manifest)
+        for name in reader.names():
+            reader.check(name)
+    except PackageError as error:
+        problems.append(Problem(error.where.split(",")[0], str(error)))
+    return problems
+
+
+def _wheels(path: Path, manifest: Manifest) -> list[Problem]:
+    """What is wrong with wheels as such, and with what the manifest says of their distributions."""
+    problems = []
+    for entry in manifest.op_libraries.values():
+        for wheel in entry.wheels:
+            try:
+                with open_inside(path, wheel) as file:
+                    found = read_wheel(file, wheel.rpartition("/")[2])
+                if lacking := [module for module in entry.modules if not found.has_module(module)]:
+                    problems.append(Problem(wheel, f"it has no module {lacking[0]}, which the manifest says registers operators"))
+            except PackageError as error:
+                problems.append(Problem(wheel, str(error)))
+    return problems

@@ -1,0 +1,343 @@
+"""weights/: shards that any Hugging Face tool reads, digests of their chunks, and a reader that takes only the bytes it is asked for.
+
+weights/chunks.json lists the sha256 of every chunk of every file, and the reader checks each chunk that it touches, each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import IntegrityError, PackageError
+from trainload.core.paths import open_inside, write_bytes
+from trainload.packaging.format.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
+from trainload.packaging.format.package_files import read_checked
+from trainload.packaging.tensors import chunks
+from trainload.packaging.tensors.safetensors_file import (
+    DTYPES,
+    Place,
+    TensorFileWriter,
+    TensorSpec,
+    bytes_of,
+    header_length,
+    parse_header,
+    to_fill,
+    write_tensors,
+)
+
+MAX_SHARD = 2 * 2**30
+"""Bytes of tensors in one shard, unless one tensor alone is larger."""
+
+
+def stored_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """What weights/ holds: (parameters that are no alias and persistent buffers, other buffers)."""
+    state = [TensorSpec(p.name, p.dtype, p.shape) for p in manifest.parameters if p.alias_of is None]
+    state += [TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
+    return tuple(state), tuple(TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if not b.persistent)
+
+
+def trained_tensors(manifest: Manifest, parameters: Collection[str] | None = None) -> frozenset[str]:
+    """Names of what training may change: parameters (None: those that the package trains), and all buffers."""
+    if parameters is None:
+        parameters = [entry.name for entry in manifest.parameters if entry.trainable]
+    return frozenset(parameters) | {entry.name for entry in manifest.buffers}
+
+
+def shard_layout(
+    specs: Sequence[TensorSpec], max_shard: int = MAX_SHARD, changing: Collection[str] | None = None
+) -> dict[str, tuple[TensorSpec, ...]]:
+    """File -> its tensors: those of `changing` first, then the others, in files of their own, each in the order of `specs`.
+
+    So the files of what training leaves alone are the same bytes before and after it, and a store has them once.
+
+    Args:
+        specs: what to lay out.
+        max_shard: bytes; a new file begins where the next tensor would exceed it.
+        changing: names; None: all of them.
+    """
+    first = [spec for spec in specs if changing is None or spec.name in changing]
+    others = [spec for spec in specs if changing is not None and spec.name not in changing]
+    shards = [shard for part in (first, others) for shard in _filled(part, max_shard)] or [[]]
+    total = len(shards)
+    return {f"weights/model-{i:05d}-of-{total:05d}.safetensors": tuple(shard) for i, shard in enumerate(shards, 1)}
+
+
+def _filled(specs: Sequence[TensorSpec], max_shard: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = []
+    used = 0
+    for spec in specs:
+        if not shards or used + spec.nbytes > max_shard:
+            shards.append([])
+            used = 0
+        shards[-1].append(spec)
+        used += spec.nbytes
+    return shards
+
+
+def write_weights(
+    root: Path,
+    specs: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    max_shard: int = MAX_SHARD,
+    changing: Collection[str] | None = None,
+) -> list[str]:
+    """Write weights/ under `root`, one tensor of `tensors` in memory at a time, in whatever order they come.
+
+    Args:
+        root: a package that is being made.
+        specs: as of `stored_tensors`.
+        tensors: (name, tensor), all of them.
+        max_shard: as for `shard_layout`.
+        changing: as for `shard_layout`.
+
+    Returns:
+        The files written, relative to `root`.
+
+    Raises:
+        PackageError: a tensor is missing, unknown, comes twice or does not fit.
+        OSError: the disk is full.
+    """
+    state, others = specs
+    layout = shard_layout(state, max_shard, changing)
+    if others:
+        layout[NON_PERSISTENT] = tuple(others)
+    (root / "weights").mkdir()
+    with ExitStack() as stack:
+        writers = {path: stack.enter_context(TensorFileWriter(root / path, shard)) for path, shard in layout.items()}
+        home = {spec.name: writers[path] for path, shard in layout.items() for spec in shard}
+        for name, tensor in tensors:
+            if name not in home:
+                raise PackageError("a tensor that the package does not have", where=name)
+            home[name].add(name, tensor)
+    names = {spec.name: path.removeprefix("weights/") for path, shard in layout.items() for spec in shard if path != NON_PERSISTENT}
+    _write_lists(root, sum(spec.nbytes for spec in state), names, {path: _digests(root / path) for path in layout})
+    return [*layout, INDEX, CHUNKS]
+
+
+def add_weights(package: Path, manifest: Manifest, root: Path, added: Mapping[str, torch.Tensor]) -> list[str]:
+    """Write the lists of weights/ under `root` for the files of another package and one more, and the new file itself.
+
+    Args:
+        package: the other package's folder.
+        manifest: its manifest.
+        root: a package that is being made. The other's files of tensors are put there by who calls this, unchanged.
+        added: name -> a parameter that the other lacks; at least one.
+
+    Returns:
+        The files written, relative to `root`.
+
+    Raises:
+        IntegrityError: the other's lists are damaged.
+        OSError: the disk is full.
+    """
+    state, _ = stored_tensors(manifest)
+    homes = _weight_map(parse_canonical(read_checked(package, INDEX, manifest.files[INDEX]), INDEX), {spec.name for spec in state})
+    sizes = {path: entry.size for path, entry in manifest.files.items() if path.startswith("weights/") and path not in (INDEX, CHUNKS)}
+    digests = _chunk_table(parse_canonical(read_checked(package, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes)
+    number = next(n for n in range(1, len(sizes) + 2) if _added_file(n) not in sizes)
+    (root / "weights").mkdir(exist_ok=True)
+    write_tensors(root / _added_file(number), added)
+    digests[_added_file(number)] = _digests(root / _added_file(number))
+    homes |= dict.fromkeys(added, _added_file(number).removeprefix("weights/"))
+    _write_lists(root, sum(spec.nbytes for spec in state) + sum(tensor.nbytes for tensor in added.values()), homes, digests)
+    return [_added_file(number), INDEX, CHUNKS]
+
+
+def _added_file(number: int) -> str:
+    return f"weights/model-added-{number:05d}.safetensors"
+
+
+def _write_lists(root: Path, size: int, homes: Mapping[str, str], digests: Mapping[str, list[str]]) -> None:
+    write_bytes(root / INDEX, canonical_json({"metadata": {"total_size": size}, "weight_map": homes}))
+    write_bytes(root / CHUNKS, canonical_json({"chunk_size": chunks.CHUNK, "files": digests}))
+
+
+def _digests(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        return list(chunks.chunk_digests(file))
+
+
+class WeightReader:
+    """Reads a package's parameters and buffers lazily. Opening it reads two small JSON files; nothing is kept but the last chunk.
+
+    Laws: a byte is returned only after the digest of its chunk was checked; a tensor that was returned has memory of its own.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._specs: dict[str, tuple[str, TensorSpec]] = {}
+        self._places: dict[str, dict[str, Place]] = {}
+        state, others = stored_tensors(manifest)
+        self._aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
+        wanted = {spec.name: spec for spec in state}
+        index = parse_canonical(read_checked(root, INDEX, manifest.files[INDEX]), INDEX)
+        homes = _weight_map(index, set(wanted))
+        for name, spec in wanted.items():
+            self._specs[name] = (f"weights/{homes[name]}", spec)
+        for spec in others:
+            self._specs[spec.name] = (NON_PERSISTENT, spec)
+        used = {path for path, _ in self._specs.values()}
+        listed = {path for path in manifest.files if path.startswith("weights/")} - {INDEX, CHUNKS}
+        if used - listed or {path for path in listed if path not in used and (wanted or path == NON_PERSISTENT)}:
+            raise IntegrityError("the index names other files than the manifest", where=INDEX, got=", ".join(sorted(used ^ listed)[:5]))
+        sizes = {path: manifest.files[path].size for path in listed}
+        table = _chunk_table(parse_canonical(read_checked(root, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes)
+        last = chunks.LastChunk()
+        self._files = {path: _chunked(root, path, sizes[path], digests, last) for path, digests in table.items()}
+
+    def names(self) -> tuple[str, ...]:
+        """Every parameter that is not an alias, and every buffer."""
+        return tuple(self._specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a parameter or buffer. KeyError: there is none of this name."""
+        return DTYPES[self._find(name)[1].dtype]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter or buffer. KeyError: there is none of this name."""
+        return self._find(name)[1].shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter (an alias too) or buffer, on CPU.
+
+        Raises:
+            KeyError: there is none of this name.
+            IntegrityError: its bytes are damaged.
+        """
+        path, spec = self._find(name)
+        place = self._place(path, name)
+        tensor = to_fill(spec.shape, DTYPES[spec.dtype])
+        self._files[path].fill(place.start, bytes_of(tensor), onward=True)
+        return tensor
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor: (stop - start,). Only the chunks that hold them are read.
+
+        Raises:
+            KeyError: there is none of this name.
+            ValueError: the range is not within the tensor.
+            IntegrityError: its bytes are damaged.
+        """
+        path, spec = self._find(name)
+        place = self._place(path, name)
+        item = DTYPES[spec.dtype].itemsize
+        if not 0 <= start <= stop <= (place.stop - place.start) // item:
+            raise ValueError(f"elements {start} to {stop} are not within {name} of shape {spec.shape}")
+        tensor = to_fill((stop - start,), DTYPES[spec.dtype])
+        self._files[path].fill(place.start + start * item, bytes_of(tensor))
+        return tensor
+
+    def check_headers(self) -> None:
+        """Check, by the headers, that every file of weights holds the tensors of the manifest. No tensor is made.
+
+        Raises:
+            IntegrityError: one does not, or its header is damaged.
+        """
+        for name, (path, _) in self._specs.items():
+            self._place(path, name)
+
+    def file(self, name: str) -> str:
+        """The file that holds a parameter or buffer. KeyError: there is none of this name."""
+        return self._find(name)[0]
+
+    def digests(self, name: str) -> tuple[int, tuple[str, ...]]:
+        """What tells a tensor's bytes without reading them: where it begins in its first chunk, and the digests of the chunks that hold it.
+
+        Law: where these are equal for two tensors of one dtype and shape, so are the tensors. They may differ for equal ones.
+
+        Raises:
+            KeyError: there is none of this name.
+            IntegrityError: the file's header is damaged.
+        """
+        path, _ = self._find(name)
+        place = self._place(path, name)
+        return place.start % chunks.CHUNK, self._files[path].digests(place.start, place.stop)
+
+    def check(self, name: str) -> None:
+        """Read a tensor's bytes and compare their digests, without keeping them.
+
+        Raises:
+            KeyError: there is none of this name.
+            IntegrityError: its bytes are damaged.
+        """
+        path, _ = self._find(name)
+        place = self._place(path, name)
+        self._files[path].check(place.start, place.stop)
+
+    def _find(self, name: str) -> tuple[str, TensorSpec]:
+        return self._specs[self._aliases.get(name, name)]
+
+    def _place(self, path: str, name: str) -> Place:
+        places = self._places.get(path)
+        if places is None:
+            file = self._files[path]
+            length = header_length(file.read(0, min(8, file.size)), file.size, path)
+            specs = [spec for home, spec in self._specs.values() if home == path]
+            places = self._places[path] = parse_header(file.read(0, 8 + length), file.size, path, specs)
+        return places[self._aliases.get(name, name)]
+
+
+def _chunked(root: Path, path: str, size: int, digests: Sequence[str], last: chunks.LastChunk) -> chunks.ChunkedFile:
+    def damaged(number: int) -> IntegrityError:
+        return IntegrityError(
+            "a file of weights is damaged",
+            where=path,
+            expected=f"sha256 {digests[number]} of bytes from {number * chunks.CHUNK}",
+            got="another",
+            cure="Fetch the package again.",
+        )
+
+    return chunks.ChunkedFile(lambda: chunks.ranges_of(open_inside(root, path)), size, digests, damaged, last)
+
+
+class LazyState(Mapping[str, torch.Tensor]):
+    """`Program.state` of a package: each access reads the tensor from disk."""
+
+    def __init__(self, reader: WeightReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._reader:
+            raise KeyError(name)
+        return self._reader.tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._reader
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.names())
+
+    def __len__(self) -> int:
+        return len(self._reader.names())
+
+
+def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
+    if not isinstance(index, dict) or set(index) != {"metadata", "weight_map"} or not isinstance(index["weight_map"], dict):
+        raise IntegrityError("the index is malformed", where=INDEX)
+    homes = index["weight_map"]
+    if set(homes) != wanted or not all(isinstance(home, str) for home in homes.values()):
+        raise IntegrityError("the index names other tensors than the manifest", where=INDEX, got=", ".join(sorted(set(homes) ^ wanted)[:5]))
+    return dict(homes)
+
+
+def _chunk_table(told: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    if (
+        not isinstance(told, dict)
+        or set(told) != {"chunk_size", "files"}
+        or canonical_json(told["chunk_size"]) != canonical_json(chunks.CHUNK)
+    ):
+        raise IntegrityError("the list of chunks is malformed", where=CHUNKS)
+    files = told["files"]
+    if not isinstance(files, dict) or set(files) != set(sizes):
+        raise IntegrityError("the list of chunks names other files than the manifest", where=CHUNKS)
+    for path, size in sizes.items():
+        if not isinstance(files[path], list) or len(files[path]) != -(-size // chunks.CHUNK):
+            raise IntegrityError("the list of chunks has another length than the file", where=f"{CHUNKS}, {path}")
+    return dict(files)

@@ -1,0 +1,173 @@
+"""What a graph holds in memory while it runs: storages, when each comes into being, and when the last value that lies in it is used."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from trainload.capture.operators import bodies_of, is_collective, is_overload
+from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, number
+
+aten = torch.ops.aten
+_SAME: set[Any] = {aten._unsafe_view.default, aten.lift_fresh.default, torch.ops._c10d_functional.wait_tensor.default}
+"""Their results lie where their first operand does, though their schemas do not say so."""
+_SAME_IF_CONTIGUOUS: set[Any] = {aten.reshape.default, aten.contiguous.default}
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_READING: set[Any] = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+ROUNDED = 64
+"""Allocators give multiples of this many bytes; CUDA's, of 512."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a graph holds beside its inputs while it runs.
+
+    Attributes:
+        peak: bytes, at most.
+        left: bytes of what it returns and was not given.
+        communication: of the peak, what collectives have made.
+        at: the node that was computed at the peak; empty where nothing was.
+    """
+
+    peak: int
+    left: int
+    communication: int
+    at: str
+
+
+def storage_bytes(value: Tensor, sizes: Sizes = EXAMPLE) -> int:
+    """Bytes that a tensor takes; of one that repeats elements, those that are there."""
+    shape, strides = ([number(each, sizes) for each in found] for found in (value.shape, value.stride()))
+    if 0 in shape:
+        return 0
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return -(-elements * value.element_size() // ROUNDED) * ROUNDED
+
+
+class Storages:
+    """Which storage each value of a graph lies in.
+
+    Args:
+        module: every node has `meta["val"]`.
+        sizes: the value of each symbol.
+
+    Attributes:
+        of: node -> for each tensor of its value, the number of a storage.
+        bytes: of each storage; nothing of those that the graph is given.
+        made: node -> the storages that it makes.
+    """
+
+    def __init__(self, module: GraphModule, sizes: Sizes = EXAMPLE) -> None:
+        self._module, self._sizes = module, sizes
+        self.of: dict[Node, tuple[int | None, ...]] = {}
+        self.bytes: list[int] = []
+        self.made: dict[Node, list[int]] = {}
+        for node in module.graph.nodes:
+            self._place(node)
+
+    def _place(self, node: Node) -> None:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            self.of[node] = (self._new(node, 0),) if isinstance(value, Tensor) else (None,)
+            return
+        if node.op != "call_function":
+            self.of[node] = ()
+            return
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            found, at = self.of[node.args[0]], node.args[1]
+            assert isinstance(at, int)
+            self.of[node] = (found[at],) if at < len(found) else found[:1]  # several views of one storage count as one
+            return
+        same = self._base(node)
+        if same is not None:
+            self.of[node] = self.of[same][:1]
+            return
+        values = value if isinstance(value, tuple | list) else (value,)
+        self.of[node] = tuple(self._new(node, storage_bytes(v, self._sizes)) if isinstance(v, Tensor) else None for v in values)
+
+    def _new(self, node: Node, size: int) -> int:
+        self.bytes.append(size)
+        self.made.setdefault(node, []).append(len(self.bytes) - 1)
+        return len(self.bytes) - 1
+
+    def _base(self, node: Node) -> Node | None:
+        """The operand in whose storage a node's value lies."""
+        target = node.target
+        if not is_overload(target) or not node.args or not isinstance(node.args[0], Node):
+            return None
+        source = node.args[0]
+        if target in _SAME:
+            return source
+        if target in _SAME_IF_CONTIGUOUS:
+            return source if _contiguous(source.meta["val"]) else None
+        schema = target._schema
+        aliased = [result.alias_info for result in schema.returns if result.alias_info is not None]
+        return source if aliased and schema.arguments[0].alias_info is not None else None
+
+
+def _contiguous(value: Tensor) -> bool:
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if str(size) == "1":
+            continue
+        if str(stride) != str(expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> Held:
+    """What a flat graph holds when its nodes are computed one after the other, each value until its last use.
+
+    Args:
+        module: every node has `meta["val"]`.
+        sizes: the value of each symbol.
+    """
+    storages = Storages(module, sizes)
+    nodes = list(module.graph.nodes)
+    last: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        for made in storages.made.get(node, ()):
+            last[made] = index
+        for source in _used(node):
+            for storage in storages.of[source]:
+                if storage is not None:
+                    last[storage] = max(last.get(storage, 0), index)
+    freed: dict[int, list[int]] = {}
+    for storage, index in last.items():
+        freed.setdefault(index, []).append(storage)
+    sent = {made for node, own in storages.made.items() if is_collective(node) for made in own}
+    alive = flying = 0
+    most = Held(0, 0, 0, "")
+    for index, node in enumerate(nodes):
+        if node.op == "output":
+            return replace(most, left=alive)
+        if node.op == "placeholder":
+            continue
+        new, old = storages.made.get(node, ()), freed.get(index, ())
+        alive += sum(storages.bytes[made] for made in new)
+        flying += sum(storages.bytes[made] for made in new if made in sent)
+        now = alive + _inside(module, node, sizes)
+        if now > most.peak:
+            most = Held(now, 0, flying, node.name)
+        alive -= sum(storages.bytes[storage] for storage in old)
+        flying -= sum(storages.bytes[storage] for storage in old if storage in sent)
+    raise AssertionError("a graph ends with its output")
+
+
+def _used(node: Node) -> Iterator[Node]:
+    """What a node needs to be there: its operands, and, of a wait, what the collective reads until then. Others work on a copy."""
+    yield from node.all_input_nodes
+    if node.target is _WAIT and isinstance(node.args[0], Node) and node.args[0].target in _READING:
+        yield from node.args[0].all_input_nodes
+
+
+def _inside(module: GraphModule, node: Node, sizes: Sizes) -> int:
+    """What the bodies of an operator hold while it runs."""
+    return max((held(body, sizes).peak for body in bodies_of(module, node).values()), default=0)

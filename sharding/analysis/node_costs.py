@@ -1,0 +1,87 @@
+"""What a node of a step graph costs to compute: operations, and bytes that are read and written."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+
+from trainload.sharding.analysis.graph_nodes import arguments
+
+aten = torch.ops.aten
+Sizes = Mapping[str, int]
+"""Symbol of a size -> its value."""
+EXAMPLE: Sizes = MappingProxyType({})
+"""All sizes as in the example batch."""
+
+
+def number(size: Any, sizes: Sizes = EXAMPLE) -> int:
+    """A size as a number: where `sizes` lacks a symbol of it, what it is in the example batch; 0 where the data decide."""
+    if not isinstance(size, SymInt):
+        return int(size)
+    expression = size.node.expr
+    names = _symbols(expression)
+    if all(name in sizes for name in names):
+        return _evaluated(expression, tuple(sizes[name] for name in names))
+    return int(size.node.hint) if size.node.has_hint() else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _symbols(expression: Any) -> tuple[str, ...]:
+    return tuple(sorted(map(str, expression.free_symbols)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluated(expression: Any, values: tuple[int, ...]) -> int:
+    """An expression of sympy with values for its symbols, in the order of their names."""
+    named = dict(zip(_symbols(expression), values, strict=True))
+    return max(0, int(expression.xreplace({symbol: named[str(symbol)] for symbol in expression.free_symbols})))
+
+
+def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
+    """Multiplications and additions of a node that multiplies matrices; 0 of any other."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        left: Any = node.args[1 if packet in (aten.addmm, aten.baddbmm) else 0]
+        return 2.0 * elements(node.meta["val"], sizes) * number(left.meta["val"].shape[-1], sizes)
+    if packet is aten.convolution:
+        return 2.0 * elements(node.meta["val"], sizes) * _each_output(arguments(node)["weight"], sizes)
+    if packet is aten.convolution_backward:
+        given = arguments(node)
+        wanted = sum(given["output_mask"][:2])
+        return float(2.0 * wanted * elements(given["grad_output"].meta["val"], sizes) * _each_output(given["weight"], sizes))
+    if "scaled_dot_product" in str(packet):
+        given = arguments(node)
+        products = 5 if "grad_out" in given or "grad_output" in given else 2
+        seen = 0.5 if given.get("is_causal") else 1.0
+        keys = number(given["key"].meta["val"].shape[2], sizes)
+        return 2.0 * products * seen * elements(given["query"].meta["val"], sizes) * keys
+    return 0.0
+
+
+def elements(value: object, sizes: Sizes = EXAMPLE) -> float:
+    """Elements of a tensor; of several, of the first; of what is none, 0."""
+    found = value[0] if isinstance(value, tuple | list) and value else value
+    return float(math.prod(number(size, sizes) for size in found.shape)) if isinstance(found, Tensor) else 0.0
+
+
+def bytes_of(node: Node, sizes: Sizes = EXAMPLE) -> float:
+    """Bytes of a node's tensors; 0 of what is none."""
+    value = node.meta.get("val")
+    tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+    return sum((elements(t, sizes) * t.element_size() for t in tensors), 0.0)
+
+
+def moved_bytes(node: Node, sizes: Sizes = EXAMPLE) -> float:
+    """Bytes of the tensors that a node reads and writes."""
+    return bytes_of(node, sizes) + sum(bytes_of(source, sizes) for source in node.all_input_nodes)
+
+
+def _each_output(weight: Node, sizes: Sizes) -> float:
+    return float(math.prod(number(size, sizes) for size in weight.meta["val"].shape[1:]))

@@ -1,0 +1,233 @@
+"""When each rank of a pipeline does what: torch's schedules as tables, checked, and the messages that go with them.
+
+A table is data. torch's classes make it; nothing of theirs runs in training. An action is spelled as torch spells it: stage, part,
+microbatch, as in "0F3".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import pipelining
+
+from trainload.core.errors import PlanError
+from trainload.sharding.pipeline.stages import Part
+from trainload.sharding.plans.strategies import Schedule
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAPPED = re.compile(r"\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
+_V_SHAPED = frozenset({"zbv", "dualpipev"})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """What a rank does with a microbatch at a stage of its own."""
+
+    stage: int
+    part: Part
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.part.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of `str`. Raises: PlanError."""
+        found = _ACTION.fullmatch(text)
+        if found is None:
+            raise PlanError(
+                "this is no action of a pipeline", where="plan.pipeline.order", expected="such as 0F3, 0B3, 0I3 or 0W3", got=text
+            )
+        return cls(int(found[1]), Part(found[2]), int(found[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What crosses a boundary for a microbatch: `up` from stage `boundary` to the next, or down to it. `source`, `target`: ranks of the
+    pipeline.
+    """
+
+    boundary: int
+    up: bool
+    microbatch: int
+    source: int
+    target: int
+
+
+Instruction = Action | Message
+Order = tuple[tuple[str, ...], ...]
+
+
+def stage_ranks(schedule: Schedule, ranks: int, per_rank: int) -> tuple[int, ...]:
+    """Which rank of the pipeline has stage 0, 1, ..."""
+    if schedule in _V_SHAPED:
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(range(ranks)) * per_rank
+
+
+def make_order(schedule: Schedule, ranks: int, per_rank: int, microbatches: int) -> Order:
+    """For each rank of a pipeline, its actions in order.
+
+    Raises:
+        PlanError: the schedule does not go with so many stages or microbatches.
+    """
+    if (schedule in _V_SHAPED) != (per_rank == 2) and schedule in _V_SHAPED:
+        raise PlanError(f"the schedule {schedule} has two stages on each rank", where="pipeline", expected="2", got=str(per_rank))
+    homes = stage_ranks(schedule, ranks, per_rank)
+    try:
+        table = _table(schedule, homes, ranks, per_rank, microbatches)
+    except (ValueError, AssertionError) as error:
+        raise PlanError(
+            f"the schedule {schedule} cannot be made",
+            where="pipeline",
+            expected="microbatches and stages that torch's schedule takes",
+            got=f"{ranks} ranks of {per_rank} stages, {microbatches} microbatches: {error}",
+            cure="Choose another number of microbatches (--accumulate), or the schedule 1f1b with one stage on each rank.",
+        ) from error
+    order = tuple(tuple(str(action) for action in table[rank]) for rank in range(ranks))
+    instructions(order, homes, microbatches)
+    return order
+
+
+def _table(schedule: Schedule, homes: Sequence[int], ranks: int, per_rank: int, microbatches: int) -> list[list[Action]]:
+    makers: dict[Schedule, Callable[..., Any]] = {
+        "gpipe": pipelining.ScheduleGPipe if per_rank == 1 else pipelining.ScheduleLoopedBFS,
+        "1f1b": pipelining.Schedule1F1B if per_rank == 1 else pipelining.ScheduleInterleaved1F1B,
+        "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+        "zbv": pipelining.ScheduleZBVZeroBubble,
+        "dualpipev": pipelining.ScheduleDualPipeV,
+    }
+    # The classes look at no more of a stage than where it stands.
+    stages = [
+        SimpleNamespace(
+            num_stages=len(homes),
+            group_size=ranks,
+            group_rank=0,
+            group=None,
+            stage_index=stage,
+            has_backward=True,
+            is_first=stage == 0,
+            is_last=stage == len(homes) - 1,
+            stage_index_to_group_rank={},
+            submod=None,
+        )
+        for stage, home in enumerate(homes)
+        if home == 0
+    ]
+    single = makers[schedule] in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B)
+    made = makers[schedule](stages[0] if single else stages, n_microbatches=microbatches, loss_fn=lambda *_: None)
+    return [_renumbered(_spelled(made.pipeline_order[rank])) for rank in range(ranks)]
+
+
+def _spelled(row: Sequence[object]) -> list[Action]:
+    found: list[Action] = []
+    for entry in row:
+        text = str(entry)
+        pair = _OVERLAPPED.fullmatch(text)
+        found += [Action.parse(t) for t in ((pair[1], pair[2]) if pair else (text,)) if _ACTION.fullmatch(t)]
+    return found
+
+
+def _renumbered(actions: Sequence[Action]) -> list[Action]:
+    """Forwards numbered as they come: before 2.15, torch's table of 1F1B numbers the last rank's from 1."""
+    counts: dict[int, int] = {}
+    found: list[Action] = []
+    for action in actions:
+        if action.part is Part.FORWARD:
+            number = counts.get(action.stage, 0)
+            counts[action.stage] = number + 1
+            found.append(Action(action.stage, action.part, number))
+        else:
+            found.append(action)
+    return found
+
+
+def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[list[Instruction]]:
+    """What each rank of a pipeline does, messages among it, in such an order that all ranks can go through to the end.
+
+    A message stands in its sender's list after the action that makes it. It stands in its receiver's where that one has come to by then,
+    so that any two ranks have their messages in the same order.
+
+    Args:
+        order: the actions of each rank.
+        homes: stage -> its rank.
+        microbatches: of one step.
+
+    Raises:
+        PlanError: a stage does not do all of its work once, or the ranks would wait for one another.
+    """
+    rows = [[Action.parse(text) for text in row] for row in order]
+    _check_complete(rows, homes, microbatches)
+    made: list[list[Instruction]] = [[] for _ in rows]
+    done: set[Action] = set()
+    at = [0] * len(rows)
+    while any(at[rank] < len(row) for rank, row in enumerate(rows)):
+        ready = [rank for rank, row in enumerate(rows) if at[rank] < len(row) and _is_ready(row[at[rank]], done, len(homes))]
+        if not ready:
+            rank = next(rank for rank, row in enumerate(rows) if at[rank] < len(row))
+            raise PlanError(
+                "the pipeline's ranks would wait for one another",
+                where=f"plan.pipeline.order, rank {rank}",
+                expected="an order in which every action comes after what it needs",
+                got=f"{rows[rank][at[rank]]} waits",
+            )
+        for rank in ready:
+            action = rows[rank][at[rank]]
+            made[rank].append(action)
+            at[rank] += 1
+        for rank in ready:
+            action = rows[rank][at[rank] - 1]
+            done.add(action)
+            message = message_of(action, homes)
+            if message is not None and message.source != message.target:
+                made[message.source].append(message)
+                made[message.target].append(message)
+    return made
+
+
+def message_of(action: Action, homes: Sequence[int]) -> Message | None:
+    """What an action makes for another stage, whether that is on another rank or not. `homes`: stage -> its rank."""
+    stage = action.stage
+    if action.part is Part.FORWARD and stage < len(homes) - 1:
+        return Message(stage, True, action.microbatch, homes[stage], homes[stage + 1])
+    if action.part in (Part.BACKWARD, Part.INPUT) and stage:
+        return Message(stage - 1, False, action.microbatch, homes[stage], homes[stage - 1])
+    return None
+
+
+def _is_ready(action: Action, done: set[Action], count: int) -> bool:
+    stage, number = action.stage, action.microbatch
+    if action.part is Part.FORWARD:
+        return stage == 0 or Action(stage - 1, Part.FORWARD, number) in done
+    if action.part is Part.WEIGHT:
+        return Action(stage, Part.INPUT, number) in done
+    if Action(stage, Part.FORWARD, number) not in done:
+        return False
+    return stage == count - 1 or any(Action(stage + 1, part, number) in done for part in (Part.BACKWARD, Part.INPUT))
+
+
+def _check_complete(rows: Sequence[Sequence[Action]], homes: Sequence[int], microbatches: int) -> None:
+    where: dict[Action, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action in where or action.stage >= len(homes) or homes[action.stage] != rank or action.microbatch >= microbatches:
+                raise PlanError(
+                    "an action of the pipeline is done twice, or by a rank that has not its stage, or for a microbatch that there is not",
+                    where=f"plan.pipeline.order, rank {rank}",
+                    got=str(action),
+                )
+            where[action] = rank
+    for stage in range(len(homes)):
+        for number in range(microbatches):
+            parts = {part for part in Part if Action(stage, part, number) in where}
+            if parts not in ({Part.FORWARD, Part.BACKWARD}, {Part.FORWARD, Part.INPUT, Part.WEIGHT}):
+                raise PlanError(
+                    "a stage does not do all of its work on a microbatch",
+                    where=f"plan.pipeline.order: stage {stage}, microbatch {number}",
+                    expected="F and B, or F, I and W",
+                    got=", ".join(sorted(part.value for part in parts)) or "nothing",
+                )

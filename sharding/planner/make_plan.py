@@ -1,0 +1,192 @@
+"""Makes plans: from a package and a cluster's shape alone, without a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+
+from trainload.capture.job.ambient import neutrally
+from trainload.capture.program import ParameterSpec
+from trainload.core.arguments import check_arguments
+from trainload.core.errors import PlanError
+from trainload.packaging.package import Package
+from trainload.sharding.pipeline.pipeline_axis import default_microbatches, pipe
+from trainload.sharding.planner.check_plan import check_batch, rows_of_update
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.plans.buckets import item_bytes, make_buckets
+from trainload.sharding.plans.estimate import estimate
+from trainload.sharding.plans.plan import Cluster, Count, Estimate, Plan, Shard
+from trainload.sharding.plans.strategies import STRATEGIES, BatchNorm, Divide, Recompute, Schedule, Strategy
+from trainload.sharding.rewriting.local_step import Local
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Of parameters in one bucket; as DistributedDataParallel's default."""
+REPLICATED_BYTES = 2**30
+"""Parameters, gradients and optimizer state up to this size are replicated where no strategy is asked for."""
+
+
+@neutrally
+@check_arguments(PlanError)
+def make_plan(
+    package: Package | Source,
+    cluster: Cluster,
+    strategy: Strategy | None = None,
+    *,
+    global_batch: Count | None = None,
+    accumulate: Count | None = None,
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES,
+    prefetch: Annotated[int, Field(ge=0)] = 1,
+    shard_ranks: Count | None = None,
+    tensor_ranks: Count = 1,
+    tensor_rules: Mapping[str, Shard | None] | None = None,
+    divide: Divide = "tensor",
+    pipeline_ranks: Count = 1,
+    schedule: Schedule | None = None,
+    stages_per_rank: Count | None = None,
+    batch_norm: BatchNorm = "averaged",
+    recompute: Recompute = "job",
+) -> Plan:
+    """Spreads a package over a cluster.
+
+    Args:
+        package: what is to be trained; a `Source`, where several plans are made.
+        cluster: the cluster's shape.
+        strategy: of the data axis. None: "single" where it has one rank; else "zero0" while a replica of everything takes up to
+            REPLICATED_BYTES, then "zero3".
+        global_batch: rows of one optimizer update; None: the recipe's.
+        accumulate: microbatches of one update on each rank of the data axis; None: one, or, with a pipeline, up to twice its ranks.
+        bucket_bytes: bytes of parameters in one bucket; a bucket ends with the parameter that reaches it.
+        prefetch: how many buckets ahead of its use a bucket's gather starts.
+        shard_ranks: for "hybrid": how many ranks of the data axis share one copy; None: those of a node.
+        tensor_ranks: how many neighbours divide the work on the same rows.
+        tensor_rules: pattern of parameter names (as in a shell) -> how the tensor axis divides them; None: not. What no pattern fits is
+            found from the graph.
+        divide: what the tensor axis divides: as `Plan` says.
+        pipeline_ranks: how many ranks a microbatch passes through, one after the other.
+        schedule: of the pipeline; None: "1f1b".
+        stages_per_rank: of the pipeline; None: two for schedules that are shaped like a V, else one.
+        batch_norm: whose statistics a batch norm takes, and what becomes of the running ones: as `Plan` says.
+        recompute: what of forward is computed again for backward: as `Plan` says.
+
+    Raises:
+        PlanError: no such plan can be made; the message says what would do.
+    """
+    source = package if isinstance(package, Source) else Source(package)
+    package = source.package
+    world = cluster.world_size
+    rows = rows_of_update(package, global_batch)
+    lanes = _data_ranks(cluster, tensor_ranks, tensor_rules, divide, pipeline_ranks, schedule, stages_per_rank)
+    if accumulate is None:
+        accumulate = 1 if pipeline_ranks == 1 else default_microbatches(rows // lanes, pipeline_ranks, schedule, stages_per_rank)
+    check_batch(package, rows, lanes, accumulate)
+    tensor, pipeline = source.tensor(tensor_ranks, tensor_rules, divide), None
+    owners = [replace(p, shape=tensor.shape(p.name, p.shape)) for p in package.parameters if p.alias_of is None]
+    if pipeline_ranks > 1:
+        shards = tuple(sorted(tensor.shards.items()))
+        together = lanes if batch_norm == "synchronised" else 1
+        local = source.local(Local(tensor_ranks, shards, batch_norm, recompute, together, divide != "tensor"))
+        pipeline = pipe(package, source.training, local, pipeline_ranks, schedule, stages_per_rank, accumulate)
+    strategy = strategy or _default_strategy(owners, source, lanes)
+    if strategy == "single" and lanes > 1:
+        raise PlanError(
+            "one device was asked for, and the cluster has more" if lanes == world else "the data axis has more than one rank",
+            where="strategy",
+            expected=f"one of {', '.join(STRATEGIES[1:])}",
+            got=f"single for {lanes} {'devices' if lanes == world else 'ranks'}",
+        )
+    shard_ranks = _shard_ranks(strategy, cluster, lanes, tensor_ranks, shard_ranks)
+    bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
+    if bad:
+        raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
+    stages = None if pipeline is None else pipeline.homes
+    buckets = make_buckets(owners, source.trained, source.order, world, bucket_bytes, source.whole, tensor.shards, stages)
+    made = Plan(
+        package=package.digest,
+        cluster=cluster,
+        strategy=strategy,
+        shard_ranks=shard_ranks,
+        tensor_ranks=tensor_ranks,
+        tensor_shards=dict(sorted(tensor.shards.items())),
+        divide=divide,
+        replicated=tensor.replicated,
+        pipeline=None if pipeline is None else pipeline.pipeline,
+        batch_norm=batch_norm,
+        recompute=recompute,
+        global_batch=rows,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        buckets=buckets,
+        estimate=_NOTHING,
+    )
+    sent = 0 if pipeline is None else pipeline.sent(made.rows_per_call)
+    return made.model_copy(update={"estimate": estimate(made, package, tensor.sent(made.rows_per_call) + sent)})
+
+
+_NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+
+
+plan = make_plan
+"""Its name in `trainload`."""
+
+
+def _default_strategy(owners: Sequence[ParameterSpec], source: Source, lanes: int) -> Strategy:
+    if lanes == 1:
+        return "single"
+    copies = {p.name: 2 + 2 * len(source.trained[p.name]) if p.name in source.trained else 1 for p in owners}
+    everything = sum(math.prod(p.shape) * item_bytes(p.dtype) * copies[p.name] for p in owners)
+    return "zero0" if everything <= REPLICATED_BYTES else "zero3"
+
+
+def _data_ranks(
+    cluster: Cluster,
+    tensor_ranks: int,
+    rules: Mapping[str, Shard | None] | None,
+    divide: Divide,
+    pipeline_ranks: int,
+    schedule: Schedule | None,
+    stages_per_rank: int | None,
+) -> int:
+    """How many ranks the other axes leave for the data axis."""
+    left, spelled = cluster.world_size, f"the cluster's {cluster.world_size} devices"
+    for name, ranks in (("tensor", tensor_ranks), ("pipeline", pipeline_ranks)):
+        if left % ranks:
+            raise PlanError(
+                f"the {name} axis does not divide the cluster",
+                where=f"{name}_ranks",
+                expected=f"a divisor of {spelled}",
+                got=str(ranks),
+            )
+        left //= ranks
+        spelled = f"the {left} devices that the tensor axis leaves" if ranks > 1 else spelled
+    if rules and tensor_ranks == 1:
+        raise PlanError("there are rules for a tensor axis of one rank", where="tensor_rules", cure="Give tensor_ranks (--tensor).")
+    if divide != "tensor" and tensor_ranks == 1:
+        raise PlanError("one rank has nothing to divide", where="divide", got=divide, cure="Give tensor_ranks.")
+    if pipeline_ranks == 1 and (schedule is not None or stages_per_rank is not None):
+        raise PlanError("there is a schedule for a pipeline of one rank", where="schedule", cure="Give pipeline_ranks (--pipeline).")
+    return left
+
+
+def _shard_ranks(strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks: int, given: int | None) -> int | None:
+    if strategy != "hybrid":
+        if given is not None:
+            raise PlanError("a number of ranks that share one copy goes with the strategy hybrid", where="shard_ranks", got=strategy)
+        return None
+    ranks = min(lanes, max(1, cluster.devices_per_node // tensor_ranks)) if given is None else given
+    if lanes % ranks or ranks < min(2, lanes):
+        raise PlanError(
+            "so many ranks cannot share one copy",
+            where="shard_ranks",
+            expected=f"a divisor of the {'cluster' if lanes == cluster.world_size else 'data axis'}'s {lanes} devices, at least 2",
+            got=str(ranks),
+            cure="Choose shard_ranks (--strategy hybrid/N), or zero0, which shards nothing.",
+        )
+    return ranks
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype in ("float32", "float64", "float16", "bfloat16")

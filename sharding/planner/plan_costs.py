@@ -1,0 +1,312 @@
+"""What a plan costs on a device: the memory of a rank at its peak, and the seconds of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import SymInt
+from torch.fx import GraphModule
+
+from trainload.autograd_trace.graphs import Port, Role
+from trainload.packaging.package import Package
+from trainload.sharding.analysis.graph_nodes import ends
+from trainload.sharding.analysis.liveness import Held, held
+from trainload.sharding.pipeline.pipeline_axis import bytes_of as bytes_sent
+from trainload.sharding.pipeline.stage_schedule import Action, Message, instructions, message_of
+from trainload.sharding.pipeline.stages import Part
+from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of, span_of
+from trainload.sharding.planner.rank_timeline import Timeline, timeline
+from trainload.sharding.plans.buckets import item_bytes
+from trainload.sharding.plans.estimate import of_rank
+from trainload.sharding.plans.plan import PIPELINE, Plan
+from trainload.sharding.rewriting.rank_graphs import RankGraphs, phases, stage_name, train_name, update_name, update_owners
+from trainload.sharding.rewriting.rewrite import Phase, RankGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters, optimizer, buffers: held all the time. `buffers`: of the model, its constants, and the rows of an update.
+        gradients: held at the peak, beside what a graph makes.
+        activations: what a step makes and still needs at the peak, but for
+        communication: what collectives have made by then: gathered parameters, gradients on their way.
+        reserved: what the process takes beside its tensors.
+        at: where the peak is: a graph, and the node that is computed.
+    """
+
+    parameters: int
+    optimizer: int
+    buffers: int
+    gradients: int
+    activations: int
+    communication: int
+    reserved: int
+    at: str
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.tensors + self.reserved
+
+    @property
+    def tensors(self) -> int:
+        """All that is in tensors."""
+        return self.parameters + self.optimizer + self.buffers + self.gradients + self.activations + self.communication
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one update on the rank that takes longest.
+
+    Attributes:
+        compute: kernels, but for the optimizer's.
+        exposed: waiting for collectives and messages that nothing hides.
+        bubble: waiting for other stages of the pipeline.
+        update: the optimizer.
+        flops: operations of matrix products of one rank.
+    """
+
+    compute: float
+    exposed: float
+    bubble: float
+    update: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.compute + self.exposed + self.bubble + self.update
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a plan costs: of a pipeline's ranks, the memory of the one that needs most, and the time of the slowest."""
+
+    memory: Memory
+    time: StepTime
+    timelines: Mapping[str, Timeline] = field(repr=False)
+
+    def tokens_per_second(self, tokens: int) -> float:
+        """How many of the `tokens` of an update are done in a second."""
+        return tokens / self.time.seconds
+
+
+def costs(package: Package, plan: Plan, ranks: Sequence[RankGraphs], device: DeviceProfile, *, compiled: bool = True) -> Costs:
+    """Estimates what a plan costs.
+
+    Args:
+        package: what is trained.
+        plan: how.
+        ranks: the graphs of each rank of the pipeline, in order; of one rank, where there is none.
+        device: what each rank computes with.
+        compiled: whether graphs are compiled.
+    """
+    spans = {name: span_of(groups, plan.cluster.devices_per_node) for name, groups in plan.groups().items()}
+    found = [_Rank(package, plan, graphs, device, spans, index, compiled=compiled) for index, graphs in enumerate(ranks)]
+    memory = max((rank.memory() for rank in found), key=lambda each: each.peak)
+    lines = {f"{index}/{name}" if len(found) > 1 else name: line for index, rank in enumerate(found) for name, line in rank.lines.items()}
+    time = found[0].time() if plan.pipeline is None else _piped(plan, found, device, spans[PIPELINE])
+    return Costs(memory, time, lines)
+
+
+class _Rank:
+    """One rank of the pipeline, or any rank where there is none."""
+
+    def __init__(
+        self,
+        package: Package,
+        plan: Plan,
+        graphs: RankGraphs,
+        device: DeviceProfile,
+        spans: Mapping[str, Span],
+        index: int,
+        *,
+        compiled: bool,
+    ) -> None:
+        self._package, self._plan, self._graphs, self._device, self._index = package, plan, graphs, device, index
+        self.main = package.manifest.training_graphs()[0]
+        used = {name: graph for name, graph in graphs.ranks.items() if self._trains(name)}
+        sizes = {name: self._sizes(graph) for name, graph in used.items()}
+        self.held = {name: held(graph.module, sizes[name]) for name, graph in used.items()}
+        self.lines = {name: timeline(graph.module, device, spans, sizes[name], compiled=compiled) for name, graph in used.items()}
+        for owner, module in graphs.updates.items():
+            self.held[update_name(owner)] = held(module)
+            self.lines[update_name(owner)] = timeline(module, device, spans, compiled=compiled)
+
+    def _trains(self, name: str) -> bool:
+        training = self._package.manifest.training_graphs()
+        return any(name.startswith(f"{graph}.") for graph in training)
+
+    def _sizes(self, graph: RankGraph) -> dict[str, int]:
+        rows = self._plan.rows_per_call
+        if self._plan.pipeline is None:
+            return sizes_of(graph.module, graph.inputs, rows)
+        stages = self._graphs.cuts[self.main]
+        return {name: rows if at == 0 else stages.example[name] for name, (_, at) in stages.symbols.items()}
+
+    def name_of(self, action: Action) -> str | None:
+        """The name of an action's graph, if it does anything."""
+        name = stage_name(self.main, action.stage, action.part)
+        return name if name in self.lines else None
+
+    def message_bytes(self, message: Message) -> int:
+        """Bytes of what crosses a boundary."""
+        stages, rows = self._graphs.cuts[self.main], self._plan.rows_per_call
+        symbols = {name: rows if at == 0 else stages.example[name] for name, (_, at) in stages.symbols.items()}
+        return bytes_sent((stages.up if message.up else stages.down)[message.boundary], symbols)
+
+    @property
+    def update(self) -> Timeline:
+        """The update that follows the main graph."""
+        return self.lines[update_name(update_owners(self._package)[self.main])]
+
+    # Time
+
+    def time(self) -> StepTime:
+        """Without a pipeline: all training graphs in turn."""
+        plan, lines = self._plan, []
+        for graph in self._package.manifest.training_graphs():
+            if plan.accumulate == 1:
+                lines.append(self.lines[train_name(graph, Phase.ONLY)])
+            else:
+                lines += [self.lines[train_name(graph, Phase.ACCUMULATE)]] * (plan.accumulate - 1)
+                lines.append(self.lines[train_name(graph, Phase.SYNCHRONISE)])
+        owners = update_owners(self._package)
+        updates = [self.lines[update_name(owners[graph])] for graph in self._package.manifest.training_graphs()]
+        exposed = sum(line.exposed for line in lines)
+        return StepTime(
+            compute=sum(line.seconds for line in lines) - exposed,
+            exposed=exposed,
+            bubble=0.0,
+            update=sum(line.seconds for line in updates),
+            flops=sum(line.flops for line in lines),
+        )
+
+    # Memory
+
+    def memory(self) -> Memory:
+        """At the peak of an update."""
+        plan, package = self._plan, self._package
+        static = of_rank(plan, package, self._index)
+        peaks = [self._train_peak(graph, static.gradient_bytes) for graph in package.manifest.training_graphs()]
+        peaks += [(f"{update_name(owner)}", self.held[update_name(owner)], static.gradient_bytes) for owner in self._graphs.updates]
+        where, at, gradients = max(peaks, key=lambda peak: peak[1].peak + peak[2])
+        return Memory(
+            parameters=static.parameter_bytes,
+            optimizer=static.optimizer_bytes,
+            buffers=self._buffers(),
+            gradients=gradients,
+            activations=at.peak - at.communication,
+            communication=at.communication,
+            reserved=self._device.reserved_bytes,
+            at=f"{where}: {at.at}",
+        )
+
+    def _train_peak(self, graph: str, gradients: int) -> tuple[str, Held, int]:
+        if self._plan.pipeline is not None:
+            return "pipeline", self._piped_peak(), gradients
+        names = [train_name(graph, phase) for phase in phases(self._plan)]
+        name = max(names, key=lambda each: self.held[each].peak)
+        return name, self.held[name], gradients if self._plan.accumulate > 1 else 0
+
+    def _piped_peak(self) -> Held:
+        """Plays the rank's actions through: what is kept of each microbatch that is under way, and what an action makes beside it."""
+        pipeline = self._plan.pipeline
+        assert pipeline is not None
+        kept: dict[tuple[int, int], int] = {}
+        most = Held(0, 0, 0, "")
+        for instruction in instructions(pipeline.order, pipeline.stage_ranks, self._plan.accumulate)[self._index]:
+            if isinstance(instruction, Message):
+                if instruction.target == self._index:
+                    key = (instruction.boundary + int(instruction.up), instruction.microbatch)
+                    kept[key] = kept.get(key, 0) + self.message_bytes(instruction)
+                continue
+            key = (instruction.stage, instruction.microbatch)
+            name = self.name_of(instruction)
+            if name is not None:
+                here, others = self.held[name], sum(kept.values())
+                if here.peak + others > most.peak:
+                    most = Held(here.peak + others, 0, here.communication, f"{instruction}, {here.at}")
+                kept[key] = kept.get(key, 0) + here.left
+            if instruction.part in (Part.BACKWARD, Part.WEIGHT):
+                kept.pop(key, None)
+        return most
+
+    def _buffers(self) -> int:
+        """Of the model, and the rows of one update."""
+        manifest, plan = self._package.manifest, self._plan
+        own = sum(_bytes(buffer.shape, buffer.dtype) for buffer in manifest.buffers)
+        inputs = manifest.data_inputs().values()
+        row = sum(_bytes([size for size in entry.shape[1:] if isinstance(size, int)], entry.dtype) for entry in inputs)
+        return own + row * plan.rows_per_call * plan.accumulate
+
+
+def _piped(plan: Plan, ranks: Sequence[_Rank], device: DeviceProfile, span: Span) -> StepTime:
+    """Plays the actions of all ranks of a pipeline through."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    homes = pipeline.stage_ranks
+    rows = [[Action.parse(text) for text in row] for row in pipeline.order]
+    ready: dict[tuple[int, Part, int], float] = {}
+    """When what an action needs of another stage is there."""
+    clock, busy, exposed = ([0.0] * len(rows) for _ in range(3))
+    at = [0] * len(rows)
+    while any(at[rank] < len(row) for rank, row in enumerate(rows)):
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row) and _key(row[at[rank]], len(homes)) in (None, *ready):
+                action = row[at[rank]]
+                at[rank] += 1
+                name = ranks[rank].name_of(action)
+                line = ranks[rank].lines[name] if name is not None else None
+                start = max(clock[rank], ready.get(_key(action, len(homes)) or (-1, Part.FORWARD, -1), 0.0))
+                clock[rank] = start + (line.seconds if line is not None else 0.0)
+                busy[rank] += line.seconds if line is not None else 0.0
+                exposed[rank] += line.exposed if line is not None else 0.0
+                message = message_of(action, homes)
+                if message is not None:
+                    sent = 0.0 if message.source == message.target else seconds_of("send", ranks[rank].message_bytes(message), span, device)
+                    kind = Part.FORWARD if message.up else Part.BACKWARD
+                    ready[message.boundary + int(message.up), kind, message.microbatch] = clock[rank] + sent
+    total = max(clock)
+    slowest = max(range(len(rows)), key=lambda rank: busy[rank])
+    return StepTime(
+        compute=busy[slowest] - exposed[slowest],
+        exposed=exposed[slowest],
+        bubble=total - busy[slowest],
+        update=max(rank.update.seconds for rank in ranks),
+        flops=max(_flops(rank, row) for rank, row in zip(ranks, rows, strict=True)),
+    )
+
+
+def _key(action: Action, count: int) -> tuple[int, Part, int] | None:
+    """What an action waits for of another stage; None where there is nothing."""
+    if action.part is Part.WEIGHT or (action.part is Part.FORWARD and action.stage == 0):
+        return None
+    if action.part is not Part.FORWARD and action.stage == count - 1:
+        return None
+    return action.stage, Part.FORWARD if action.part is Part.FORWARD else Part.BACKWARD, action.microbatch
+
+
+def _flops(rank: _Rank, row: Sequence[Action]) -> float:
+    names = [rank.name_of(action) for action in row]
+    return sum(rank.lines[name].flops for name in names if name is not None)
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    return int(torch.Size(shape).numel()) * item_bytes(dtype)
+
+
+def sizes_of(module: GraphModule, inputs: Sequence[Port], rows: int) -> dict[str, int]:
+    """The value of each symbol of a graph in a call of so many rows: the batch's other sizes are those of the example."""
+    placeholders, _ = ends(module)
+    found: dict[str, int] = {}
+    for node, port in zip(placeholders, inputs, strict=True):
+        if port.role is Role.BATCH:
+            for at, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, SymInt) and size.node.expr.is_Symbol:
+                    found[str(size.node.expr)] = rows if at == 0 else int(size.node.hint)
+    return found

@@ -1,0 +1,113 @@
+"""A package as plans are made of it: what several plans have in common is computed once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from trainload.autograd_trace.graphs import StepGraph, UpdateGraph
+from trainload.packaging.package import Package
+from trainload.sharding.planner.check_plan import groups_of
+from trainload.sharding.plans.buckets import parameter_order
+from trainload.sharding.plans.device_step_graphs import step_graphs
+from trainload.sharding.plans.plan import Shard
+from trainload.sharding.plans.strategies import Divide
+from trainload.sharding.rewriting.local_step import Local, completed
+from trainload.sharding.tensor.partition import Partitioned, partition
+from trainload.sharding.tensor.tensor_axis import TensorAxis, divide
+
+UNDIVIDED = TensorAxis(1, {})
+
+
+class Source:
+    """What plans of a package are made of.
+
+    Args:
+        package: what is to be trained.
+        evaluates: whether plans must also fit the graphs of evaluation, which takes deriving them.
+
+    Attributes:
+        device: whose step graphs are taken. Plans are made without the devices that they are for.
+        trained: parameter -> its optimizer groups.
+        whole: groups whose update takes whole parameters.
+    """
+
+    def __init__(self, package: Package, *, evaluates: bool = True) -> None:
+        self.package = package
+        self._evaluates = evaluates
+        self.device = torch.device("cpu")
+        self.trained = groups_of(package)
+        self.whole = {u.group for u in package.manifest.updates if not u.elementwise}
+        self._axes: dict[tuple[int, tuple[tuple[str, Shard | None], ...], Divide], TensorAxis] = {}
+        self._steps: dict[str, StepGraph] = {}
+        self._partitioned: dict[tuple[str, int, tuple[tuple[str, Shard], ...], bool], Partitioned] = {}
+        self._local: dict[Local, dict[str, StepGraph]] = {}
+
+    def steps(self, names: Iterable[str]) -> dict[str, StepGraph]:
+        """Return the package's step graphs of these names. Each is derived when it is first asked for."""
+        wanted = tuple(names)
+        self._steps |= step_graphs(self.package, self.device, [name for name in wanted if name not in self._steps])
+        return {name: self._steps[name] for name in wanted}
+
+    @functools.cached_property
+    def updates(self) -> tuple[UpdateGraph, ...]:
+        """The package's update graphs."""
+        return self.package.updates()
+
+    @property
+    def training(self) -> list[StepGraph]:
+        """The training graphs, the main one first."""
+        return list(self.steps(self.package.manifest.training_graphs()).values())
+
+    @functools.cached_property
+    def order(self) -> list[str]:
+        """The parameters that own storage, in the order of their first use."""
+        package = self.package
+        names = [name for graph in package.manifest.training_graphs() for name in parameter_order(package.captured(graph))]
+        aliases = {p.name: p.alias_of for p in package.manifest.parameters if p.alias_of is not None}
+        return list(dict.fromkeys(aliases.get(name) or name for name in names))
+
+    def tensor(self, ranks: int, rules: Mapping[str, Shard | None] | None = None, what: Divide = "tensor") -> TensorAxis:
+        """What a tensor axis of so many ranks divides. Raises: PlanError where a rule does not fit, or nothing can be divided."""
+        if ranks == 1:
+            return UNDIVIDED
+        key = ranks, tuple((rules or {}).items()), what
+        if key not in self._axes:
+            whole = {name for name, groups in self.trained.items() if self.whole.intersection(groups)}
+            main = self.package.manifest.training_graphs()[0]
+            self._axes[key] = divide(self.training, ranks, whole, rules, what, functools.partial(self._partition, main, ranks))
+        return self._axes[key]
+
+    def local(self, axes: Local, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
+        """Return step graphs as one rank has them, before anything is sharded over the data axis or cut into stages.
+
+        Args:
+            axes: what they are divided by.
+            names: of the graphs; None: of all that are called in training, and in evaluation if plans are made for that.
+        """
+        made = self._local.setdefault(axes, {})
+        wanted = tuple(self.package.manifest.step_graphs(evaluates=self._evaluates) if names is None else names)
+        lacking = [name for name in wanted if name not in made]
+        self.steps(lacking)  # together: what must be derived takes the program, which is read once
+        made |= {name: completed(self._whole_or_partitioned(name, axes), axes) for name in lacking}
+        return {name: made[name] for name in wanted}
+
+    def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
+        if axes.tensor_ranks == 1:
+            return self.steps([name])[name]
+        return self._partition(name, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
+
+    def _partition(self, name: str, ranks: int, shards: Mapping[str, Shard], *, positions: bool) -> Partitioned:
+        """Partition a step graph, once for all plans that differ in other axes alone."""
+        ordered = tuple(sorted(shards.items()))
+        key = name, ranks, ordered, positions
+        if key not in self._partitioned:
+            self._partitioned[key] = partition(self.steps([name])[name], ranks, dict(ordered), positions=positions)
+        return self._partitioned[key]
+
+    def forget(self) -> None:
+        """Free the graphs that were made for plans."""
+        self._local.clear()
+        self._partitioned.clear()

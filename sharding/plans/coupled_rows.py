@@ -1,0 +1,27 @@
+"""Says of a plan that it trains another run than one process would, where rows of one call depend on one another."""
+
+from __future__ import annotations
+
+from trainload.packaging.format.manifest import Manifest
+from trainload.sharding.plans.plan import Plan
+
+
+def note_on_coupled_rows(manifest: Manifest, plan: Plan) -> str | None:
+    """Return a sentence for the user; None where the plan's losses are those of one process on the whole global batch.
+
+    Args:
+        manifest: of the package that is planned; a freeze notes in it which graphs couple rows.
+        plan: for it.
+    """
+    coupled = [name for name in manifest.training_graphs() if manifest.graphs[name].coupled]
+    calls = plan.accumulate * plan.data_ranks
+    normalised = any("batch_norm" in name for name in manifest.ops)
+    if not coupled or calls == 1 or (normalised and plan.batch_norm == "synchronised" and plan.accumulate == 1):
+        return None
+    note = (
+        f"rows of one call depend on one another in graph {', '.join(coupled)} (batch norm, say, or negatives within the batch), so losses "
+        f"and gradients depend on the rows of a call: here {plan.rows_per_call} of {plan.global_batch}"
+    )
+    if normalised and plan.batch_norm != "synchronised":
+        note += ". --batch-norm synchronised has batch norms take the rows of all ranks"
+    return note

@@ -1,0 +1,65 @@
+"""A package's step graphs for a kind of device: as the package keeps them, or derived now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.capture.program import Program
+from trainload.core.errors import StorageError
+from trainload.packaging.derived import read_derived, write_derived
+from trainload.packaging.format.source_map import restore_traces, users_line
+from trainload.packaging.package import Package
+
+DERIVATION = 4
+"""Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
+
+
+def derived_key(graph: str, device: torch.device) -> str:
+    """The name under which a package keeps the step graph of one of its graphs for a kind of device, as this torch derives it."""
+    return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
+
+
+def step_graphs(package: Package, device: torch.device, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
+    """Return the step graphs of a package by the names of its graphs.
+
+    What is derived of a package that came from a store is kept in the node's cache. Of others a freeze keeps the training graphs'.
+
+    Args:
+        package: what is trained.
+        device: where.
+        names: of the graphs; None: of all that are called in training or evaluation.
+    """
+    found: dict[str, StepGraph] = {}
+    program: Program | None = None
+    for name in package.manifest.step_graphs() if names is None else names:
+        key = derived_key(name, device)
+        kept = read_derived(package, key)
+        if kept is None:
+            program = program or package.program()
+            kept = derive(program, name, device)
+            if package.source is not None:  # it lies in the node's cache, whose next release is of the same program
+                with suppress(StorageError):  # without a place for the user's key: it is derived again
+                    write_derived(package, key, kept)
+        found[name] = kept
+    return found
+
+
+def places_in_step(package: Package, graph: str, device: torch.device) -> dict[str, str]:
+    """Return the user's line that each node of a step graph comes from, such as "model.py:12: y = x.amin(1)"; nodes of no known line are
+    left out. The graph is derived anew for it.
+
+    Args:
+        package: what is trained.
+        graph: a name of `Manifest.step_graphs`.
+        device: as of `step_graphs`.
+    """
+    program = package.program()
+    restore_traces(package.path, graph, program.graphs[graph].exported)
+    step = derive(program, graph, device, sources=True)
+    lines = {node.name: users_line(str(node.meta.get("stack_trace", ""))) for node in step.module.graph.nodes}
+    return {name: line for name, line in lines.items() if line}

@@ -1,0 +1,386 @@
+"""The plan: how one package is spread over one cluster, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainload.core.arguments import out_of_range
+from trainload.core.errors import PlanError
+from trainload.sharding.plans.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
+
+DeviceKind = Literal["cpu", "cuda"]
+
+DATA = "trainload.data"
+"""Logical name of the process group of the ranks that have other rows: all of them, where there is no tensor axis."""
+SHARD = "trainload.shard"
+"""Of the ranks that share one copy of what is sharded, where there are several copies."""
+REPLICATE = "trainload.replicate"
+"""Of the ranks that hold the same part of a copy each."""
+TENSOR = "trainload.tensor"
+"""Of the ranks that share the work on one and the same rows."""
+PIPELINE = "trainload.pipeline"
+"""Of the ranks that have the same rows and the same shares, one for each of the pipeline's ranks."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Cluster(_Record):
+    """The shape of a cluster: `nodes` x `devices_per_node` devices of one kind."""
+
+    nodes: Count = 1
+    devices_per_node: Count = 1
+    device: DeviceKind = "cpu"
+
+    def __init__(self, nodes: int = 1, devices_per_node: int = 1, device: DeviceKind = "cpu", **unknown: Any) -> None:
+        """Validate the shape.
+
+        Raises:
+            PlanError: a number is not a positive integer, the device is unknown, or there is no such field.
+        """
+        try:
+            super().__init__(**{"nodes": nodes, "devices_per_node": devices_per_node, "device": device, **unknown})
+        except ValidationError as error:
+            raise out_of_range(error, PlanError, "Cluster") from error
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+class Shard(_Record):
+    """How a parameter is divided among the ranks of the tensor axis.
+
+    Its dim `dim`, of n elements, is `blocks` blocks of `ranks` shares each; a rank has its share of every block. A fused projection of
+    query, key and value has three blocks.
+    """
+
+    dim: int = Field(ge=0)
+    blocks: int = Field(default=1, ge=1)
+
+    def divides(self, shape: Sequence[int], ranks: int) -> bool:
+        """Whether a parameter of this shape has equal shares for so many ranks."""
+        return self.dim < len(shape) and shape[self.dim] % (self.blocks * ranks) == 0
+
+    def share_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """The shape of one rank's share of a parameter."""
+        return tuple(size // ranks if at == self.dim else size for at, size in enumerate(shape))
+
+    def whole_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """The shape of a parameter, of one share's."""
+        return tuple(size * ranks if at == self.dim else size for at, size in enumerate(shape))
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
+
+
+class Slot(_Record):
+    """Where one parameter lies in its bucket, in elements: [offset, offset + length)."""
+
+    parameter: str
+    offset: int = Field(ge=0)
+    length: int = Field(ge=0)
+    shape: tuple[int, ...]
+
+
+class Bucket(_Record):
+    """Parameters that are stored, communicated and updated together, as one flat tensor.
+
+    Laws: slots are in order and do not overlap; `length` is a multiple of the world size and no smaller than the end of the last slot;
+    of what is sharded among s ranks, number r owns [r * length / s, (r + 1) * length / s). All parameters of a bucket have one dtype and
+    are in the same parameter groups: none where they are frozen, one, or several where several graphs train them with optimizers of their
+    own. All are divided by the tensor axis (`divided`), or all are whole on each of its ranks; a slot is of a rank's share.
+
+    `whole`: those of the groups whose update takes whole parameters. What is stored and communicated is as in other buckets; but for such
+    an update every rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
+    `stages`: those of a pipeline that use its parameters, in order; all of a bucket's are used by the same. () where there is no pipeline.
+    """
+
+    name: str
+    dtype: str
+    groups: tuple[str, ...]
+    length: int = Field(ge=0)
+    slots: tuple[Slot, ...]
+    whole: tuple[str, ...] = ()
+    divided: bool = False
+    stages: tuple[int, ...] = ()
+
+    def group_among(self, groups: Collection[str]) -> str | None:
+        """The one of its groups that is among these: a graph's; None where there is none."""
+        return next((group for group in self.groups if group in groups), None)
+
+    def entry(self, group: str, name: str) -> str:
+        """The name under which a run keeps an entry of the state of one of its groups."""
+        return name if len(self.groups) == 1 else f"{group}.{name}"
+
+
+class Pipeline(_Record):
+    """How a pipeline of `ranks` ranks divides a step: each has one stage of the graph or several, and a microbatch passes through all.
+
+    Laws: `order` has the actions of each rank in order, spelled as torch spells them: stage, F (forward), B (backward) or I and W (its two
+    parts), microbatch. Every stage does all of its work on each of the plan's `accumulate` microbatches once, and the ranks can go through
+    to the end (sharding/pipeline/stage_schedule.py).
+
+    Attributes:
+        schedule: whose order it is; with `stage_ranks` it says no more than `order`.
+        stage_ranks: stage -> the rank that has it.
+        order: rank -> its actions.
+        buffers: buffer that a step updates out of what depends on parameters -> its stage. Others are on all.
+    """
+
+    ranks: int = Field(ge=2)
+    schedule: Schedule
+    stage_ranks: tuple[int, ...]
+    order: tuple[tuple[str, ...], ...]
+    buffers: dict[str, int] = {}
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        if set(self.stage_ranks) != set(range(self.ranks)) or len(self.order) != self.ranks:
+            raise ValueError(f"stage_ranks and order do not give each of {self.ranks} ranks its stages and actions")
+        unknown = [name for name, stage in self.buffers.items() if not 0 <= stage < len(self.stage_ranks)]
+        if unknown:
+            raise ValueError(f"buffer {unknown[0]} is on a stage that there is not")
+        return self
+
+
+class Estimate(_Record):
+    """Bytes for one rank: where a pipeline's ranks differ, for the one that has most."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    """The greatest number of bytes of full parameters (for an update of whole parameters: of gradients and state too) that exist at one
+    time beside the rank's own shards."""
+    communication_bytes_per_step: int
+    """Sent by one rank for one optimizer update, by ring algorithms."""
+
+
+class Replicated(_Record):
+    """What every rank of the tensor axis does whole, and thus each does again: the nodes of an operator in the main training graph.
+
+    In the example batch: `operations` of matrix products, `bytes` that are read and written.
+    """
+
+    operator: str
+    nodes: int
+    operations: float
+    bytes: float
+
+
+class Plan(_Record):
+    """How a package trains on a cluster. Made once, on the driver; ranks decide nothing.
+
+    strategy: "single" one device; "zero0" data parallel, gradients all-reduced; "zero1" optimizer state sharded, gradients
+    reduce-scattered once a step, updated parameters gathered; "zero2" gradients sharded too, reduce-scattered after each microbatch;
+    "zero3" parameters sharded too, gathered once for forward and once for backward; "hybrid" as zero3 among `shard_ranks` neighbours, and
+    replicated beyond them. That is the data axis. `tensor_ranks` neighbours at a time work on the same rows, each on its shares of the
+    parameters in `tensor_shards`: the tensor axis. `divide` says what else they share: "tensor" nothing; "sequence" also the positions of
+    what no parameter's division divides; "context" positions alone; "expert" the experts, and positions elsewhere where the graph has
+    such. `replicated` is what each of them does whole. The ranks of a `pipeline` work on the same rows one after the other, each on stages
+    of the graph: the pipeline axis.
+
+    batch_norm: "averaged" each rank normalises by its own rows, and buffers that forward updates are averaged over the ranks after each
+    call; "broadcast" the same, and they are those of the first rank; "synchronised" each normalises by the rows of all ranks.
+
+    recompute: what of forward is computed again for backward: "job" what the model's own checkpoints say; "selective" all but what matrix
+    products, convolutions, attention and collectives have computed, and what goes from one stretch of the graph to the next; "full" all
+    but what goes on.
+
+    Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = data_ranks * accumulate * rows of one call;
+    `shard_ranks` divides data_ranks and is given for "hybrid" alone; rank = (its number on the pipeline axis * data_ranks + its number on
+    the data axis) * tensor_ranks + its number on the tensor axis.
+    """
+
+    version: int = 1
+    package: str
+    """The package's digest: the sha256 of its manifest, in hex."""
+    cluster: Cluster
+    strategy: Strategy
+    shard_ranks: int | None = Field(default=None, ge=1)
+    """How many ranks of the data axis, neighbours, share one copy: a node's, since its devices have the fastest links."""
+    tensor_ranks: int = Field(default=1, ge=1)
+    tensor_shards: dict[str, Shard] = {}
+    divide: Divide = "tensor"
+    replicated: tuple[Replicated, ...] = ()
+    pipeline: Pipeline | None = None
+    batch_norm: BatchNorm = "averaged"
+    recompute: Recompute = "job"
+    global_batch: int = Field(ge=1)
+    accumulate: int = Field(default=1, ge=1)
+    prefetch: int = Field(default=1, ge=0)
+    """How many buckets ahead of its use a bucket's gather starts."""
+    buckets: tuple[Bucket, ...]
+    estimate: Estimate
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.world_size
+
+    @model_validator(mode="after")
+    def _check_degrees(self) -> Self:
+        if (self.strategy == "hybrid") != (self.shard_ranks is not None):
+            raise ValueError("shard_ranks goes with the strategy hybrid, and with no other")
+        if self.world_size % self.tensor_ranks:
+            raise ValueError(f"tensor_ranks is {self.tensor_ranks}, which does not divide the cluster's {self.world_size} devices")
+        if self.world_size // self.tensor_ranks % self.pipeline_ranks:
+            raise ValueError(
+                f"the pipeline has {self.pipeline_ranks} ranks, which do not divide the other {self.world_size // self.tensor_ranks}"
+            )
+        stages = range(0 if self.pipeline is None else len(self.pipeline.stage_ranks))
+        for bucket in self.buckets:
+            if not set(bucket.stages) <= set(stages) or bool(bucket.stages) != bool(stages):
+                raise ValueError(f"{bucket.name} is on stages {bucket.stages}, and the plan's are {list(stages) or 'none'}")
+        if self.shard_ranks == 1 < self.data_ranks:
+            raise ValueError("shard_ranks is 1, so that every rank would hold everything: that is the strategy zero0")
+        if self.shard_ranks is not None and self.data_ranks % self.shard_ranks:
+            raise ValueError(f"shard_ranks is {self.shard_ranks}, which does not divide the {self.data_ranks} ranks of the data axis")
+        if self.strategy == "single" and self.data_ranks > 1:
+            raise ValueError(f"the strategy is single, and the data axis has {self.data_ranks} ranks")
+        if self.tensor_ranks == 1 and self.tensor_shards:
+            raise ValueError("tensor_shards divides parameters, and tensor_ranks is 1")
+        if self.tensor_ranks == 1 and self.divide != "tensor":
+            raise ValueError(f"divide is {self.divide}, and tensor_ranks is 1")
+        if self.divide == "context" and self.tensor_shards:
+            raise ValueError("divide is context, which divides no parameter, and there are tensor_shards")
+        return self
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of ranks of the tensor axis, have rows of their own."""
+        return self.world_size // (self.tensor_ranks * self.pipeline_ranks)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """How many ranks a microbatch passes through."""
+        return 1 if self.pipeline is None else self.pipeline.ranks
+
+    def data_index(self, rank: int) -> int:
+        """A rank's number on the data axis."""
+        return rank // self.tensor_ranks % self.data_ranks
+
+    def pipeline_index(self, rank: int) -> int:
+        """A rank's number on the pipeline axis."""
+        return rank // (self.tensor_ranks * self.data_ranks)
+
+    def tensor_index(self, rank: int) -> int:
+        """A rank's number on the tensor axis."""
+        return rank % self.tensor_ranks
+
+    def holders(self, bucket: Bucket) -> tuple[int, ...]:
+        """The ranks of the pipeline that hold a bucket, in order."""
+        return (0,) if self.pipeline is None else tuple(sorted({self.pipeline.stage_ranks[stage] for stage in bucket.stages}))
+
+    def held_buckets(self, pipeline_index: int) -> tuple[Bucket, ...]:
+        """The buckets that a rank of the pipeline holds."""
+        return tuple(bucket for bucket in self.buckets if pipeline_index in self.holders(bucket))
+
+    def shape(self, slot: Slot) -> tuple[int, ...]:
+        """The shape of a slot's whole parameter."""
+        shard = self.tensor_shards.get(slot.parameter)
+        return slot.shape if shard is None else shard.whole_shape(slot.shape, self.tensor_ranks)
+
+    # What is sharded, and among whom
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether a rank keeps and updates only its share of the optimizer's state."""
+        return self.strategy in ("zero1", "zero2", "zero3", "hybrid")
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps only its share of a gradient between microbatches."""
+        return self.strategy in ("zero2", "zero3", "hybrid")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank stores only its share of the parameters."""
+        return self.strategy in ("zero3", "hybrid")
+
+    @property
+    def shard_degree(self) -> int:
+        """How many ranks of the data axis share one copy of what is sharded."""
+        if self.shard_ranks is not None:
+            return self.shard_ranks
+        return self.data_ranks if self.shards_state else 1
+
+    @property
+    def replicas(self) -> int:
+        """How many copies there are of what is sharded."""
+        return self.data_ranks // self.shard_degree
+
+    @property
+    def shard_group(self) -> str:
+        """The name of the process group that shares one copy."""
+        return DATA if self.replicas == 1 else SHARD
+
+    def shard_index(self, rank: int) -> int:
+        """Which share of its copy a rank holds."""
+        return self.data_index(rank) % self.shard_degree
+
+    def part_index(self, rank: int) -> int:
+        """Which of `data_ranks` equal parts of its buckets is a rank's to write: one that it holds, under whatever strategy."""
+        return self.shard_index(rank) * self.replicas + self.data_index(rank) // self.shard_degree
+
+    def file_index(self, rank: int) -> int:
+        """The number of a rank's file of a checkpoint: by the ranks of the pipeline, of each by parts in order, of each part by the ranks
+        of the tensor axis.
+        """
+        lane = self.pipeline_index(rank) * self.data_ranks + self.part_index(rank)
+        return lane * self.tensor_ranks + self.tensor_index(rank)
+
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The process groups that the plan's graphs name: for each, how it divides the ranks that are in one. All its parts are equally
+        large.
+        """
+        pipeline, data, tensor = range(self.pipeline_ranks), range(self.data_ranks), range(self.tensor_ranks)
+        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        lanes = [tuple(self._rank(p, d, t) for d in data) for p in pipeline for t in tensor]
+        if len(data) > 1 or self.world_size == 1:
+            found[DATA] = tuple(lanes)
+        if self.replicas > 1 and self.shard_degree > 1:
+            degree = self.shard_degree
+            found[SHARD] = tuple(lane[i : i + degree] for lane in lanes for i in range(0, len(lane), degree))
+            found[REPLICATE] = tuple(lane[i::degree] for lane in lanes for i in range(degree))
+        if len(tensor) > 1:
+            found[TENSOR] = tuple(tuple(self._rank(p, d, t) for t in tensor) for p in pipeline for d in data)
+        if len(pipeline) > 1:
+            found[PIPELINE] = tuple(tuple(self._rank(p, d, t) for p in pipeline) for d in data for t in tensor)
+        for holders in sorted({self.holders(bucket) for bucket in self.buckets} if len(pipeline) > 1 else ()):
+            if len(holders) > 1:
+                found[shared_group(holders)] = tuple(tuple(self._rank(p, d, t) for p in holders) for d in data for t in tensor)
+        return found
+
+    def _rank(self, pipeline: int, data: int, tensor: int) -> int:
+        return (pipeline * self.data_ranks + data) * self.tensor_ranks + tensor
+
+    @property
+    def rows_per_call(self) -> int:
+        """Rows of the batch that one rank of the data axis is given for one microbatch."""
+        return self.global_batch // (self.data_ranks * self.accumulate)
+
+
+def shared_group(holders: Sequence[int]) -> str:
+    """Logical name of the process groups of ranks that hold the same bucket, one for each of these ranks of the pipeline."""
+    return f"trainload.shared.{'.'.join(map(str, holders))}"
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan that `trainload plan` wrote, perhaps edited since. Raises: PlanError: there is none, or it is malformed."""
+    if not path.is_file():
+        raise PlanError("there is no such plan", where=str(path), cure="Make one: trainload plan PKG -o FILE.")
+    try:
+        return Plan.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise PlanError(f"this is not a plan: {place}: {first['msg']}", where=str(path)) from error

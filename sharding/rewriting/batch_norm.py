@@ -1,0 +1,162 @@
+"""Batch norm over the rows of all ranks: each normalises by the statistics of the whole batch, and its gradient goes through them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import SymInt
+from torch.fx import Graph, Node
+
+from trainload.autograd_trace.graphs import StepGraph
+from trainload.sharding.analysis.graph_nodes import LazyGraphModule, append, arguments, ends, mode_of
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+FORWARD = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
+BACKWARD = aten.native_batch_norm_backward.default
+
+
+def synchronised(step: StepGraph, ranks: int, group: str) -> StepGraph:
+    """The same step graph with each batch norm over the rows of `ranks` ranks, which have equally many.
+
+    What normalises each row by itself (an instance norm, which torch computes as a batch norm of rows x channels) stays as it is.
+
+    Args:
+        step: the graph, as one of the ranks has it.
+        ranks: of the group.
+        group: the logical name of the process group.
+    """
+    if not any(node.target in FORWARD and _over_rows(node) for node in step.module.graph.nodes):
+        return step
+    placeholders, _ = ends(step.module)
+    made = _Synchroniser(mode_of(placeholders), ranks, group)
+    for node in step.module.graph.nodes:
+        made.take(node)
+    made.graph.lint()
+    return StepGraph(LazyGraphModule(step.module, made.graph), step.inputs, step.outputs)
+
+
+def _over_rows(node: Node) -> bool:
+    """Whether a batch norm takes statistics of several rows of the batch: its channels are not rows themselves."""
+    given = arguments(node)
+    shape = given["input"].meta["val"].shape
+    if not given["train" if node.target is BACKWARD else "training"]:
+        return False
+    return not isinstance(shape[1], SymInt) and (isinstance(shape[0], SymInt) or shape[0] > 1)
+
+
+class _Synchroniser:
+    def __init__(self, mode: Any, ranks: int, group: str) -> None:
+        self.graph = Graph()
+        self._mode, self._ranks, self._group = mode, ranks, group
+        self._copied: dict[Node, Node] = {}
+        self._results: dict[Node, tuple[Node | None, ...]] = {}
+
+    def take(self, node: Node) -> None:
+        """Copies a node, or what stands for it."""
+        if node.target in FORWARD and _over_rows(node):
+            self._results[node] = self._forward(node)
+        elif node.target is BACKWARD and _over_rows(node):
+            self._results[node] = self._backward(node)
+        elif node.target is operator.getitem and node.args[0] in self._results:
+            found = self._results[node.args[0]][node.args[1]]  # type: ignore[index]
+            assert found is not None, "nobody takes a result that was not asked for"
+            self._copied[node] = found
+        else:
+            self._copied[node] = self.graph.node_copy(node, lambda source: self._copied[source])
+
+    def _forward(self, node: Node) -> tuple[Node | None, ...]:
+        given = self._given(node)
+        x = self._wide(given["input"])
+        dims = [at for at in range(x.meta["val"].ndim) if at != 1]
+        own = [self._call(aten.mean.dim, x, dims), self._call(aten.var.correction, x, dims, correction=0)]
+        everyones = self._call(aten.view.default, self._gathered(self._call(aten.cat.default, own)), [self._ranks, 2, -1])
+        means, variances = (self._call(aten.select.int, everyones, 1, index) for index in range(2))
+        mean = self._call(aten.mean.dim, means, [0])
+        apart = self._call(aten.square.default, self._call(aten.sub.Tensor, means, mean))
+        variance = self._call(aten.mean.dim, self._call(aten.add.Tensor, variances, apart), [0])
+        inverse = self._call(aten.rsqrt.default, self._call(aten.add.Scalar, variance, given["eps"]))
+        found = self._call(aten.mul.Tensor, self._call(aten.sub.Tensor, x, self._along(mean, x)), self._along(inverse, x))
+        if given["weight"] is not None:
+            found = self._call(aten.mul.Tensor, found, self._along(self._wide(given["weight"]), x))
+        if given["bias"] is not None:
+            found = self._call(aten.add.Tensor, found, self._along(self._wide(given["bias"]), x))
+        found = self._as(found, node.meta["val"][0].dtype)
+        if "running_mean" not in given:
+            return found, mean, inverse
+        count = self._count(x)
+        unbiased = self._call(aten.mul.Tensor, variance, self._call(aten.div.Tensor, count, self._call(aten.sub.Scalar, count, 1)))
+        momentum = given["momentum"]
+        moved = (self._moved(given["running_mean"], mean, momentum), self._moved(given["running_var"], unbiased, momentum))
+        return found, mean, inverse, *moved
+
+    def _backward(self, node: Node) -> tuple[Node | None, ...]:
+        given = self._given(node)
+        x, gradient = self._wide(given["input"]), self._wide(given["grad_out"])
+        mean, inverse = given["save_mean"], given["save_invstd"]
+        dims = [at for at in range(x.meta["val"].ndim) if at != 1]
+        centred = self._call(aten.sub.Tensor, x, self._along(mean, x))
+        total = self._call(aten.sum.dim_IntList, gradient, dims)
+        product = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, gradient, centred), dims)
+        wanted = given["output_mask"]
+        results: list[Node | None] = [None, None, None]
+        if wanted[0]:
+            sums = self._call(aten.view.default, self._summed(self._call(aten.cat.default, [total, product])), [2, -1])
+            means = self._call(aten.div.Tensor, sums, self._count(x))
+            of_gradient, of_product = (self._call(aten.select.int, means, 0, index) for index in range(2))
+            slope = self._call(aten.mul.Tensor, of_product, self._call(aten.square.default, inverse))
+            found = self._call(aten.sub.Tensor, gradient, self._along(of_gradient, x))
+            found = self._call(aten.sub.Tensor, found, self._call(aten.mul.Tensor, centred, self._along(slope, x)))
+            factor = inverse if given["weight"] is None else self._call(aten.mul.Tensor, inverse, self._wide(given["weight"]))
+            found = self._call(aten.mul.Tensor, found, self._along(factor, x))
+            results[0] = self._as(found, node.meta["val"][0].dtype)
+        if wanted[1]:
+            results[1] = self._as(self._call(aten.mul.Tensor, product, inverse), node.meta["val"][1].dtype)
+        if wanted[2]:
+            results[2] = self._as(total, node.meta["val"][2].dtype)
+        return tuple(results)
+
+    def _given(self, node: Node) -> dict[str, Any]:
+        return {name: self._copied[value] if isinstance(value, Node) else value for name, value in arguments(node).items()}
+
+    def _moved(self, running: Node, value: Node, momentum: float) -> Node:
+        kept = self._call(aten.mul.Scalar, running, 1 - momentum)
+        return self._call(aten.add.Tensor, kept, self._as(self._call(aten.mul.Scalar, value, momentum), running.meta["val"].dtype))
+
+    def _count(self, x: Node) -> Node:
+        """How many elements of a channel all ranks have: a 0-dim tensor."""
+        value = x.meta["val"]
+        found: Any = self._ranks
+        for at, size in enumerate(value.shape):
+            if at != 1:
+                found = self._times(found, self._call(aten.sym_size.int, x, at) if isinstance(size, SymInt) else size)
+        return self._call(aten.scalar_tensor.default, found, dtype=value.dtype, device=value.device)
+
+    def _times(self, left: Any, right: Any) -> Any:
+        return self._call(operator.mul, left, right) if isinstance(left, Node) or isinstance(right, Node) else left * right
+
+    def _gathered(self, value: Node) -> Node:
+        return self._wait(self._call(c10d.all_gather_into_tensor.default, value, self._ranks, self._group))
+
+    def _summed(self, value: Node) -> Node:
+        return self._wait(self._call(c10d.all_reduce.default, value, "sum", self._group))
+
+    def _wait(self, flying: Node) -> Node:
+        return self._call(c10d.wait_tensor.default, flying)
+
+    def _along(self, value: Node, x: Node) -> Node:
+        """A value for each channel, beside the other dims of x."""
+        return self._call(aten.view.default, value, [-1, *(1 for _ in range(x.meta["val"].ndim - 2))])
+
+    def _wide(self, value: Node) -> Node:
+        """In float32 at least, as torch's own kernels reckon."""
+        return self._as(value, torch.float32) if value.meta["val"].dtype in (torch.bfloat16, torch.float16) else value
+
+    def _as(self, value: Node, dtype: torch.dtype) -> Node:
+        return value if value.meta["val"].dtype == dtype else self._call(aten._to_copy.default, value, dtype=dtype)
+
+    def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        return append(self.graph, self._mode, target, *args, **kwargs)

@@ -1,0 +1,362 @@
+"""Builds the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's update, the running mean."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Interpreter, Node
+
+from trainload.autograd_trace.derivation.aot import fake_mode, trace_flat
+from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
+from trainload.capture.operators import written_by
+from trainload.core.errors import PlanError
+from trainload.sharding.analysis.liveness import Storages
+from trainload.sharding.plans.plan import DATA, PIPELINE, REPLICATE, TENSOR, Bucket, Plan, shared_group
+from trainload.sharding.rewriting.rewrite import accumulated_length, update_length
+
+aten = torch.ops.aten
+UPDATE_SCALARS = 3
+"""An update's first arguments: what gradients are divided by, learning rates, the rank. Parameters, their gradients and state follow."""
+_CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+class _UpdateInterpreter(Interpreter):
+    """Runs an update graph, which was captured on a CPU, on a device."""
+
+    def __init__(self, module: GraphModule, device: torch.device) -> None:
+        super().__init__(module)
+        self._device = device
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            _, body, *operands = args
+            return type(self)(body, self._device).run(*operands)
+        if target is aten._assert_tensor_metadata.default:
+            return None
+        args = tuple(self._device if isinstance(a, torch.device) else a for a in args)
+        kwargs = {k: self._device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+        return super().call_function(target, args, kwargs)
+
+
+def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """The graph's inputs in its own order: its 0-dim constants, made on the device, among the arguments."""
+    entries = iter(arguments)
+    device = arguments[0].device
+    inputs: list[Tensor] = []
+    for spec in graph.graph_signature.input_specs:
+        if spec.kind is not InputKind.CONSTANT_TENSOR:
+            inputs.append(next(entries))
+            continue
+        constant = graph.constants[str(spec.target)]
+        assert isinstance(constant, Tensor) and constant.ndim == 0, "updates have 0-dim constants only"
+        inputs.append(torch.full((), constant.item(), dtype=constant.dtype, device=device))
+    return inputs
+
+
+StateKey = tuple[str, str]
+"""(bucket, group): an optimizer's state of a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUpdate:
+    """One trained bucket and the update of one of its groups, which is number `group_index` of the recipe's."""
+
+    bucket: Bucket
+    update: UpdateGraph
+    group_index: int
+
+    @property
+    def key(self) -> StateKey:
+        """Whose state it keeps."""
+        return self.bucket.name, self.update.group
+
+    @property
+    def state(self) -> tuple[StateSpec, ...]:
+        """What it keeps."""
+        return self.update.state
+
+
+def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], groups: Collection[str]) -> tuple[BucketUpdate, ...]:
+    """Those of the buckets that are trained by these groups, each with its update; once for each where it is in several of them.
+
+    Raises:
+        PlanError: a bucket's update is missing, or the plan takes it for one of the other kind.
+    """
+    by_group = {u.group: (i, u) for i, u in enumerate(updates)}
+    found: list[BucketUpdate] = []
+    for bucket in buckets:
+        for group in bucket.groups:
+            if group not in groups:
+                continue
+            if group not in by_group or by_group[group][1].elementwise == (group in bucket.whole):
+                raise PlanError(
+                    "a bucket's update takes whole parameters, or does not, against the plan"
+                    if group in by_group
+                    else "a bucket's group has no update",
+                    where=f"plan.buckets: {bucket.name}, {group}",
+                    got=f"groups {sorted(by_group)}",
+                    cure="Make a plan for this package: trainload plan.",
+                )
+            index, update = by_group[group]
+            found.append(BucketUpdate(bucket, update, index))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What the updates before have not made yet: the state of these groups of buckets, and the running mean of these buckets."""
+
+    states: frozenset[StateKey] = frozenset()
+    means: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.states or self.means)
+
+
+_NOTHING = Lacking()
+
+
+class UpdateStep:
+    """The update that follows a training graph, of all buckets that it trains, on one rank, as a function of flat tensors.
+
+    Call: (divisor, rates, rank, *params, *gradients, *states, *means[, scale, streak]) ->
+    (norm, *params, *states, *means[, scale, streak])
+
+    - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
+    - rates: float32 (groups,); the learning rates of this step.
+    - rank: 0-dim int64; which share of what is sharded is this rank's.
+    - params, gradients: one (n,) for each bucket, this rank's slice; under a plan with a pipeline a gradient is what the rank's
+      microbatches came to, of `accumulated_length`.
+    - states: per bucket, in the order of its StateSpecs; what is `lacking` is left out of the arguments, and made. One that is like the
+      parameter is (n,), this rank's slice; others are whole on every rank: 0-dim in an elementwise update, (slots, *shape) in one of whole
+      parameters.
+    - means: where the graph asks for them, one (n,) for each bucket, this rank's slice; what is `lacking` is left out, and made.
+    - scale: where the recipe scales the loss, 0-dim float32; streak: 0-dim int64, updates in a row since it last changed. Where the norm is
+      not finite all else stays as it is; an update that makes what was lacking is made all the same, for its caller to leave.
+    - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
+
+    Args:
+        plan: how the package is spread.
+        updates: the package's.
+        recipe: the package's.
+        graph: the name of the training graph.
+        lacking: what it has to make.
+        pipeline_index: the rank's number on the pipeline axis, whose buckets it updates.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        updates: Sequence[UpdateGraph],
+        recipe: Recipe,
+        graph: str,
+        lacking: Lacking = _NOTHING,
+        pipeline_index: int = 0,
+    ) -> None:
+        self._plan = plan
+        self._index = pipeline_index
+        self._recipe = recipe
+        self._graph = recipe.graph(graph)
+        self._lacking = lacking
+        self._groups = len(updates)
+        self.parts = bucket_updates(plan.held_buckets(pipeline_index), updates, self._graph.groups)
+
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether it moves a running mean of the parameters."""
+        return self._graph.ema_decay is not None
+
+    def __call__(self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+        count = len(self.parts)
+        params, gradients, kept = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
+        scaling = [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
+        states = list(kept)
+        if self._plan.pipeline is not None:
+            gradients = tuple(self._synchronised(part.bucket, value) for part, value in zip(self.parts, gradients, strict=True))
+        clip_norm, clip_value = self._graph.clip_norm, self._graph.clip_value
+        norm = self._norm(gradients, divisor) / divisor
+        factor = 1.0 / divisor
+        if clip_norm is not None:
+            factor = factor * torch.clamp(clip_norm / (norm + _CLIP_EPSILON), max=1.0)
+        new_params, new_states = [], []
+        for part, param, gradient in zip(self.parts, params, gradients, strict=True):
+            first = part.key in self._lacking.states
+            entries = () if first else tuple(states[: len(part.state)])
+            states = states[len(entries) :]
+            scaled = (gradient * factor).to(gradient.dtype)
+            if clip_value is not None:
+                scaled = scaled.clamp(-clip_value, clip_value)
+            rate, given = rates[part.group_index], [param, scaled, *entries]
+            made = self._run(part, rate, given) if part.update.elementwise else self._run_whole(part, rate, given, rank)
+            param_out, *state_out = made
+            new_params.append(param_out)
+            new_states.extend(state_out)
+        means = self._means(new_params, states)
+        if self._recipe.loss_scale is None:
+            return (norm, *new_params, *new_states, *means)
+        finite = torch.isfinite(norm)  # the same on all ranks
+        results = [*new_params, *new_states, *means]
+        if not self._lacking:
+            results = [torch.where(finite, new, old) for new, old in zip(results, [*params, *kept], strict=True)]
+        return (norm, *results, *self._moved(finite, *scaling))
+
+    def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+        decay = self._graph.ema_decay
+        if decay is None:
+            return []
+        left = iter(means)
+        return [
+            param.clone() if part.bucket.name in self._lacking.means else torch.lerp(next(left), param, 1 - decay)
+            for part, param in zip(self.parts, params, strict=True)
+        ]
+
+    def _moved(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
+        """The next step's scale and streak."""
+        rule = self._recipe.loss_scale
+        assert rule is not None
+        longer = torch.where(finite, streak + 1, torch.zeros_like(streak))
+        grown = scale * rule.growth_factor
+        grows = (longer == rule.growth_interval) & torch.isfinite(grown)
+        moved = torch.where(finite, torch.where(grows, grown, scale), scale * rule.backoff_factor)
+        return moved, torch.where(longer == rule.growth_interval, torch.zeros_like(streak), longer)
+
+    def _run(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`given`: parameter, gradient, states. Returns: parameter, states."""
+        graph = part.update.first if part.key in self._lacking.states else part.update.following
+        param, gradient, *states = given
+        arguments = _with_constants(graph, [param, gradient, rate, *states])
+        results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
+        return results
+
+    def _run_whole(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor], rank: Tensor) -> Sequence[Tensor]:
+        """The same for whole parameters, one by one; of what is sharded this rank's slice is kept."""
+        bucket = part.bucket
+        sharded = update_length(self._plan, bucket) < bucket.length
+        like = [True, *(s.like_parameter for s in part.state)]
+        kinds = zip(given, [True, *like], strict=False)  # the first update is given no states
+        whole = [(self._gathered(value) if is_like and sharded else value, is_like) for value, is_like in kinds]
+        found: list[Sequence[Tensor]] = []
+        for number, slot in enumerate(bucket.slots):
+            end = slot.offset + slot.length
+            own = [value[slot.offset : end].view(slot.shape) if is_like else value[number] for value, is_like in whole]
+            found.append(self._run(part, rate, own))
+        results: list[Tensor] = []
+        for is_like, values in zip(like, zip(*found, strict=True), strict=True):
+            if not is_like:
+                results.append(torch.stack(values))
+                continue
+            flat = _joined(bucket, values)
+            results.append(flat.view(self._plan.shard_degree, -1).index_select(0, rank.view(1)).view(-1) if sharded else flat)
+        return results
+
+    def _gathered(self, slice_: Tensor) -> Tensor:
+        full = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_, self._plan.shard_degree, self._plan.shard_group)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
+        return result
+
+    def _synchronised(self, bucket: Bucket, gradient: Tensor) -> Tensor:
+        """A bucket's gradient of all ranks: the part of it that this one updates."""
+        plan = self._plan
+        if plan.shards_state and not plan.shards_gradients and plan.data_ranks > 1:
+            scattered = torch.ops._c10d_functional.reduce_scatter_tensor.default(gradient, "sum", plan.shard_degree, plan.shard_group)
+            gradient = torch.ops._c10d_functional.wait_tensor.default(scattered)
+        elif not plan.shards_state and plan.data_ranks > 1:
+            gradient = _total(gradient, DATA)
+        elif plan.replicas > 1 and plan.shards_state:
+            gradient = _total(gradient, REPLICATE)
+        holders = plan.holders(bucket)
+        return _total(gradient, shared_group(holders)) if len(holders) > 1 else gradient
+
+    def _norm(self, gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
+        """The norm of all gradients that all ranks update. `divisor`: a 0-dim float32 on the device."""
+        squares: dict[bool, list[Tensor]] = {True: [], False: []}
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            if self._plan.holders(part.bucket)[0] == self._index:  # what several hold counts once
+                squares[part.bucket.divided].append(gradient.to(torch.float32).square().sum())
+        found = {kind: torch.stack(values).sum() if values else torch.zeros_like(divisor) for kind, values in squares.items()}
+        square = found[False]
+        if any(part.bucket.divided for part in self.parts):
+            square = square + _total(found[True], TENSOR)
+        if self._plan.shards_state and self._plan.shard_degree > 1:
+            square = _total(square, self._plan.shard_group)
+        return _total(square, PIPELINE).sqrt() if self._plan.pipeline is not None else square.sqrt()
+
+    def trace(self, device: torch.device) -> GraphModule:
+        """The call as a flat graph that writes all but the norm in place and returns the norm."""
+        assert not self._lacking, "what is lacking is made, so there is nothing to write into"
+        with fake_mode():
+            lengths = [update_length(self._plan, p.bucket) for p in self.parts]
+            dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
+            inputs = [torch.empty((), device=device), torch.empty(self._groups, device=device)]
+            inputs.append(torch.empty((), dtype=torch.int64, device=device))
+            given = lengths if self._plan.pipeline is None else [accumulated_length(self._plan, p.bucket) for p in self.parts]
+            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(given, dtypes, strict=True)]
+            for part, length in zip(self.parts, lengths, strict=True):
+                for spec in part.state:
+                    shape = (length,) if spec.like_parameter else () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)
+                    inputs.append(torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device))
+            if self.keeps_mean:
+                inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+            if self._recipe.loss_scale is not None:
+                inputs += [torch.empty((), device=device), torch.empty((), dtype=torch.int64, device=device)]
+
+        def in_place(*flat: Tensor) -> tuple[Tensor]:
+            norm, *new = self(*flat)
+            count = len(self.parts)
+            targets = [*flat[3 : 3 + count], *flat[3 + 2 * count :]]
+            for target, value in zip(targets, new, strict=True):
+                target.copy_(value)
+            return (norm,)
+
+        module = trace_flat(in_place, inputs)
+        _write_early(module)
+        return module
+
+
+def _write_early(module: GraphModule) -> None:
+    """Has each input written as soon as its new value is there and nobody reads the old one any more, so that new values do not gather."""
+    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    storages = Storages(module)
+    views: dict[int, list[Node]] = {}
+    for node, found in storages.of.items():
+        for storage in found:
+            if storage is not None:
+                views.setdefault(storage, []).append(node)
+    for copy in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        old, new = copy.args[:2]
+        assert isinstance(old, Node) and isinstance(new, Node)
+        (storage,), (own,) = storages.of[old], storages.of[new]
+        assert storage is not None and own is not None
+        readers = [user for view in views[storage] for user in view.users if user is not copy and user.op != "output"]
+        # A new value may be written to through a view of it, such as the `.data` of a hook.
+        writers = [user for view in views[own] for user in view.users if view in written_by(user) and place[user] < place[copy]]
+        before = [new, *readers, *writers]
+        last = max(before, key=lambda node: place[node])
+        if last.op != "placeholder" and not any(node.target is aten.copy_.default for node in before):
+            last.append(copy)
+    module.graph.lint()
+    module.recompile()
+
+
+def _total(value: Tensor, group: str) -> Tensor:
+    """The sum over a group's ranks."""
+    result: Tensor = torch.ops._c10d_functional.wait_tensor.default(torch.ops._c10d_functional.all_reduce.default(value, "sum", group))
+    return result
+
+
+def _joined(bucket: Bucket, values: Sequence[Tensor]) -> Tensor:
+    """The bucket's flat tensor, of its slots' values; zero where no parameter lies."""
+    pieces: list[Tensor] = []
+    end = 0
+    for slot, value in zip(bucket.slots, values, strict=True):
+        pieces += [value.new_zeros(slot.offset - end), value.reshape(-1)]
+        end = slot.offset + slot.length
+    return torch.cat([*pieces, values[0].new_zeros(bucket.length - end)])

@@ -1,0 +1,453 @@
+"""Rewrites a step graph for the ranks of a plan: flat buckets in place of parameters, collectives in place of nothing.
+
+One graph serves all ranks: no rank number is in it, and the process group is a name that is bound at launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
+from trainload.capture.operators import is_overload, is_seeded
+from trainload.core.errors import PlanError
+from trainload.sharding.analysis.graph_nodes import LazyGraphModule, append, computed_from, ends, mode_of
+from trainload.sharding.plans.plan import DATA, REPLICATE, Bucket, Plan
+
+aten = torch.ops.aten
+
+
+class Phase(StrEnum):
+    """Which call of an accumulated step a rewritten graph is for."""
+
+    ONLY = "only"
+    """The step has one microbatch."""
+    ACCUMULATE = "accumulate"
+    """Adds to the gradients so far; they stay local unless parameters are sharded."""
+    SYNCHRONISE = "synchronise"
+    """The last microbatch: adds to the gradients so far and makes them those of all ranks."""
+
+
+BETWEEN = (Role.ACTIVATION, Role.COTANGENT, Role.SAVED)
+"""Roles of what goes from one graph of a pipeline's stages to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGraph:
+    """A step graph as every rank of a plan runs it.
+
+    Laws: inputs are the buckets (each of `stored_length`), then, unless the phase is ONLY, the gradients so far (each of
+    `accumulated_length`), then what the step graph had beside its parameters; outputs are the totals (in a graph with a loss), the buffers,
+    the predictions, then, in a graph with gradients, one flat gradient for each trained bucket, in plan order, and at last what a stage of
+    a pipeline sends or saves. Of a stage's graph, the buckets are those that it uses, and the gradients those that it adds to.
+    """
+
+    module: GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+def stored_length(plan: Plan, bucket: Bucket) -> int:
+    """Elements of a bucket's parameters that one rank stores."""
+    return bucket.length // plan.shard_degree if plan.shards_parameters else bucket.length
+
+
+def update_length(plan: Plan, bucket: Bucket) -> int:
+    """Elements of a bucket that one rank updates, and of its synchronised gradient."""
+    return bucket.length // plan.shard_degree if plan.shards_state else bucket.length
+
+
+def accumulated_length(plan: Plan, bucket: Bucket) -> int:
+    """Elements of a bucket's gradient between microbatches."""
+    return bucket.length // plan.shard_degree if plan.shards_gradients else bucket.length
+
+
+def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Collection[str] | None = None) -> RankGraph:
+    """Rewrites a step graph (with gradients or without) for the ranks of a plan.
+
+    Args:
+        step: the graph; under a plan with a pipeline, one of a stage's (sharding/pipeline/stages.py).
+        plan: how its package is spread.
+        phase: which call of an accumulated step it is for. A stage's graph only ever accumulates: the update synchronises.
+        groups: the parameter groups that its gradient trains; the others' gradients are left out, with what serves them alone. None: all.
+
+    Raises:
+        PlanError: a buffer would differ between ranks, or the plan lacks a parameter of the graph.
+    """
+    return _Rewriter(_for_groups(step, plan, groups) if groups is not None else step, plan, phase, groups).run()
+
+
+def _buckets_of(step: StepGraph, plan: Plan) -> tuple[Bucket, ...]:
+    if plan.pipeline is None:
+        return plan.buckets
+    used = {port.name for port in (*step.inputs, *step.outputs) if port.role in (Role.PARAMETER, Role.GRADIENT)}
+    return tuple(bucket for bucket in plan.buckets if any(slot.parameter in used for slot in bucket.slots))
+
+
+def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGraph:
+    """The step graph without the gradients of parameters that these groups do not train."""
+    trained = {slot.parameter for bucket in plan.buckets if bucket.group_among(groups) is not None for slot in bucket.slots}
+    kept = [port.role is not Role.GRADIENT or port.name in trained for port in step.outputs]
+    if all(kept):
+        return step
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    for node in step.module.graph.nodes:
+        if node.op == "output":
+            graph.output(tuple(copied[value] for value, keep in zip(node.args[0], kept, strict=True) if keep))
+        else:
+            copied[node] = graph.node_copy(node, lambda source: copied[source])
+    needed = {node for node in graph.nodes if node.op in ("placeholder", "output") or node.name == TANGENT}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+        else:
+            graph.erase_node(node)
+    return StepGraph(LazyGraphModule(step.module, graph), step.inputs, tuple(p for p, keep in zip(step.outputs, kept, strict=True) if keep))
+
+
+class _Rewriter:
+    def __init__(self, step: StepGraph, plan: Plan, phase: Phase, groups: Collection[str] | None) -> None:
+        self._buckets = _buckets_of(step, plan)
+        self._trained = [b for b in self._buckets if (bool(b.groups) if groups is None else b.group_among(groups) is not None)]
+        if plan.pipeline is not None:
+            made = {port.name for port in step.outputs if port.role is Role.GRADIENT}
+            self._trained = [b for b in self._trained if any(slot.parameter in made for slot in b.slots)]
+        self._step = step
+        self._plan = plan
+        self._phase = phase
+        self._graph = Graph()
+        self._old = list(step.module.graph.nodes)
+        self._placeholders, self._results = ends(step.module)
+        self._body = [n for n in self._old if n.op not in ("placeholder", "output")]
+        self._sharded = plan.shards_parameters and plan.shard_degree > 1
+        self._bucket_of = {s.parameter: (b, s) for b in plan.buckets for s in b.slots}
+        self._parameter = {n: port.name for n, port in zip(self._placeholders, step.inputs, strict=True) if port.role is Role.PARAMETER}
+        self._mode = mode_of(self._placeholders)
+        self._device = self._placeholders[0].meta["val"].device
+        lacking = sorted(set(self._parameter.values()) - set(self._bucket_of))
+        if lacking:
+            raise PlanError("the plan has no place for a parameter of the graph", where=lacking[0], cure="Make a plan for this package.")
+
+    def run(self) -> RankGraph:
+        inputs = self._make_inputs()
+        backward_from = next((i for i, n in enumerate(self._body) if n.name == TANGENT), len(self._body))
+        derived = self._parameter_derived()
+        copied = dict(self._other)
+        self._weights: dict[Node, Node] = {}
+        self._gathered: dict[str, Node] = {}
+        self._flying: dict[str, Node] = {}
+        self._landed: dict[str, Node] = {}
+        launches = self._gather_schedule(0, backward_from, derived) if self._sharded else {}
+        if self._sharded:
+            # After the node that begins the backward part, so that a gather stands in the part that it is for.
+            launches |= self._gather_schedule(backward_from + 1, len(self._body), derived)
+        gradients = self._gradient_schedule()
+        reduced: dict[str, Node] = {}
+        for index, node in enumerate(self._body):
+            if index == backward_from and self._sharded:
+                self._gathered.clear()
+                self._weights.clear()
+            for name in launches.get(index, ()):
+                self._launch_gather(name)
+            if node not in derived:
+                for source in node.all_input_nodes:
+                    if source in derived or source in self._parameter:
+                        self._materialise(source)
+                copied[node] = self._copy(node, copied)
+            for bucket in gradients.get(index, ()):
+                reduced[bucket.name] = self._launch_reduction(bucket, copied)
+                self._land_earlier(reduced)
+        for bucket in self._trained if gradients and not self._body else ():  # a part of a stage may only pass gradients on
+            reduced[bucket.name] = self._launch_reduction(bucket, copied)
+        for node in self._results:
+            if node in self._parameter:
+                copied[node] = self._materialise(node)
+        return self._finish(inputs, copied, reduced)
+
+    # Inputs
+
+    def _make_inputs(self) -> tuple[Port, ...]:
+        inputs: list[Port] = []
+        self._stored: dict[str, Node] = {}
+        self._so_far: dict[str, Node] = {}
+        for bucket in self._buckets:
+            self._stored[bucket.name] = self._placeholder(bucket, bucket.name, stored_length(self._plan, bucket))
+            inputs.append(Port(Role.BUCKET, bucket.name))
+        if self._phase is not Phase.ONLY:
+            for bucket in self._trained:
+                self._so_far[bucket.name] = self._placeholder(bucket, f"{bucket.name}_so_far", accumulated_length(self._plan, bucket))
+                inputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
+        self._other: dict[Node, Node] = {}
+        for node, port in zip(self._placeholders, self._step.inputs, strict=True):
+            if port.role is not Role.PARAMETER:
+                self._other[node] = self._graph.node_copy(node)
+                inputs.append(port)
+        return tuple(inputs)
+
+    def _placeholder(self, bucket: Bucket, name: str, length: int) -> Node:
+        node = self._graph.placeholder(name)
+        with self._mode:
+            node.meta["val"] = torch.empty(length, dtype=getattr(torch, bucket.dtype), device=self._device)
+        return node
+
+    # Parameters
+
+    def _parameter_derived(self) -> set[Node]:
+        """Nodes that are computed from parameters alone (casts, transposes).
+
+        They are made anew for forward and for backward, so that no full weight lives from one to the other.
+        """
+        derived: set[Node] = set()
+        kept = set(_nodes_in(self._results))
+        for node in self._body:
+            sources = node.all_input_nodes
+            if (
+                sources
+                and all(s in derived or s in self._parameter for s in sources)
+                and node not in kept
+                and is_overload(node.target)
+                and not is_seeded(node.target)
+                and not node.target._schema.is_mutable
+            ):
+                derived.add(node)
+        return derived
+
+    def _sources(self, node: Node, derived: set[Node]) -> set[str]:
+        """Buckets that a node needs, through derived nodes."""
+        found: set[str] = set()
+        stack = list(node.all_input_nodes)
+        while stack:
+            source = stack.pop()
+            if source in self._parameter:
+                found.add(self._bucket_of[self._parameter[source]][0].name)
+            elif source in derived:
+                stack.extend(source.all_input_nodes)
+        return found
+
+    def _gather_schedule(self, start: int, stop: int, derived: set[Node]) -> dict[int, list[str]]:
+        """Index of a node -> buckets whose gather starts before it."""
+        first_use: dict[str, int] = {}
+        for index in range(start, stop):
+            if self._body[index] not in derived:
+                for name in sorted(self._sources(self._body[index], derived)):
+                    first_use.setdefault(name, index)
+        ordered = sorted(first_use, key=lambda name: (first_use[name], name))
+        launches: dict[int, list[str]] = {}
+        for number, name in enumerate(ordered):
+            ahead = number - self._plan.prefetch
+            launches.setdefault(first_use[ordered[ahead]] if ahead >= 0 else start, []).append(name)
+        return launches
+
+    def _launch_gather(self, name: str) -> None:
+        self._flying[name] = self._call(
+            torch.ops._c10d_functional.all_gather_into_tensor.default,
+            self._stored[name],
+            self._plan.shard_degree,
+            self._plan.shard_group,
+        )
+
+    def _full(self, name: str) -> Node:
+        if not self._sharded:
+            return self._stored[name]
+        if name not in self._gathered:
+            if name not in self._flying:
+                self._launch_gather(name)  # a parameter that is an output: no operator of the graph uses it
+            self._gathered[name] = self._call(torch.ops._c10d_functional.wait_tensor.default, self._flying.pop(name))
+        return self._gathered[name]
+
+    def _materialise(self, node: Node) -> Node:
+        """The present phase's copy of a parameter or of a node derived from parameters."""
+        if node in self._weights:
+            return self._weights[node]
+        if node in self._parameter:
+            bucket, slot = self._bucket_of[self._parameter[node]]
+            flat = self._call(aten.slice.Tensor, self._full(bucket.name), 0, slot.offset, slot.offset + slot.length)
+            made = self._call(aten.view.default, flat, list(slot.shape))
+            self._weights[node] = made
+            return made
+        stack = [node]
+        while stack:  # a chain over all parameters, such as a penalty's sum, is too long for recursion
+            here = stack[-1]
+            missing = [s for s in here.all_input_nodes if s not in self._weights]
+            stack += [s for s in missing if s not in self._parameter]
+            for source in missing:
+                if source in self._parameter:
+                    self._materialise(source)
+            if not missing:
+                self._weights[here] = self._graph.node_copy(here, lambda n: self._weights[n])
+            if here in self._weights:
+                stack.remove(here)
+        return self._weights[node]
+
+    def _copy(self, node: Node, copied: dict[Node, Node]) -> Node:
+        return self._graph.node_copy(node, lambda n: self._weights[n] if n in self._weights else copied[n])
+
+    # Gradients
+
+    def _gradients(self) -> dict[str, Node]:
+        return {p.name: n for p, n in zip(self._step.outputs, self._results, strict=True) if p.role is Role.GRADIENT}
+
+    def _gradient_schedule(self) -> dict[int, list[Bucket]]:
+        """Index of a node -> buckets whose last gradient it is."""
+        index = {n: i for i, n in enumerate(self._body)}
+        made = {name: index.get(node, 0) for name, node in self._gradients().items()}
+        schedule: dict[int, list[Bucket]] = {}
+        if made:
+            for bucket in self._trained:
+                last = max((made[s.parameter] for s in bucket.slots if s.parameter in made), default=len(self._body) - 1)
+                schedule.setdefault(last, []).append(bucket)
+        return schedule
+
+    def _launch_reduction(self, bucket: Bucket, copied: dict[Node, Node]) -> Node:
+        """The bucket's flat gradient, on its way through the collective that its strategy asks for."""
+        gradients = self._gradients()
+        pieces: list[Node] = []
+        end = 0
+        for slot in bucket.slots:
+            if slot.offset > end:
+                pieces.append(self._zeros(slot.offset - end, bucket.dtype))
+            if slot.parameter in gradients:
+                flat = self._call(aten.reshape.default, copied[gradients[slot.parameter]], [slot.length])
+            else:
+                flat = self._zeros(slot.length, bucket.dtype)
+            pieces.append(flat)
+            end = slot.offset + slot.length
+        if bucket.length > end:
+            pieces.append(self._zeros(bucket.length - end, bucket.dtype))
+        flat = self._call(aten.cat.default, pieces) if len(pieces) > 1 else pieces[0]
+        if self._plan.data_ranks == 1:
+            return self._add_so_far(bucket, flat)
+        if self._plan.shards_gradients:
+            return self._reduce_scatter(flat)
+        flat = self._add_so_far(bucket, flat)
+        if self._phase is Phase.ACCUMULATE:
+            return flat
+        return self._reduce_scatter(flat) if self._plan.shards_state else self._all_reduce(flat, DATA)
+
+    def _reduce_scatter(self, flat: Node) -> Node:
+        ranks, group = self._plan.shard_degree, self._plan.shard_group
+        return self._call(torch.ops._c10d_functional.reduce_scatter_tensor.default, flat, "sum", ranks, group)
+
+    def _all_reduce(self, value: Node, group: str) -> Node:
+        return self._call(torch.ops._c10d_functional.all_reduce.default, value, "sum", group)
+
+    def _add_so_far(self, bucket: Bucket, flat: Node) -> Node:
+        return self._call(aten.add.Tensor, flat, self._so_far[bucket.name]) if self._phase is not Phase.ONLY else flat
+
+    def _flies(self) -> bool:
+        """Whether gradients are reduced in this graph."""
+        return self._plan.data_ranks > 1 and (self._phase is not Phase.ACCUMULATE or self._plan.shards_gradients)
+
+    def _land_earlier(self, reduced: dict[str, Node]) -> None:
+        """Waits for all but the last reductions. What a scatter takes, a whole gradient, is there until it is waited for."""
+        if not self._flies() or not self._plan.shards_state:
+            return
+        for name in [name for name in reduced if name not in self._landed][: -max(1, self._plan.prefetch)]:
+            self._landed[name] = self._wait(reduced[name])
+
+    def _land(self, reduced: dict[str, Node]) -> dict[str, Node]:
+        """Bucket -> its gradient, all communication done."""
+        if not self._flies():
+            return reduced
+        landed = {name: self._landed.get(name) or self._wait(reduction) for name, reduction in reduced.items()}
+        if self._plan.shards_gradients:
+            landed = {bucket.name: self._add_so_far(bucket, landed[bucket.name]) for bucket in self._trained if bucket.name in landed}
+        if self._phase is Phase.ACCUMULATE or not self._plan.shards_state or self._plan.replicas == 1:
+            return landed
+        flying = {name: self._all_reduce(gradient, REPLICATE) for name, gradient in landed.items()}
+        return {name: self._wait(gradient) for name, gradient in flying.items()}
+
+    def _wait(self, node: Node) -> Node:
+        return self._call(torch.ops._c10d_functional.wait_tensor.default, node)
+
+    # Outputs
+
+    def _finish(self, inputs: tuple[Port, ...], copied: dict[Node, Node], reduced: dict[str, Node]) -> RankGraph:
+        found: dict[Role, list[tuple[Port, Node]]] = {}
+        for port, node in zip(self._step.outputs, self._results, strict=True):
+            if port.role is not Role.GRADIENT:
+                found.setdefault(port.role, []).append((port, copied[node]))
+        outputs: list[Port] = []
+        results: list[Node] = []
+        if Role.LOSS in found:
+            outputs.append(Port(Role.TOTALS, "totals"))
+            results.append(self._totals(found))
+        for port, node in found.get(Role.BUFFER, ()):
+            outputs.append(port)
+            results.append(self._synchronised_buffer(port, node))
+        for port, node in found.get(Role.PREDICTION, ()):
+            outputs.append(port)
+            results.append(node)
+        landed = self._land(reduced)
+        assert not self._gradients() or set(landed) == {bucket.name for bucket in self._trained}, "every trained bucket has its gradient"
+        for bucket in self._trained:
+            if bucket.name in landed:
+                outputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
+                results.append(landed[bucket.name])
+        for port, node in [entry for role in BETWEEN for entry in found.get(role, ())]:
+            outputs.append(port)
+            results.append(node)
+        output = self._graph.output(tuple(results))
+        output.meta["val"] = tuple(r.meta["val"] for r in results)
+        module = LazyGraphModule(self._step.module, self._graph)
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        return RankGraph(module=module, inputs=inputs, outputs=tuple(outputs))
+
+    def _totals(self, found: dict[Role, list[tuple[Port, Node]]]) -> Node:
+        ((_, weight),) = found[Role.WEIGHT]
+        values = []
+        for _, node in [*found[Role.LOSS], *found.get(Role.METRIC, ())]:
+            as_float = self._call(aten._to_copy.default, node, dtype=torch.float32)
+            values.append(self._call(aten.mul.Tensor, as_float, weight))
+        totals = self._call(aten.stack.default, [*values, weight])
+        if self._plan.data_ranks == 1:
+            return totals
+        return self._wait(self._all_reduce(totals, DATA))
+
+    def _synchronised_buffer(self, port: Port, node: Node) -> Node:
+        """Floating-point buffers become the mean over the ranks (as running statistics do), or the first one's; others change alike on
+        every rank.
+        """
+        if self._plan.data_ranks == 1:
+            return node
+        if not node.meta["val"].is_floating_point():
+            self._check_same_on_ranks(port)
+            return node
+        if self._plan.batch_norm == "broadcast":
+            return self._wait(self._call(torch.ops._c10d_functional.broadcast.default, node, 0, DATA))
+        total = self._wait(self._all_reduce(node, DATA))
+        return self._call(aten.div.Scalar, total, self._plan.data_ranks)
+
+    def _check_same_on_ranks(self, port: Port) -> None:
+        """Raise if the new value of an integer buffer differs between ranks."""
+        local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, *BETWEEN)}
+        result = self._results[self._step.outputs.index(port)]
+        if local & computed_from([result], values=True, owner=self._step.module):
+            raise PlanError(
+                "a buffer of whole numbers is computed from the batch, so every rank would have another one",
+                where=f"buffer {port.name}",
+                expected="a count that does not depend on the rank's rows, or a floating-point buffer (ranks take the mean)",
+                got=str(result.meta["val"].dtype),
+                cure="Plan for one device, or keep the statistic as a floating-point mean.",
+            )
+
+    # New nodes
+
+    def _zeros(self, length: int, dtype: str) -> Node:
+        return self._call(aten.full.default, [length], 0.0, dtype=getattr(torch, dtype), device=self._device)
+
+    def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        return append(self._graph, self._mode, target, *args, **kwargs)
+
+
+def _nodes_in(value: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(value, lambda n: found.append(n))
+    return found

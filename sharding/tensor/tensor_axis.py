@@ -1,0 +1,127 @@
+"""The tensor axis of a plan: what of a package it divides, and what its ranks exchange."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.core.errors import PlanError
+from trainload.sharding.analysis.graph_nodes import ends
+from trainload.sharding.plans.plan import Replicated, Shard
+from trainload.sharding.plans.strategies import Divide
+from trainload.sharding.tensor.choose import choose, experts
+from trainload.sharding.tensor.partition import Partitioned, partition
+from trainload.sharding.tensor.placement import Exchange
+from trainload.sharding.tensor.positions import Positions
+
+LEAST = 0.5
+"""Of the matrix products' operations, that ranks of a context must be able to do for their own positions alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAxis:
+    """What the ranks of one share, of the main training graph with its example of `rows` rows.
+
+    ranks: of the axis. shards: parameter -> how it is divided. exchanges: what they send. replicated: what each does whole.
+    """
+
+    ranks: int
+    shards: Mapping[str, Shard]
+    exchanges: tuple[Exchange, ...] = ()
+    rows: int = 1
+    replicated: tuple[Replicated, ...] = ()
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """What one rank has of a parameter."""
+        return self.shards[name].share_shape(shape, self.ranks) if name in self.shards else tuple(shape)
+
+    def sent(self, rows: int) -> float:
+        """Bytes that a rank sends for one call of so many rows."""
+        return sum(exchange.sent(self.ranks, rows / self.rows) for exchange in self.exchanges)
+
+
+def divide(
+    steps: Sequence[StepGraph],
+    ranks: int,
+    whole: Collection[str],
+    rules: Mapping[str, Shard | None] | None,
+    what: Divide = "tensor",
+    partitioned: Callable[..., Partitioned] | None = None,
+) -> TensorAxis:
+    """Finds what a tensor axis of so many ranks divides of a package.
+
+    Args:
+        steps: the package's training graphs, the main one first.
+        ranks: of the axis.
+        whole: parameters that it must leave whole, since their update takes whole parameters.
+        rules: as `choose` takes them; with "tensor" and "sequence" alone.
+        what: as `Plan.divide` says.
+        partitioned: what partitions the main training graph, given shards and `positions`; None: `partition`.
+
+    Raises:
+        PlanError: a rule does not fit, or nothing can be divided.
+    """
+    shards = _shards(steps, ranks, whole, rules, what)
+    made = (partitioned or functools.partial(partition, steps[0], ranks))(shards, positions=what != "tensor")
+    if what in ("sequence", "context"):
+        _check_positions(made.positions, ranks, LEAST if what == "context" else 0.0)
+    return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)
+
+
+def _shards(
+    steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None, what: Divide
+) -> dict[str, Shard]:
+    """Which parameters are divided."""
+    if what in ("tensor", "sequence"):
+        found = choose(steps, ranks, whole, rules)
+        if not found:
+            raise PlanError(
+                "the tensor axis finds nothing to divide",
+                where="tensor_ranks",
+                expected=f"a dim of a parameter, no dim of the batch, that is a multiple of {ranks} and worth its exchanges",
+                got="none",
+                cure="Use the data axis, or say what to divide (--tensor-rule).",
+            )
+        return found
+    if rules:
+        raise PlanError("rules say which parameters are divided", where="tensor_rules", expected="divide tensor or sequence", got=what)
+    if what == "context":
+        return {}
+    found = experts(steps, ranks, whole)
+    if not found:
+        raise PlanError(
+            "the graph has no experts that so many ranks could share",
+            where="tensor_ranks",
+            expected=f"parameters of a batch of matrix products, a multiple of {ranks} of them",
+            got="none",
+            cure="Use the tensor axis (--tensor), or the data axis.",
+        )
+    return found
+
+
+def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
+    if found is None:
+        raise PlanError(
+            "the graph has no positions that so many ranks could share",
+            where="tensor_ranks",
+            expected=f"a dim of the data beside its rows, of a fixed size that is a multiple of {ranks}, with matrix products along it",
+            got="none",
+            cure="Freeze with sequences of such a length (padded, where they are shorter), or choose another number of ranks.",
+        )
+    if found.share < least:
+        assert found.whole is not None
+        raise PlanError(
+            "most of the work cannot be done for some positions alone",
+            where=f"{found.whole.name} ({found.whole.target})",
+            expected=f"{least:.0%} of the operations of matrix products at least",
+            got=f"{found.share:.0%}, for positions of which there are {found.factor.size}",
+            cure="Use the tensor axis (--tensor), which divides parameters.",
+        )
+
+
+def _rows(step: StepGraph) -> int:
+    placeholders, _ = ends(step.module)
+    sizes = [n.meta["val"].shape[0] for n, p in zip(placeholders, step.inputs, strict=True) if p.role is Role.BATCH]
+    return sizes[0] if isinstance(sizes[0], int) else int(sizes[0].node.hint)

@@ -1,0 +1,154 @@
+"""Commands that compare packages: diff."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.text import Text
+
+from trainload.cli.commands.shared import FAILED, json_option, out, print_json
+from trainload.cli.view import records as view
+from trainload.cli.view.column_table import Columns
+from trainload.core.errors import PackageError
+from trainload.core.versions import check_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.packaging.comparison.graph_difference import GraphDifference
+    from trainload.packaging.comparison.json_change import Change
+    from trainload.packaging.comparison.package_difference import PackageDifference, Section
+    from trainload.packaging.comparison.weight_distance import TensorDifference
+
+MOST_LINES = 20
+"""Lines of one section, module or text that are printed without --full."""
+FILES = "files"
+"""The section of `package_difference` that lists them."""
+_package = click.Path(path_type=Path)
+
+
+@click.command(short_help="Compare two packages.")
+@click.argument("before", metavar="A", type=_package)
+@click.argument("after", metavar="B", type=_package)
+@click.option("--weights", "rows", type=click.IntRange(min=0), default=10, metavar="N", help="How many tensors are listed. Default: 10.")
+@click.option("--no-weights", is_flag=True, help="Do not read weights.")
+@click.option("--full", is_flag=True, help=f"Print all lines, not {MOST_LINES} of each part.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 where they differ.")
+@json_option
+def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exit_code: bool, as_json: bool) -> None:
+    """Say what differs between packages A and B, by name.
+
+    "-" is in A alone, "+" in B alone. Weights are listed with the greatest change first. What is outside of the identity (debug/,
+    derived/, signatures/) is not compared. Nothing of a package is run, and its operators need not be there.
+    """
+    for path in (before, after):
+        if not path.exists():
+            raise PackageError("there is no such package", where=str(path))
+    check_supported_torch()
+    from trainload.publishing import trust
+
+    found = trust.diff(before, after, weights=not no_weights)
+    if as_json:
+        print_json({"same": found.same, **view.as_json(found)})
+    elif found.same:
+        out().print(f"no difference: both are {found.before.digest}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        _print(found, rows, None if full else MOST_LINES)
+    if exit_code and not found.same:
+        raise click.exceptions.Exit(FAILED)
+
+
+def _print(found: PackageDifference, rows: int, most: int | None) -> None:
+    sides = [(name, f"{side.path}  {side.digest}") for name, side in (("A", found.before), ("B", found.after))]
+    if found.before.program == found.after.program:
+        sides.append(("program", "the same"))
+    out().print(view.table([*sides, ("relation", found.relation)]))
+    for section in found.sections:
+        if section.title != FILES:
+            _section(section, most)
+    for text in found.texts:
+        _title(text.file)
+        _lines([(line, _STYLES.get(line[:1], "")) for line in text.lines], most)
+    for graph in found.graphs:
+        _graph(graph, most)
+    _weights(found, rows)
+    for section in found.sections:
+        if section.title == FILES:  # at the end: all above says what is in them
+            _section(section, most)
+
+
+def _section(section: Section, most: int | None) -> None:
+    _title(section.title, len(section.changes))
+    _lines([line for change in section.changes for line in _change(change)], most)
+
+
+def _graph(graph: GraphDifference, most: int | None) -> None:
+    _title(f"graph {graph.name}")
+    _lines([line for change in graph.operators for line in _change(change)], most)
+    for module in graph.modules:
+        _lines([(f"  in {module.module or 'the model or the loss'}:", "dim")], None)
+        _lines([(f"  {line.mark} {line.text}", _STYLES[line.mark]) for line in module.lines], most)
+    if graph.values:
+        _lines([("  other sizes:", "dim")], None)
+        _lines([(f"  ~ {change.name}: {change.before} -> {change.after}", "yellow") for change in graph.values], most)
+    if graph.unseen:
+        _lines([("  other names, strides or order: no operator, argument or size", "dim")], None)
+
+
+def _weights(found: PackageDifference, rows: int) -> None:
+    tensors = found.weights or ()
+    _title("weights", len(tensors) if tensors else None)
+    if found.weights_note:
+        _lines([(f"  {found.weights_note}", "dim")], None)
+    if not tensors or not rows:
+        return
+    numbers = ("changed", "greatest", "relative RMS", "not finite")
+    table = Columns(("tensor", "shape", *numbers), right=numbers)
+    for tensor in tensors[:rows]:
+        table.add(*_row(tensor))
+    out().print(table)
+    if len(tensors) > rows:
+        _lines([(f"  and {len(tensors) - rows} more", "dim")], None)
+
+
+def _row(tensor: TensorDifference) -> Sequence[str]:
+    before, after = tensor.not_finite
+    return (
+        tensor.name,
+        f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]",
+        f"{100 * tensor.changed / max(1, tensor.elements):.3g}%",
+        f"{tensor.greatest:.3g}",
+        "all were 0" if tensor.relative is None else f"{tensor.relative:.3g}",
+        f"{before} -> {after}" if before or after else "",
+    )
+
+
+LISTED = "listed"
+"""What `changes` has for an entry of a list: its name says all."""
+_STYLES = {"-": "red", "+": "green", "@": "cyan"}
+
+
+def _change(change: Change) -> Iterable[tuple[str, str]]:
+    if change.before is not None and change.after is not None:
+        yield f"  ~ {change.name}: {change.before} -> {change.after}", "yellow"
+    else:
+        mark, value = ("-", change.before) if change.after is None else ("+", change.after)
+        yield f"  {mark} {change.name}" + ("" if value == LISTED else f": {value}"), _STYLES[mark]
+
+
+def _title(text: str, count: int | None = None) -> None:
+    out().print(Text(_printable(text if count is None else f"{text} ({count})"), style="bold"), soft_wrap=True)
+
+
+def _lines(lines: Sequence[tuple[str, str]], most: int | None) -> None:
+    shown = lines if most is None or len(lines) <= most + 1 else lines[:most]
+    for text, style in shown:
+        out().print(Text(_printable(text), style=style), soft_wrap=True)
+    if len(shown) < len(lines):
+        out().print(Text(f"    and {len(lines) - len(shown)} more lines: --full", style="dim"), soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey: the text is a stranger's."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

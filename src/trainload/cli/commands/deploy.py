@@ -1,0 +1,195 @@
+"""Commands that write manifests for clusters: manifest kuberay."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.driving import drive, evict
+from trainload.cli.commands.planning import KINDS
+from trainload.cli.commands.runs import launch
+from trainload.cli.commands.shared import Command, CountOf, Span, json_option, write_text
+from trainload.launching.settings.parse import parse_settings
+
+if TYPE_CHECKING:
+    from trainload.deploy.kuberay import Pods
+
+_OURS = {
+    "run_dir": "--run-dir",
+    "nodes": "--nodes",
+    "workers": "--workers",
+    "data": "--data",
+}
+"""Options of `launch` that are given to this command."""
+_NOT_THERE = {"address", "backend", "detach", "dry_run", "as_json"}
+"""Those that make no sense in a job of a cluster."""
+_PATHS = {"package", "data", "eval_data", "output", "plan_file"}
+
+
+def pod_options(command: Command) -> Command:
+    """Add what pods of all manifests have."""
+    for option in (
+        click.option("--service-account", metavar="NAME", help="Default: the namespace's."),
+        click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable that is no secret."),
+        click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A Secret whose entries become variables."),
+        click.option("--namespace", help="Default: kubectl's."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(short_help="Write clusters' manifests.")
+def manifest() -> None:
+    """Write what a cluster is told to run."""
+
+
+manifest.add_command(drive)
+manifest.add_command(evict)
+
+
+@manifest.command(short_help="A RayJob or RayCluster.")
+@click.argument("package", metavar="[PKG]", required=False)
+@click.argument("options", metavar="[-- LAUNCH OPTIONS]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--data", metavar="PATH", help="As of launch.")
+@click.option("--image", required=True, metavar="IMAGE", help="With trainload and Ray.")
+@click.option("--claim", required=True, metavar="NAME[:PATH]", help="Volume of runs, packages, data. PATH: /trainload.")
+@click.option("--memory", required=True, metavar="SIZE", help="Of each node, such as 64Gi.")
+@click.option("--workers", type=CountOf(KINDS), default="1", metavar="N[/cuda]", help="Devices of each node. Default: 1.")
+@click.option("--nodes", type=Span(), default="1", metavar="N or A:B", help="Nodes, or from A to B. Default: 1.")
+@click.option("--kind", type=click.Choice(["RayJob", "RayCluster"]), default="RayJob", help="Default: RayJob.")
+@click.option("--name", help="Its name. Default: the package's.")
+@click.option("--run-dir", metavar="DIR", help="The run's folder. Default: runs/NAME.")
+@click.option("--retries", type=click.IntRange(min=0), default=3, metavar="N", help="New clusters after failures. Default: 3.")
+@pod_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: stdout.")
+@json_option
+def kuberay(
+    package: str | None,
+    options: tuple[str, ...],
+    data: str | None,
+    image: str,
+    claim: str,
+    memory: str,
+    workers: tuple[int, str],
+    nodes: tuple[int, int],
+    kind: Literal["RayJob", "RayCluster"],
+    name: str | None,
+    namespace: str | None,
+    run_dir: str | None,
+    retries: int,
+    secrets: tuple[str, ...],
+    env: tuple[str, ...],
+    service_account: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write a run (or a cluster) for KubeRay. Relative paths begin at the claim's."""
+    from trainload.deploy.kuberay import as_yaml, entrypoint, ray_cluster, ray_job
+
+    if kind == "RayCluster" and (package is not None or data is not None or run_dir is not None or options):
+        raise click.UsageError("--kind RayCluster runs nothing: leave out the package, --data, --run-dir and options of launch.")
+    if kind == "RayJob" and (package is None or data is None):
+        raise click.UsageError("--kind RayJob needs a package and --data.")
+    pods = pods_of(
+        claim,
+        env,
+        name=name or (_label(package) if package is not None else "trainload"),
+        image=image,
+        nodes=nodes,
+        devices=workers[0],
+        gpu=workers[1] == "cuda",
+        memory=memory,
+        namespace=namespace,
+        secrets=secrets,
+        service_account=service_account,
+    )
+    if package is None or data is None:
+        made = ray_cluster(pods)
+    else:
+        place = _placing(pods.mount)
+        folder = place(run_dir or f"runs/{pods.name}")
+        given = _launch_options(options, place)
+        asked = [place(package), "--data", place(data), *_size(pods.nodes, workers, planned="--plan" in given), *given]
+        launch.make_context("launch", list(asked))
+        made = ray_job(pods, folder, entrypoint(folder, asked, shared.program_options()), retries)
+    text = json.dumps(made, indent=2) + "\n" if as_json else as_yaml(made)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write_text(output, text)
+
+
+def _label(package: str) -> str:
+    """A package's name as Kubernetes might take it."""
+    return re.sub(r"[^a-z0-9]+", "-", PurePosixPath(package).stem.lower()).strip("-")
+
+
+def pods_of(claim: str, env: Sequence[str], **others: Any) -> Pods:
+    """Pods with the volume and the variables that a command was given; others: as of `Pods`."""
+    from trainload.deploy.kuberay import Pods
+
+    volume, _, mount = claim.partition(":")
+    return Pods(claim=volume, mount=mount or "/trainload", env=_variables(env), **others)
+
+
+def _variables(given: Sequence[str]) -> dict[str, str]:
+    """What --env says."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise click.UsageError("--env: give KEY=VALUE.")
+        found[name] = value
+    return found
+
+
+def _placing(mount: str) -> Callable[[str], str]:
+    """What a path is for the pods. URLs and references stay as they are."""
+    from trainload.core.credentials import check_no_credentials
+
+    def place(path: str) -> str:
+        check_no_credentials(path)
+        return path if "://" in path or path.startswith(("${", "python:")) else str(PurePosixPath(mount, path))
+
+    return place
+
+
+def _launch_options(given: Sequence[str], place: Callable[[str], str]) -> list[str]:
+    """Options of `launch`, as its own parser reads them, with their paths as the pods see them."""
+    values, rest, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(["PKG", *given])
+    if rest:
+        raise click.UsageError(f"{shlex.join(rest)} is no option of launch: give them as in -- --steps 1000 --set lr=3e-4.")
+    found: list[str] = []
+    for option in dict.fromkeys(order):
+        if not isinstance(option, click.Option) or option.name is None:
+            continue
+        if option.name in _OURS:
+            raise click.UsageError(f"{_OURS[option.name]} is an option of this command: give it before the --.")
+        if option.name in _NOT_THERE:
+            raise click.UsageError(f"{option.opts[0]} goes without a cluster's job: leave it out.")
+        value: Any = values[option.name]
+        if option.is_flag:
+            found.append(option.opts[0])
+            continue
+        for each in value if isinstance(value, list | tuple) else (value,):
+            found += [option.opts[0], place(each) if option.name in _PATHS else each]
+    parse_settings([each for option, each in pairwise(found) if option == "--set"])
+    return found
+
+
+def _size(nodes: tuple[int, int], workers: tuple[int, str], *, planned: bool) -> list[str]:
+    """--nodes and --workers of the launch. A plan says how many workers there are."""
+    least, most = nodes
+    count, kind = workers
+    found = [] if planned else ["--workers", str(count) if kind == KINDS[0] else f"{count}/{kind}"]
+    if most > 1 and not (planned and least == most):
+        found += ["--nodes", str(most) if least == most else f"{least}:{most}"]
+    return found

@@ -1,0 +1,77 @@
+"""Commands that a manifest runs on the head's pod: manifest drive, manifest evict."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainload.cli.commands import watching
+from trainload.cli.commands.execution import run_group
+from trainload.cli.commands.shared import DONE, FAILED, err, run_argument
+from trainload.core.errors import DivergedError, RunInterrupted
+
+if TYPE_CHECKING:
+    from trainload.launching.run.run_state import RunState
+
+_EVICTED = "evicted"
+"""A file of a run's folder: the run was asked to stop because its head's pod goes, and not because somebody wants its end."""
+
+
+@click.command(hidden=True)
+@run_argument
+@click.argument("launched", metavar="-- LAUNCH", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> int:
+    """Launch a run as LAUNCH says, or go on with it where it is there already. For the entrypoint of a job.
+
+    Exit status 0 where another cluster would be of no use: the run has ended, or somebody has stopped it. One that has diverged fails, and
+    is not tried again.
+    """
+    from trainload.launching.run.run_spec import RUN_FILE
+    from trainload.launching.run.run_state import read_state
+
+    _check_converging(read_state(run_dir), run_dir)
+    evicted, began = run_dir / _EVICTED, time.time()
+    evicted.unlink(missing_ok=True)  # of a head that ended before its driver did
+    resume = ["resume", str(run_dir), "--address", "auto"]
+    status = run_group(context.find_root().command, resume if (run_dir / RUN_FILE).exists() else launched)
+    state = read_state(run_dir)
+    if status != FAILED or evicted.exists() or state is None or state.time < began or not _was_stopped(state):
+        evicted.unlink(missing_ok=True)
+        return status
+    err().print("the run was stopped, so the job is done: submit it again to go on", highlight=False)
+    return DONE
+
+
+@click.command(hidden=True)
+@run_argument
+@click.pass_context
+def evict(context: click.Context, run_dir: Path) -> None:
+    """Stop a run whose head's pod is to go, so that it goes on elsewhere. For what runs before that pod ends."""
+    from trainload.launching.run.run_state import read_state
+
+    state = read_state(run_dir)
+    if state is not None and state.alive:
+        with suppress(OSError):  # then the request to stop cannot be written either, and says so
+            (run_dir / _EVICTED).touch()
+    context.invoke(watching.stop, run_dir=run_dir)
+
+
+def _was_stopped(state: RunState) -> bool:
+    """Whether a run was asked to stop, and did so with a checkpoint."""
+    return state.over and state.summary.error == RunInterrupted.__name__
+
+
+def _check_converging(state: RunState | None, run_dir: Path) -> None:
+    """Check that a run did not diverge last time: from its last checkpoint it would do so again."""
+    if state is not None and state.over and state.summary.error == DivergedError.__name__:
+        raise DivergedError(
+            "the run has diverged, and would again",
+            where=str(run_dir),
+            got=state.summary.message,
+            cure="Go on with other settings, by trainload resume --set, or launch a run in another folder.",
+        )

@@ -1,0 +1,82 @@
+"""The command that takes a model out of a package: export."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import click
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.shared import any_package_argument, json_option, located, out, print_json
+from trainload.cli.view import records as view
+
+_SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
+
+
+@click.command(short_help="Write it for plain torch.")
+@any_package_argument
+@click.option("--to", required=True, type=click.Choice(list(_SUFFIXES)), help="What is written.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where. Default: beside a PKG that is a folder.")
+@click.option("--graph", metavar="NAME", help="Which graph. Default: predict.")
+@click.option("--variant", metavar="NAME", help="Of the graph. Default: the first.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="That the graph is for. Default: cpu.")
+@click.option("--part", metavar="MODULE", help="huggingface: a module's weights. Default: all.")
+@click.option("--check/--no-check", default=True, help="Open it and compare it with the package.")
+@json_option
+def export(
+    package: str,
+    to: str,
+    output: Path | None,
+    graph: str | None,
+    variant: str | None,
+    device: str | None,
+    part: str | None,
+    check: bool,
+    as_json: bool,
+) -> None:
+    """Write a package's model, with its weights, for use without trainload.
+
+    pt2: for torch.export.load. aoti: compiled, for torch's loader of AOTInductor packages. huggingface: a folder of safetensors, with
+    config.json and tokenizer where the package has them.
+    """
+    source, folder = located(package)
+    if source is not None and output is None:
+        raise click.UsageError(f"{package} lies in a store: give --output.")
+    opened = shared.open_package(folder)
+    from trainload.exporting.export_graphs import Kind
+    from trainload.exporting.export_graphs import export as write
+
+    path = output if output is not None else folder.with_name(folder.name.removesuffix(".tl") + _SUFFIXES[to])
+    with redirect_stdout(sys.stderr):  # compilers print
+        made = write(
+            opened,
+            path,
+            to=cast(Kind, to),
+            graph=graph,
+            variant=variant,
+            device=cast(Literal["cpu", "cuda"] | None, device),
+            part=part,
+            check=check,
+        )
+    if as_json:
+        print_json(made)
+        return
+    rows: list[tuple[str, Any]] = [("written", str(made.path)), ("files", made.files), ("bytes", made.bytes)]
+    if made.graph:
+        rows += [
+            ("graph", f"{made.graph}, for {made.device}"),
+            (
+                "takes",
+                ("one dict: " if made.to == "pt2" else "keywords: ") + ", ".join(f"{name} {kind}" for name, kind in made.inputs.items()),
+            ),
+            ("returns", f"a tuple: {', '.join(made.outputs)}"),
+            ("difference", "not compared" if made.difference is None else f"{made.difference:.2g} from the package's own graph"),
+        ]
+    if made.lowered:
+        rows.append(("traced away", ", ".join(made.lowered)))
+    for namespace, distribution in made.libraries.items():
+        rows.append(("needs", f"the operators of {namespace}, from {distribution or 'a library of yours'}: import it before opening"))
+    out().print(view.table(rows))

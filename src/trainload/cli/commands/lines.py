@@ -1,0 +1,218 @@
+"""Commands of what became of a line: its history, where a release comes from, the way back, and the way to a new program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+from rich.tree import Tree
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.shared import json_option, out, print_json
+from trainload.cli.commands.store_commands import line_option, store_argument
+from trainload.cli.view import records as view
+from trainload.cli.view.column_table import Columns
+from trainload.core.versions import check_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.retraining.ticks.lineage import Ancestor, LineStory
+
+_SHORT = 12
+
+
+@click.command(short_help="Go back a release.")
+@store_argument
+@line_option
+@click.option("--to", metavar="N", help="Another one. Default: the one before the current one.")
+@click.option("--reason", metavar="TEXT", default="", help="Why; the store keeps it.")
+@json_option
+def rollback(store: str, line: str | None, to: str | None, reason: str, as_json: bool) -> None:
+    """Make the release current that was so before. The one that is left is marked as rejected."""
+    check_supported_torch()
+    from trainload.packaging.stores.releases import shown
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining.ticks.lineage import rollback as go_back
+
+    place = Store(store)
+    pointer = go_back(place, place.line(line), to=to, reason=reason)
+    found = {"store": store, "line": pointer.line, "release": shown(pointer.release), "digest": pointer.package, "reason": pointer.reason}
+    if as_json:
+        print_json(found)
+    else:
+        out().print(view.table([("line", pointer.line), ("current", shown(pointer.release)), ("reason", pointer.reason)]))
+
+
+@click.command(short_help="Show what became of a line.")
+@store_argument
+@line_option
+@json_option
+def history(store: str, line: str | None, as_json: bool) -> None:
+    """Show what was current and what ticks came to, in the order of time."""
+    check_supported_torch()
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining.ticks.lineage import read_line
+
+    place = Store(store)
+    story = read_line(place, place.line(line))
+    rows = _happened(story)
+    if as_json:
+        print_json({"store": store, "line": story.line, "history": rows})
+        return
+    made = Columns(("time", "tick", "what", "release", "reason"), title=f"line {story.line}")
+    for row in rows:
+        made.add(row["time"], row["tick"] or "", row["what"], row["release"] or "", row["reason"])
+    out().print(made)
+
+
+def _happened(story: LineStory) -> list[dict[str, Any]]:
+    """Every change of what is current, and every tick, in the order of time. A tick's promotion is told once, as the tick's."""
+    from trainload.packaging.stores.releases import shown
+
+    by_tick = {tick.ended.pointer for tick in story.ticks if tick.ended is not None and tick.ended.pointer is not None}
+    rows = [
+        {"time": entry.created, "tick": None, "what": "current", "release": shown(entry.release), "reason": entry.reason}
+        for entry in story.changes
+        if entry.id not in by_tick
+    ]
+    for tick in story.ticks:
+        ended, begun = tick.ended, tick.pinned
+        release = tick.trained.release if tick.trained is not None else None
+        rows.append(
+            {
+                "time": ended.created if ended is not None else begun.created if begun is not None else "",
+                "tick": tick.name,
+                "what": ended.outcome if ended is not None else "under way",
+                "release": None if release is None else shown(release),
+                "reason": ended.reason if ended is not None else f"begun {tick.begun} times",
+            }
+        )
+    return sorted(rows, key=lambda row: (row["time"] or "", row["tick"] or ""))
+
+
+@click.command(short_help="Show a release's ancestors.")
+@click.argument("release", metavar="STORE[#LINE[/N]]")
+@json_option
+def lineage(release: str, as_json: bool) -> None:
+    """Show where a release comes from, back to the first freeze: parents, data, plan, metrics, decisions."""
+    check_supported_torch()
+    from trainload.launching.node.fetching import parts_of
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining.ticks.lineage import ancestry
+    from trainload.retraining.ticks.lineage import as_json as told
+
+    url, line, number = parts_of(release)
+    place = Store(url)
+    found = ancestry(place, place.line(line), number)
+    if as_json:
+        print_json({"store": place.url, "lineage": told(found)})
+        return
+    tree: Tree | None = None
+    top: Tree | None = None
+    for step in found:
+        node = Tree(_described(step)) if tree is None else tree.add(_described(step))
+        top, tree = top or node, node
+    assert top is not None, "a release is its own first ancestor"
+    out().print(top)
+
+
+def _described(step: Ancestor) -> Table:
+    """A step of a lineage, in words."""
+    from trainload.retraining.ticks.lineage import metrics_of
+
+    release, tick = step.state.release, step.tick
+    rows: list[tuple[str, Any]] = [
+        (
+            f"{step.line} {release.name}",
+            f"{step.state.status}, {step.how} {release.created}" + (f": {release.message}" if release.message else ""),
+        ),
+        ("package", release.package[:_SHORT]),
+        ("program", release.program[:_SHORT]),
+        ("weights", release.weights[:_SHORT]),
+    ]
+    if tick is not None:
+        if tick.taken is not None:
+            snapshot = tick.taken.snapshot
+            rows.append(("data", f"{snapshot.rows:,} rows of {len(snapshot.files)} files"))
+        if tick.trained is not None:
+            plan = ", ".join(f"{name} {value}" for name, value in sorted(tick.trained.plan.items()))
+            rows.append(("trained", f"{tick.trained.steps} steps, {plan}; begun {tick.begun} times"))
+        for name, both in metrics_of(tick).items():
+            rows.append((name, f"{_number(both['champion'])} -> {_number(both['challenger'])}"))
+        if tick.ended is not None:
+            rows.append((tick.ended.outcome, tick.ended.reason))
+        if tick.pinned is not None:
+            rows.append(("versions", ", ".join(f"{name} {value}" for name, value in sorted(tick.pinned.versions.items()))))
+    return view.table(rows)
+
+
+def _number(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.6g}"
+
+
+@click.command(short_help="Carry weights to new code.")
+@click.argument("package", metavar="NEW")
+@click.option("--from", "source", required=True, metavar="OLD", help="A package, or STORE#LINE/N: whose weights.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="The package to write.")
+@click.option("--rename", "given", multiple=True, metavar="OLD=NEW", help="Names, or patterns with one *.")
+@click.option("--overlap", is_flag=True, help="Of other shapes carry over what both have.")
+@click.option("--strict", is_flag=True, help="Demand that all is carried over.")
+@click.option("--store", metavar="STORE", help="Publish it there; with --line.")
+@click.option("--line", metavar="NAME", help="The new line.")
+@json_option
+def migrate(
+    package: str,
+    source: str,
+    output: Path | None,
+    given: tuple[str, ...],
+    overlap: bool,
+    strict: bool,
+    store: str | None,
+    line: str | None,
+    as_json: bool,
+) -> None:
+    """Write the program of NEW with the weights of OLD, by name, and say what became of each.
+
+    With --store and --line it becomes the first release of a new line, whose lineage goes on in OLD's.
+    """
+    if (store is None) != (line is None):
+        raise click.UsageError("--store and --line go together.")
+    if output is None and store is None:
+        raise click.UsageError("Give --output, or --store and --line.")
+    check_supported_torch()
+    from trainload.retraining.migrate import migrate as carry_over
+    from trainload.retraining.migrate import written_to
+
+    rename = dict(_pair(text) for text in given)
+    new, old = shared.open_to_run(package), shared.open_to_run(source)
+    with written_to(output) as path:
+        found = carry_over(new, old, path, rename=rename, overlap=overlap, strict=strict)
+        release = None
+        if store is not None and line is not None:
+            from trainload.retraining.migrate import publish
+
+            release = publish(found, old, store, line)
+    told = {"release": release, "package": None if output is None else str(output), "digest": found.digest}
+    lists = {name: getattr(found, name) for name in ("matched", "converted", "reshaped", "missing", "left")}
+    if as_json:
+        print_json({**told, **lists, "elements": found.elements, "carried": found.carried})
+        return
+    rows: list[tuple[str, Any]] = [(name, value) for name, value in told.items() if value is not None]
+    rows += [(name, len(each)) for name, each in lists.items()]
+    rows.append(("carried over", f"{found.carried:,} of {found.elements:,} elements ({found.carried / max(1, found.elements):.1%})"))
+    out().print(view.table(rows))
+    for each in found.reshaped:
+        how = "the part that both have was carried over" if each.copied else "the new program's own values"
+        out().print(f"reshaped: {each.name}: {list(each.old)} -> {list(each.new)}: {how}", highlight=False)
+    for name in found.missing:
+        out().print(f"missing: {name}: the new program's own values", highlight=False)
+    for name in found.left:
+        out().print(f"left: {name}", highlight=False)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals or not old or not new:
+        raise click.UsageError(f"--rename {text}: give OLD=NEW.")
+    return old, new

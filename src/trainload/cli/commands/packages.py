@@ -1,0 +1,256 @@
+"""Commands that look at a package: inspect, verify."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.shared import FAILED, any_package_argument, err, json_option, located, out, package_argument, print_json
+from trainload.cli.view import records as view
+from trainload.core.errors import PackageError, PolicyError
+from trainload.core.formatting import size
+from trainload.core.versions import check_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
+    from trainload.packaging.format.manifest import Manifest, OpLibraryEntry, Option
+    from trainload.packaging.package import Package
+
+
+@click.command(short_help="Say what it holds.")
+@any_package_argument
+@click.option("--asset", metavar="NAME", help="Give out a file of assets/, or a folder of them.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where --asset goes. Default: stdout.")
+@json_option
+def inspect(package: str, asset: str | None, output: Path | None, as_json: bool) -> None:
+    """Say what a package holds: its inputs, parameters, graphs, recipe and assets.
+
+    --asset NAME gives out one asset instead, checked against its digest.
+    """
+    if output is not None and asset is None:
+        raise click.UsageError("-o is where an asset goes: give --asset NAME.")
+    _, folder = located(package)
+    opened = _opened_to_look(folder)
+    manifest = opened.manifest
+    if asset is not None:
+        _give_out(opened, asset, output, as_json)
+        return
+    if as_json:
+        told = {"assets": opened.assets, "captured": _captured(folder), "signatures": _signatures(folder)}
+        print_json({"path": folder, "digest": opened.digest, "manifest": manifest, **told})
+        return
+    rows = _summary(folder, opened.digest, manifest)
+    rows += [("asset", f"{a.name}  {a.media_type}, {size(a.size)}" + (f", {a.role}" if a.role else "")) for a in opened.assets]
+    for signature in _signatures(folder):
+        said = signature.get("problem") or f"{signature['kind']} {signature['signer']} (not verified)"
+        rows.append(("signature", f"{signature['file']}: {said}"))
+    known: dict[str, list[str]] = {}
+    for name, (mode, why) in _captured(folder).items():
+        known.setdefault(f"{mode}: {why}", []).append(name)
+    out().print(view.table([*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]))
+
+
+def _opened_to_look(folder: Path) -> Package:
+    """The package, without its graphs, so its operators need neither be here nor be trusted; where libraries are named, with them."""
+    from trainload.packaging.package import open_to_look
+
+    if shared.libraries() or shared.trusts_extensions():
+        return shared.open_package(folder)
+    if not folder.exists():
+        raise PackageError("there is no such package", where=str(folder))
+    return open_to_look(folder)
+
+
+def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -> None:
+    """Writes assets to a path, or one to stdout."""
+    if output is not None:
+        written = package.save_asset(name, output)
+        if as_json:
+            print_json({"written": output, "assets": written})
+        else:
+            out().print(view.table([("written", str(output)), ("files", len(written)), ("bytes", sum(a.size for a in written))]))
+        return
+    data = package.asset(name)
+    if not as_json:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+        return
+    found = next(a for a in package.assets if a.name == name)
+    try:
+        told = {"text": data.decode("utf-8")}
+    except UnicodeDecodeError:
+        told = {"base64": base64.b64encode(data).decode("ascii")}
+    print_json({"asset": found, **told})
+
+
+@click.command(short_help="Check every byte.")
+@package_argument
+@click.option("--identity", "identities", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="Who must have signed it.")
+@json_option
+def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
+    """Check every byte of a package against its manifest, and its graphs.
+
+    FILE is a public key, or the certificates of who issues them, in PEM; each that is given must have signed the package. With the
+    program's --policy the policies must let it be run.
+
+    Exits with 1 where the package is damaged, unsafe or not signed so, and names each file.
+    """
+    if not package.exists():
+        raise PackageError("there is no such package", where=str(package))
+    check_supported_torch()
+    from trainload.packaging.signatures.verify import Problem
+    from trainload.publishing import trust
+
+    report = trust.verify(package, identities)
+    if not report.problems and (named := shared.policy()) is not None:
+        from trainload.packaging.signatures.policy import check_policies, find_policies
+
+        try:
+            check_policies(package, find_policies(named))
+        except PolicyError as error:
+            report = replace(report, problems=(Problem("", str(error)),))
+    if as_json:
+        print_json(report)
+    elif not report.problems:
+        sound = f"{package}: {report.files} files, {size(report.bytes)}: every byte is what the manifest says"
+        out().print(sound, markup=False, highlight=False, soft_wrap=True)
+    else:
+        for problem in report.problems:
+            err().print(f"{package / problem.file}: {problem.problem}", markup=False, highlight=False, soft_wrap=True)
+    if not as_json:
+        for state in report.signatures:
+            who = "not verified: give --identity" if state.identity is None else f"verified: {state.identity}"
+            text = f"{package / state.file}: signed by {state.kind} {state.signer} ({who})"
+            out().print(text, markup=False, highlight=False, soft_wrap=True)
+    if report.problems:
+        raise click.exceptions.Exit(FAILED)
+
+
+def _signatures(path: Path) -> list[dict[str, str]]:
+    """What the files in signatures/ say of themselves. Nothing of it is verified."""
+    from trainload.packaging.signatures.signature_file import read_signature, signature_paths
+
+    found: list[dict[str, str]] = []
+    for file in signature_paths(path):
+        try:
+            signature = read_signature(path, file)
+        except PackageError as error:
+            found.append({"file": file, "problem": error.problem})
+        else:
+            found.append({"file": file, "kind": signature.kind, "signer": signature.signer})
+    return found
+
+
+def _captured(path: Path) -> dict[str, tuple[str, str]]:
+    """By graph, torch.export's mode and why it was taken, as debug/ tells it: nothing where it tells something else."""
+    from trainload.packaging.format.debug import read_debug
+
+    document = read_debug(path, "capture")
+    told = document.get("tracing") if isinstance(document, dict) else None
+    return {
+        str(name): (str(how.get("mode", "")), str(how.get("why", "")))
+        for name, how in (told.items() if isinstance(told, dict) else ())
+        if isinstance(how, dict)
+    }
+
+
+def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any]]:
+    tensors = [p for p in manifest.parameters if p.alias_of is None]
+    aliases = len(manifest.parameters) - len(tensors)
+    count = sum(_product(p.shape) for p in tensors)
+    frozen = sum(_product(p.shape) for p in tensors if not p.trainable)
+    recipe = manifest.recipe
+    inputs = manifest.data_inputs().values()
+    rows: list[tuple[str, Any]] = [
+        ("package", str(path)),
+        ("digest", digest),
+        ("parameters", f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else "")),
+        *([] if manifest.variants else [("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(map(str, i.shape))}]" for i in inputs))]),
+        ("graphs", ", ".join(manifest.graphs)),
+        ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
+        ("run", f"{recipe.steps} {'rounds' if recipe.loop else 'steps'} of {recipe.global_batch} rows, seed {recipe.seed}"),
+        ("operators", len(manifest.ops) + len(manifest.higher_order_ops)),
+        ("bytes", sum(entry.size for entry in manifest.files.values())),
+    ]
+    if frozen:
+        rows.insert(3, ("frozen", f"{frozen:,} parameters"))
+    clips = {name: _clipping(recipe.graph(name)) for name in manifest.training_graphs()}
+    if any(clips.values()):
+        several = len(set(clips.values())) > 1
+        listed = ", ".join(
+            f"{name}: {clip}" if several else clip for name, clip in clips.items() if clip and (several or name == recipe.main)
+        )
+        rows.insert(-2, ("clipping", listed))
+    if recipe.loop:
+        rows.insert(-2, ("round", ", ".join(_turn(turn) for turn in recipe.loop)))
+    if manifest.abstract is not None:
+        proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
+        rows.insert(2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}"))
+    rows += _takes(manifest)
+    rows += [("operator library", f"{namespace}: {_library(entry)}") for namespace, entry in manifest.op_libraries.items()]
+    if manifest.passes:
+        rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
+    if manifest.parent is not None:
+        rows.append(("parent", manifest.parent))
+    if manifest.training is not None:
+        rows.append(("trained", f"{manifest.training.steps} steps on data {manifest.training.data}"))
+        for change in manifest.training.changed:
+            told = ", ".join(f"{name}={_setting(value)}" for name, value in change.settings.items())
+            rows.append((f"from step {change.step}" if change.step else "settings", told))
+    return rows
+
+
+def _setting(value: Option) -> str:
+    """A setting's value, as --set would be given it."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _library(entry: OpLibraryEntry) -> str:
+    """What registers the operators of a namespace."""
+    from trainload.packaging.package import told_library
+
+    kernels = f"; Triton kernels {', '.join(kernel.name for kernel in entry.kernels)}" if entry.kernels else ""
+    return f"{told_library(entry)}; {', '.join(entry.wheels) or 'not in the package'}{kernels}"
+
+
+def _takes(manifest: Manifest) -> list[tuple[str, Any]]:
+    """Which batches each training graph takes, in the order in which its variants are tried."""
+    from trainload.capture.program import variant_of
+    from trainload.packaging.format.entries import graph_guard
+
+    order = ("", *manifest.variants)
+    trained = sorted(manifest.training_graphs(), key=lambda name: order.index(variant_of(name)))
+    return [("takes", f"{name}: {graph_guard(manifest.graphs[name])}") for name in trained]
+
+
+def _clipping(graph: GraphRecipe) -> str:
+    if graph.clip_norm is not None:
+        return f"gradient norm {graph.clip_norm}"
+    return f"gradient values {graph.clip_value}" if graph.clip_value is not None else ""
+
+
+def _turn(turn: TurnRecipe) -> str:
+    parts = [turn.graph]
+    if turn.times > 1:
+        parts.append(f"x {turn.times}")
+    if turn.fresh:
+        parts.append("on fresh batches" if turn.times > 1 else "on a fresh batch")
+    if turn.every > 1:
+        parts.append(f"every {turn.every} rounds")
+    if turn.start:
+        parts.append(f"from round {turn.start}")
+    return " ".join(parts)
+
+
+def _product(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

@@ -1,0 +1,291 @@
+"""The command that plans: one plan as it is asked for, or the best of those that are possible."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.shared import (
+    CountOf,
+    NamedCount,
+    any_package_argument,
+    err,
+    json_option,
+    located,
+    out,
+    package_argument,
+    positive,
+    print_json,
+    write_text,
+)
+from trainload.cli.view import records as view
+from trainload.core.errors import PlanError, StorageError
+from trainload.sharding.plans.strategies import BATCH_NORMS, DIVIDES, RECOMPUTES, SCHEDULES, STRATEGIES
+
+if TYPE_CHECKING:
+    from trainload.packaging.package import Package
+    from trainload.sharding.plans.plan import DeviceKind, Pipeline, Plan
+    from trainload.sharding.plans.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
+
+KINDS = ("cpu", "cuda")
+
+
+@click.command(short_help="Plan for a cluster.")
+@any_package_argument
+@click.option("--nodes", type=positive, metavar="N", default=1, help="Nodes of the cluster. Default: 1.")
+@click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
+@click.option("--device", metavar="D", default="cpu", help="cpu, cuda; h100 or others, or a FILE: to choose by.")
+@click.option("--strategy", type=NamedCount(STRATEGIES), metavar="S[/N]", help="single, zero0..zero3, hybrid[/ranks of a copy].")
+@click.option("--tensor", type=CountOf(DIVIDES), metavar="N[/W]", help="Ranks of a row: N/sequence, N/context or N/expert.")
+@click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
+@click.option("--pipeline", type=positive, metavar="N", help="Ranks that a row passes through. Default: 1.")
+@click.option("--schedule", type=NamedCount(SCHEDULES), metavar="S[/N]", help="gpipe, 1f1b, zero-bubble, zbv, dualpipev[/stages].")
+@click.option("--recompute", type=click.Choice(RECOMPUTES), metavar="R", help=f"One of {', '.join(RECOMPUTES)}. Default: job.")
+@click.option("--batch-norm", type=click.Choice(BATCH_NORMS), default="averaged", metavar="S", help=f"One of {', '.join(BATCH_NORMS)}.")
+@click.option("--global-batch", type=positive, metavar="N", help="Rows of one update. Default: the job's.")
+@click.option("--accumulate", type=positive, metavar="N", help="Microbatches. Default: 1; of a pipeline more.")
+@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="A bucket of parameters. Default: 25.")
+@click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead. Default: 1.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="What the launch will change: docs/runs.md.")
+@click.option("--explain", type=positive, metavar="N", help="What candidate N costs, node by node.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
+@json_option
+def plan(
+    package: str,
+    nodes: int,
+    devices_per_node: int,
+    device: str,
+    strategy: tuple[Strategy, int | None] | None,
+    tensor: tuple[int, Divide] | None,
+    rules: tuple[str, ...],
+    pipeline: int | None,
+    schedule: tuple[Schedule, int | None] | None,
+    recompute: Recompute | None,
+    batch_norm: BatchNorm,
+    global_batch: int | None,
+    accumulate: int | None,
+    bucket_mib: float | None,
+    prefetch: int | None,
+    given: tuple[str, ...],
+    explain: int | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write down which rank of a cluster does what. Needs no cluster."""
+    from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
+
+    if output is not None and output.exists():
+        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+    name, shard_ranks = strategy or (None, None)
+    options: dict[str, Any] = {"shard_ranks": shard_ranks, "tensor_rules": dict(_rule(text) for text in rules), "batch_norm": batch_norm}
+    if bucket_mib is not None:
+        options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
+    ranks, divide = tensor or (None, "tensor")
+    if prefetch is not None:
+        options["prefetch"] = prefetch
+    opened = changed_by(given, shared.open_package(located(package)[1]))
+    if device not in KINDS:
+        wanted: dict[str, Any] = {"strategy": name, "tensor": ranks, "divide": divide, "pipeline": pipeline, "accumulate": accumulate}
+        wanted |= {"recompute": recompute, "schedule": schedule}
+        cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
+        searched = {"global_batch": global_batch, "options": options}
+        _plan_best(opened, cluster, device, wanted, searched, _Shown(explain, output, as_json))
+        return
+    if explain is not None:
+        raise click.UsageError("--explain needs a device's figures: --device h100, another of those that come with trainload, or a file.")
+    options |= {"global_batch": global_batch, "accumulate": accumulate, "recompute": recompute or "job"}
+    options |= {"tensor_ranks": ranks or 1, "divide": divide if ranks != 1 else "tensor", "pipeline_ranks": pipeline or 1}
+    options |= dict(zip(("schedule", "stages_per_rank"), schedule or (None, None), strict=True))
+    made = make_plan(opened, nodes, devices_per_node, device, name, **options)
+    if output is not None:
+        write_text(output, made.model_dump_json(indent=2) + "\n")
+    if as_json:
+        print_json(made)
+        return
+    rows = _described(made)
+    if (note := note_on_coupled_rows(opened.manifest, made)) is not None:
+        rows.append(("note", note))
+    if output is not None:
+        rows.append(("plan", str(output)))
+    out().print(view.table(rows))
+
+
+def changed_by(given: tuple[str, ...], package: Package) -> Package:
+    """The package as --set has a launch train it; there it must be given the same settings."""
+    from trainload.launching.settings.parse import parse_settings
+
+    chosen = parse_settings(given)
+    if others := [*chosen.run, *chosen.batch]:
+        raise click.UsageError(f"--set {others[0]}: a plan is made for what is trained; give it to the launch, or as an option.")
+    return chosen.overrides.apply(package)
+
+
+def make_plan(package: Package, nodes: int, devices: int, device: str, strategy: Strategy | None, **options: Any) -> Plan:
+    """The plan that is asked for, of a cluster of devices of a kind."""
+    from trainload.sharding.planner import make_plan as plans
+    from trainload.sharding.plans.plan import Cluster
+
+    cluster = Cluster.model_validate({"nodes": nodes, "devices_per_node": devices, "device": device})
+    return plans.make_plan(package, cluster, strategy, **options)
+
+
+def _described(made: Plan) -> list[tuple[str, Any]]:
+    cluster = made.cluster
+    return [
+        ("cluster", f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}"),
+        ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
+        ("batch", f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
+        *_described_tensor(made),
+        *([("pipeline", _spelled(made.pipeline))] if made.pipeline is not None else []),
+        *([("recompute", made.recompute)] if made.recompute != "job" else []),
+        ("buckets", len(made.buckets)),
+        *view.as_json(made.estimate).items(),
+    ]
+
+
+def _described_tensor(made: Plan) -> list[tuple[str, Any]]:
+    if made.tensor_ranks == 1:
+        return []
+    what = f"{len(made.tensor_shards)} parameters" if made.tensor_shards else "positions"
+    also = ", and positions elsewhere" if made.tensor_shards and made.divide != "tensor" else ""
+    also += "; some are on several nodes, whose links are slow" if made.cluster.devices_per_node % made.tensor_ranks else ""
+    shown = [f"{each.operator.removesuffix('.default')} x {each.nodes}" for each in made.replicated if each.operations][:4]
+    rows = [(made.divide, f"{made.tensor_ranks} ranks divide {what}{also}")]
+    return [*rows, ("products that each does whole", ", ".join(shown) or "none")]
+
+
+def _spelled(pipeline: Pipeline) -> str:
+    return f"{pipeline.ranks} ranks, {len(pipeline.stage_ranks)} stages, {pipeline.schedule}"
+
+
+def _rule(text: str) -> tuple[str, Any]:
+    """PATTERN=DIM, PATTERN=DIM/BLOCKS or PATTERN=whole, as `make_plan` takes it."""
+    from trainload.sharding.plans.plan import Shard
+
+    pattern, _, how = text.rpartition("=")
+    found = re.fullmatch(r"(?P<whole>whole)|(?P<dim>[0-9]{1,2})(/(?P<blocks>[0-9]{1,6}))?", how)
+    if not pattern or found is None or found["blocks"] == "0":
+        raise PlanError(
+            "this is no rule of the tensor axis", where="--tensor-rule", expected="PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole", got=text
+        )
+    return pattern, None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
+
+
+@click.command(short_help="Go through a plan's ranks.")
+@package_argument
+@click.option(
+    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", required=True, help="A plan that `trainload plan` wrote."
+)
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="What the plan was made with.")
+@json_option
+def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bool) -> None:
+    """Make the graphs of every rank of a plan, without a value or a cluster, and check that all ranks would meet.
+
+    Shows the collectives that stand in them: what would hang, or train on another's values, is refused here.
+    """
+    from trainload.sharding.planner.simulate import simulate
+    from trainload.sharding.plans.plan import read_plan
+
+    made = read_plan(plan_file)
+    began = time.perf_counter()
+    found = simulate(changed_by(given, shared.open_package(package)), made)
+    took = time.perf_counter() - began
+    graphs = sum(len(rank.ranks) + len(rank.updates) for rank in found.ranks)
+    if as_json:
+        print_json({"ranks": made.world_size, "graphs": graphs, "collectives": found.counts(), "seconds": took})
+        return
+    rows: list[tuple[str, Any]] = [("ranks", made.world_size), ("graphs", f"{graphs} of {len(found.ranks)} places in a pipeline")]
+    for group, counts in found.counts().items():
+        size = len(made.groups()[group][0])
+        rows.append((group, f"{size} ranks: {', '.join(f'{count} {operator}' for operator, count in counts.items())}"))
+    rows += [("differences", "none"), ("time", f"{took:.1f} s")]
+    out().print(view.table(rows))
+
+
+@click.command(short_help="Measure this machine.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="Where to write the figures, as JSON.")
+@click.option("--device", type=click.Choice(KINDS), default="cpu", show_default=True, help="Kind of device.")
+@click.option("--workers", type=positive, metavar="N", default=2, show_default=True, help="Processes that measure links.")
+@click.option("--name", metavar="NAME", help="Of the device. Default: the file's.")
+@json_option
+def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as_json: bool) -> None:
+    """Measure what this machine's devices and links can do, for `trainload plan --device FILE`.
+
+    Takes a minute. Nothing else should run meanwhile.
+    """
+    if output.exists():
+        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+    from trainload.launching.node.measure import measure
+
+    found = measure(device, name or output.stem, workers, lambda what: err().print(f"measuring {what}", highlight=False))
+    write_text(output, found.model_dump_json(indent=2) + "\n")
+    if as_json:
+        print_json(found)
+        return
+    link = found.node
+    rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in found.flops.items())
+    out().print(
+        view.table(
+            [
+                ("products", f"{rates} GFLOP/s; attention {found.attention:.0%} of it"),
+                ("memory", f"{found.memory_bytes / 2**30:.1f} GiB, {found.memory_bytes_per_second / 1e9:.4g} GB/s"),
+                ("kernel", f"{found.kernel_seconds * 1e6:.3g} us"),
+                ("links", f"{link.bytes_per_second / 1e9:.4g} GB/s, {link.seconds * 1e6:.3g} us"),
+                ("figures", str(output)),
+            ]
+        )
+    )
+
+
+# The planner
+
+
+def _plan_best(
+    package: Package, cluster: Mapping[str, int], device: str, wanted: dict[str, Any], options: dict[str, Any], show: _Shown
+) -> None:
+    """Searches, and shows what was found."""
+    from trainload.cli.view import plans as plans_view
+    from trainload.sharding.planner.device import read
+    from trainload.sharding.planner.plan_source import Source
+    from trainload.sharding.planner.search import Wanted, search, smallest
+    from trainload.sharding.planner.simulate import simulate
+    from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
+    from trainload.sharding.plans.plan import Cluster
+
+    profile, source = read(device), Source(package, evaluates=False)
+    shape, asked = Cluster(**cluster, device=profile.kind), Wanted(**wanted)
+    with err().status("reading the package") as shown:
+        found = search(source, shape, profile, asked, **options, say=shown.update)
+    if show.explain is not None:
+        if show.explain > len(found.candidates):
+            raise click.UsageError(f"--explain {show.explain}: there are {len(found.candidates)} candidates.")
+        chosen = found.candidates[show.explain - 1]
+        print_json(plans_view.explained(chosen)) if show.as_json else plans_view.print_explained(out(), chosen)
+        return
+    best = found.best
+    if best is not None and best.plan.pipeline is not None:
+        with err().status("cutting the graphs of evaluation"):
+            simulate(package, best.plan)
+    if best is not None and show.output is not None:
+        write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
+    print_json(plans_view.as_record(found)) if show.as_json else plans_view.print_found(out(), found, show.output)
+    if best is not None and not show.as_json and (note := note_on_coupled_rows(package.manifest, best.plan)) is not None:
+        out().print(note, markup=False)
+    if best is None:
+        raise plans_view.nothing_fits(found, smallest(source, shape, profile, asked, **options))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What of a search is shown, and where the best plan goes."""
+
+    explain: int | None
+    output: Path | None
+    as_json: bool

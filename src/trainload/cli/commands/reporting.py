@@ -1,0 +1,138 @@
+"""Commands that show runs to people who look at them elsewhere: in a browser, in Grafana."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trainload.cli.commands.shared import json_option, out, print_json, show_record, write_text
+from trainload.cli.view import records as view
+from trainload.core.errors import StorageError
+
+_FILE = "report.html"
+
+
+@click.command(short_help="Make the page of a run.")
+@click.argument("place", metavar="RUN_DIR or STORE[#LINE]")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html in RUN_DIR; of a store, here.")
+@json_option
+def report(place: str, output: Path | None, as_json: bool) -> None:
+    """Make one HTML file of a run, or of a store's releases and ticks.
+
+    Of a run: what ran, its curves, what befell it and when; made of its folder alone, also while it goes on. Of a store: what is current,
+    where it is from, metrics over ticks. The page needs no network.
+    """
+    from trainload.launching.run.run_spec import RUN_FILE
+
+    if "://" in place or "#" in place or (Path(place) / "store.json").is_file():
+        _report_store(place, output, as_json)
+        return
+    run_dir = Path(place)
+    if not (run_dir / RUN_FILE).exists():
+        raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
+    began = time.perf_counter()
+    page_of, mark = _page()
+    from trainload.report.run_folder import read_run
+
+    path = output or run_dir / _FILE
+    _check_place(path, mark)
+    record = read_run(run_dir)
+    text: bytes = page_of(record).encode()
+    _write(path, text)
+    summary = record.history.summary
+    told = {
+        "run": run_dir,
+        "report": path,
+        "bytes": len(text),
+        "phase": record.phase,
+        "step": summary.step,
+        "steps": record.spec.steps,
+        "attempts": len(record.attempts),
+        "failures": record.failures,
+        "seconds": record.spent,
+    }
+    if as_json:
+        print_json(told)
+        return
+    rows = [("report", str(path)), ("bytes", len(text)), ("phase", record.phase), ("failures", len(record.failures))]
+    out().print(view.table([*rows, ("seconds", time.perf_counter() - began)]))
+
+
+def _report_store(place: str, output: Path | None, as_json: bool) -> None:
+    """The page of a store's lines."""
+    from trainload.packaging.stores.store import Store
+
+    url, _, line = place.partition("#")
+    _, mark = _page()
+    from trainload.report.line_page import store_page
+
+    store = Store(url)
+    path = output or Path(_FILE)
+    _check_place(path, mark)
+    page, lines = store_page(store, [store.known_line(line)] if line else store.lines())
+    text = page.encode()
+    _write(path, text)
+    told = {"store": store.url, "report": path, "bytes": len(text), "lines": lines}
+    if as_json:
+        print_json(told)
+    else:
+        rows = [(name, f"{each['releases']} releases, {each['ticks']} ticks, {each['current']} is current") for name, each in lines.items()]
+        out().print(view.table([("report", str(path)), ("bytes", len(text)), *rows]))
+
+
+def _page() -> Any:
+    """What makes a page, and the mark of one. Raises: StorageError where a library for it is not installed."""
+    try:
+        from trainload.report.page import page_of
+        from trainload.report.page_frame import MARK
+    except ImportError as error:
+        name = str(error.name or error).partition(".")[0]
+        raise StorageError(f"{name} is not installed", where="report", got=str(error), cure="pip install 'trainload[report]'.") from error
+    return page_of, MARK
+
+
+def _check_place(path: Path, mark: str) -> None:
+    """Check that nothing but a report is replaced."""
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            is_report = mark.encode() in file.read(400)
+    except OSError as error:
+        raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
+    if not is_report:
+        raise StorageError("it exists already, and is no report", where=str(path), cure="Choose another --output, or remove it.")
+
+
+def _write(path: Path, data: bytes) -> None:
+    from trainload.core.atomic import replace_file
+
+    try:
+        replace_file(path, data, durable=False)
+    except OSError as error:
+        raise StorageError(
+            f"it cannot be written: {error.strerror}", where=str(path), cure="Choose another place with --output FILE."
+        ) from error
+
+
+@click.command(short_help="Write a board for Grafana.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it. Default: print it.")
+@json_option
+def dashboard(output: Path | None, as_json: bool) -> None:
+    """Write a board for Grafana, to be imported there: runs that were launched with --set sinks=prometheus.
+
+    What is printed without --output is JSON in any case.
+    """
+    from trainload.deploy.grafana import board
+
+    made = board()
+    if output is None:
+        print_json(made)
+        return
+    if output.exists():
+        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+    write_text(output, view.dump_json(made) + "\n")
+    show_record({"board": output, "title": made["title"], "panels": len(made["panels"])}, as_json)

@@ -1,0 +1,305 @@
+"""Commands of retraining: a file of keys, one tick, the loop over ticks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.deploy import pod_options, pods_of
+from trainload.cli.commands.shared import DONE, FAILED, err, json_option, out, positive, print_json, write_text
+from trainload.cli.view import records as view
+from trainload.core.errors import RequestError, StorageError
+from trainload.core.versions import check_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.retraining.config.config import Config
+    from trainload.retraining.ticks.tick import Scheduler
+    from trainload.retraining.ticks.tick_records import Ended
+
+NOW = "now"
+config_argument = click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+
+
+@click.group(short_help="Train again on new data.")
+def retrain() -> None:
+    """Train a line's current release again on new data, and promote what is better."""
+
+
+@retrain.command(short_help="Write a commented file.")
+@config_argument
+@json_option
+def init(file: Path, as_json: bool) -> None:
+    """Write a retraining's FILE (YAML) with all keys and what they mean."""
+    from trainload.retraining.config.file_template import TEMPLATE
+
+    if file.exists():
+        raise StorageError("it exists already", where=str(file), cure="Choose another path, or remove it.")
+    write_text(file, TEMPLATE)
+    if as_json:
+        print_json({"file": str(file)})
+    else:
+        out().print(view.table([("written", str(file)), ("next", f"trainload retrain check {file}")]))
+
+
+@retrain.command(short_help="Print a file's JSON Schema.")
+@json_option
+def schema(as_json: bool) -> None:
+    """Print the JSON Schema of a retraining's FILE, for editors and for checks where trainload is not installed.
+
+    It knows keys, types and choices; `retrain check` knows more.
+    """
+    from trainload.retraining.config.config import Config
+
+    found = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(json.dumps(found, indent=2))
+
+
+@retrain.command(short_help="Check a file.")
+@config_argument
+@json_option
+def check(file: Path, as_json: bool) -> None:
+    """Say whether FILE is right: keys, values, expressions, and what its package and store say."""
+    check_supported_torch()
+    from trainload.retraining.config.config import read_config
+    from trainload.retraining.preflight import check as checked
+
+    config = read_config(file)
+    with redirect_stdout(sys.stderr):
+        found = checked(config, _stages(as_json=True))
+    if as_json:
+        print_json({"config": config.to_json(), **found})
+    else:
+        out().print(view.table([("line", f"{config.line} of {config.store}"), *found.items()]))
+
+
+@retrain.command(short_help="Run one scheduled time.")
+@config_argument
+@click.option("--at", metavar="TIME", default=NOW, help="2026-11-23T06:00:00Z. Default: the last one that was due.")
+@json_option
+def tick(file: Path, at: str, as_json: bool) -> int:
+    """Run one scheduled time: data, training, comparison, promotion.
+
+    Repeated, or run again after it was killed, it goes on where it stopped, and ends as it would have ended. Where there is no new data
+    it says so. Exit status 1: the tick failed.
+    """
+    check_supported_torch()
+    from trainload.retraining.config.config import read_config
+
+    config = read_config(file)
+    scheduled = _time(config, at)
+    with redirect_stdout(sys.stderr):
+        ended = _scheduler(config, as_json).tick(scheduled)
+    _show(ended, as_json)
+    return FAILED if ended.outcome == "failed" else DONE
+
+
+@retrain.command(short_help="Run ticks as they are due.")
+@config_argument
+@click.option("--every", metavar="TIME", help="6h. In place of the file's schedule.")
+@click.option("--cron", metavar="TEXT", help="A crontab's five fields, in its place.")
+@click.option("--zone", metavar="NAME", help="Of --cron: Europe/Berlin. Default: UTC.")
+@click.option("--ticks", type=positive, metavar="N", help="End after so many.")
+@json_option
+def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks: int | None, as_json: bool) -> None:
+    """Run ticks as they are due, until SIGTERM or Ctrl-C: the tick under way is ended first."""
+    check_supported_torch()
+    from trainload.retraining.config.config import checked, read_config
+    from trainload.retraining.service import serve
+
+    config = read_config(file)
+    if zone is not None and cron is None:
+        raise click.UsageError("--zone goes with --cron.")
+    if every is not None or cron is not None:
+        given = {"every": every, "cron": cron, "zone": zone or "UTC"}
+        missed = {} if config.schedule is None else {"missed": config.schedule.missed}
+        schedule = {name: value for name, value in given.items() if value is not None} | missed
+        config = checked(config.to_json() | {"schedule": schedule}, "the command line")
+    timing = _timing(config)
+    scheduler = _scheduler(config, as_json)
+
+    def one(scheduled: datetime) -> None:
+        with redirect_stdout(sys.stderr):
+            ended = scheduler.tick(scheduled)
+        _show(ended, as_json)
+
+    assert config.schedule is not None
+    serve(timing, config.schedule.missed, one, scheduler.last_done, on_event=_say, ticks=ticks)
+
+
+@retrain.command(short_help="Write what calls ticks.")
+@click.argument("kind", type=click.Choice(["cronjob", "raycronjob", "systemd"]), metavar="KIND")
+@config_argument
+@click.option("--image", metavar="IMAGE", help="With trainload and Ray.")
+@click.option("--claim", metavar="NAME[:PATH]", help="Volume of FILE, store, runs, data. PATH: /trainload.")
+@click.option("--memory", default="8Gi", metavar="SIZE", help="Of each pod. Default: 8Gi.")
+@click.option("--name", help="Its name. Default: retrain-LINE.")
+@pod_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="A file; of systemd a folder.")
+@json_option
+def manifest(
+    kind: str,
+    file: Path,
+    image: str | None,
+    claim: str | None,
+    memory: str,
+    name: str | None,
+    namespace: str | None,
+    secrets: tuple[str, ...],
+    env: tuple[str, ...],
+    service_account: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write a cronjob or raycronjob for Kubernetes, or a systemd timer.
+
+    Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes FILE lies in the claim's volume, under its name.
+    """
+    from trainload.deploy.kuberay import as_yaml
+    from trainload.deploy.schedulers import as_text, cron_job, ray_cron_job, systemd_units
+    from trainload.retraining.config.config import read_config
+
+    config = read_config(file)
+    _timing(config)
+    assert config.schedule is not None, "it has a schedule, or there would be no timing"
+    name = name or f"retrain-{config.line.replace('_', '-').replace('.', '-')}"
+    if kind == "systemd":
+        if image is not None or claim is not None or secrets or env or service_account or namespace:
+            raise click.UsageError("systemd goes without pods: leave out --image, --claim and the like.")
+        policy = shared.policy()
+        before = [*shared.program_options(), *([] if policy is None else ["--policy", str(policy.absolute())])]
+        units = systemd_units(name, config.schedule, _tick(sys.executable, before, file.absolute()), str(file.absolute().parent))
+        if as_json:
+            print_json(units)
+        elif output is None:
+            click.echo(as_text(units), nl=False)
+        else:
+            output.mkdir(parents=True, exist_ok=True)
+            for unit, text in units.items():
+                write_text(output / unit, text)
+        return
+    if image is None or claim is None:
+        raise click.UsageError(f"{kind} needs --image and --claim.")
+    if shared.policy() is not None:
+        raise click.UsageError("--policy is a file of this machine: pods find theirs by TRAINLOAD_POLICY (--env), or in their image.")
+    cluster = config.cluster
+    pods = pods_of(
+        claim,
+        env,
+        name=name,
+        image=image,
+        nodes=(cluster.nodes, cluster.nodes),
+        devices=cluster.workers,
+        gpu=cluster.device == "cuda",
+        memory=memory,
+        namespace=namespace,
+        secrets=secrets,
+        service_account=service_account,
+    )
+    if kind == "raycronjob" and (cluster.backend, cluster.address) != ("ray", "auto"):
+        raise RequestError(
+            "a RayCronJob's ticks run on the cluster that it makes", where="cluster.address", expected="auto", got=str(cluster.address)
+        )
+    words = _tick("python", shared.program_options(), Path(pods.mount) / file.name)
+    made = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, words)
+    if as_json:
+        print_json(made)
+    elif output is None:
+        click.echo(as_yaml(made), nl=False)
+    else:
+        write_text(output, as_yaml(made))
+
+
+@retrain.command(short_help="Hand over what is current.")
+@config_argument
+@json_option
+def handover(file: Path, as_json: bool) -> None:
+    """Export the current release for those who serve it, as FILE says: after `trainload rollback`, say.
+
+    A promotion does so by itself, and the next tick after a rollback.
+    """
+    check_supported_torch()
+    from trainload.packaging.stores.releases import shown
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining.config.config import read_config
+
+    config = read_config(file)
+    if config.handover is None:
+        raise RequestError("nothing is handed over", where=f"{file}, handover", cure="Give the key: `trainload retrain init` shows it.")
+    pointer = Store(config.store).current(config.line)
+    if pointer is None:
+        raise RequestError("no release is current", where=f"{config.store}, line {config.line}", cure="Run a tick first.")
+    record = {"line": config.line, "release": shown(pointer.release), "reason": pointer.reason}
+    with redirect_stdout(sys.stderr):
+        release = _stages(as_json=as_json).hand_over(config, record)
+    if as_json:
+        print_json(record)
+    else:
+        out().print(view.table([("release", f"{config.line} {shown(release)}"), ("place", f"{config.handover.place}/current")]))
+
+
+def _tick(python: str, before: Sequence[str], file: Path) -> list[str]:
+    """Words that run a tick. before: the program's own options."""
+    return [python, "-m", "trainload", *before, "retrain", "tick", str(file)]
+
+
+def _timing(config: Config) -> Any:
+    from trainload.retraining.ticks.tick_times import schedule_of
+
+    if config.schedule is None:
+        raise RequestError("there is no schedule", where="schedule", cure="Give the key schedule, or --every or --cron.")
+    return schedule_of(config.schedule)
+
+
+def _time(config: Config, at: str) -> datetime:
+    if at == NOW:
+        found: datetime = _timing(config).last_until(datetime.now(UTC))
+        return found
+    try:
+        when = datetime.fromisoformat(at)
+    except ValueError as error:
+        raise RequestError("this is no time", where="--at", expected="a time such as 2026-11-23T06:00:00Z", got=at) from error
+    if when.tzinfo is None:
+        raise RequestError("a time needs a zone", where="--at", expected=f"{at}Z, or {at}+01:00", got=at)
+    return when.astimezone(UTC)
+
+
+def _scheduler(config: Config, as_json: bool) -> Scheduler:
+    from trainload.retraining.ticks.checks import check_config
+    from trainload.retraining.ticks.tick import Scheduler
+
+    check_config(config)
+    return Scheduler(config, _stages(as_json=as_json), _say)
+
+
+def _stages(*, as_json: bool) -> Any:
+    from trainload.retraining.ticks.tick_stages import Opening, Stages
+
+    policy = shared.policy()
+    return Stages(Opening(shared.libraries(), shared.trusts_extensions(), None if policy is None else Path(policy)), _say)
+
+
+def _say(text: str) -> None:
+    err().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(ended: Ended, as_json: bool) -> None:
+    if as_json:
+        print_json(ended)
+        return
+    from trainload.packaging.stores.releases import shown
+
+    rows: list[tuple[str, Any]] = [("tick", ended.tick), ("outcome", ended.outcome), ("reason", ended.reason)]
+    if ended.release is not None:
+        rows.append(("release", f"{ended.line} {shown(ended.release)}"))
+    out().print(view.table(rows))

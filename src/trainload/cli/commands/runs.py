@@ -1,0 +1,410 @@
+"""Commands that start and continue runs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.keeping import is_kept, keep, obey_keeper
+from trainload.cli.commands.planning import KINDS, make_plan
+from trainload.cli.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
+from trainload.cli.view import records as view
+from trainload.cli.view import run_progress as run_view
+from trainload.core.errors import ClusterError, LostClusterError, RunInterrupted, StorageError, TrainingError
+from trainload.core.versions import check_supported_torch
+from trainload.launching.settings.info import info_of
+from trainload.launching.settings.parse import GivenSettings, parse_settings
+from trainload.launching.settings.run_settings import BatchSettings, EvaluationSettings, RunSettings
+from trainload.sharding.plans.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from trainload.launching.api.request import Backend
+    from trainload.launching.run.journal import Event
+    from trainload.packaging.package import Package
+    from trainload.sharding.plans.strategies import Strategy
+
+
+def backend_option(command: Command) -> Command:
+    """Add --backend."""
+    choices = click.Choice(["ray", "local", "torchrun"])
+    return click.option("--backend", type=choices, default="ray", show_default=True, help="What runs it.")(command)
+
+
+def strategy_option(command: Command) -> Command:
+    """Add --strategy."""
+    return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help="One of single, zero0..zero3, hybrid.")(command)
+
+
+def setting_option(name: str) -> Callable[[Command], Command]:
+    """Add the option of a setting that is a positive number. Its help is the first sentence of the setting's description."""
+    field = RunSettings.model_fields[name]
+    text = (field.description or "").partition(". ")[0].rstrip(".")
+    return click.option(info_of(field).option, name, type=positive, metavar="N", help=f"{text}.")
+
+
+@click.command(short_help="Train a package.")
+@click.argument("package", metavar="PKG")
+@click.option("--data", required=True, metavar="DATA", help="Rows: see docs/data.md.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
+@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
+@strategy_option
+@click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or from A to B as they come and go.")
+@setting_option("steps")
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="What the run keeps. Default: in runs/.")
+@click.option("--eval-data", metavar="DATA", help="Held-out data.")
+@setting_option("eval_every")
+@setting_option("checkpoint_every")
+@click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Where to write the trained package.")
+@backend_option
+@click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
+@click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting: see docs/runs.md.")
+@click.option("--detach", is_flag=True, help="Leave it to the cluster, as a job.")
+@click.option("--dry-run", is_flag=True, help="Check everything, try one step.")
+@json_option
+def launch(
+    package: str,
+    data: str,
+    plan_file: Path | None,
+    workers: tuple[int, str] | None,
+    strategy: Strategy | None,
+    nodes: tuple[int, int] | None,
+    steps: int | None,
+    run_dir: Path | None,
+    eval_data: str | None,
+    eval_every: int | None,
+    checkpoint_every: int | None,
+    output: Path | None,
+    backend: Backend,
+    address: str | None,
+    no_compile: bool,
+    given: tuple[str, ...],
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Train a package, or a release STORE#LINE/N, on Ray unless told otherwise."""
+    if nodes is not None and nodes[1] > 1 and backend != "ray":
+        raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
+    _check_ray(backend, address, detach=detach)
+    if backend == "torchrun" and run_dir is None:
+        raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
+    chosen = parse_settings(given)
+    _check_one_plan(plan_file, workers, strategy, chosen, nodes if nodes is None or nodes[0] == nodes[1] else None)
+    from trainload.launching.node.fetching import run_name
+
+    opened = shared.open_to_run(package)
+    overrides = chosen.overrides
+    changed = overrides.apply(opened, steps)
+    if workers is None and backend == "torchrun":
+        workers = (int(os.environ.get("WORLD_SIZE", "1")), "cpu")
+    least, most = nodes or (1, 1)
+    per_node, device = workers or (1, "cpu")
+    if plan_file is not None:
+        from trainload.sharding.plans.plan import read_plan
+
+        made = read_plan(plan_file)
+    else:
+        made = make_plan(changed, _largest(changed, least, most, per_node, chosen), per_node, device, strategy, **chosen.batch)
+    run_dir = run_dir or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    options: dict[str, Any] = {
+        "run_dir": run_dir.absolute(),
+        "steps": steps,
+        "eval_data": eval_data,
+        "eval_every": eval_every,
+        "checkpoint_every": checkpoint_every,
+        "output": output.absolute() if output is not None else None,
+        "backend": backend,
+        "address": address,
+        "compile": not no_compile,
+        "libraries": shared.libraries(),
+        "trust_extensions": shared.trusts_extensions(),
+        "policy": shared.policy(),
+        "overrides": overrides,
+        **chosen.run,
+    }
+    if least < most:
+        from trainload.sharding.planner.replan import plans_of_sizes
+
+        options["plans"] = plans_of_sizes(changed, made, range(least, most + 1))
+    from trainload.launching.api import launch as launching
+
+    if dry_run:
+        with redirect_stdout(sys.stderr):
+            report = launching.dry_run(opened, made, data, **options)
+        show_record(report, as_json)
+        return DONE
+    if backend == "ray" and address is not None:
+        with _nothing_left(run_dir.absolute()) as prepared:
+            launching.prepare(opened, made, data, **options)
+            prepared.made = True
+            return _detach(prepared, address, as_json) if detach else _keep(prepared.run_dir, address, as_json)
+    result = _watch(lambda report: launching.launch(opened, made, data, **options, on_event=report), run_dir)
+    if _leads(backend):
+        show_record(result, as_json)
+    return DONE
+
+
+@click.command(short_help="Evaluate a package.")
+@click.argument("package", metavar="PKG")
+@click.option("--data", required=True, metavar="DATA", help="Rows: see docs/data.md.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
+@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
+@strategy_option
+@click.option("--nodes", type=positive, metavar="N", help="Nodes. Default: 1.")
+@click.option("--batches", "eval_batches", type=positive, metavar="N", help="At most so many global batches.")
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="A folder to keep; with --address needed.")
+@click.option("--backend", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="What runs it.")
+@click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
+@click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="precision, global_batch: see docs/runs.md.")
+@json_option
+def evaluate(
+    package: str,
+    data: str,
+    plan_file: Path | None,
+    workers: tuple[int, str] | None,
+    strategy: Strategy | None,
+    nodes: int | None,
+    eval_batches: int | None,
+    run_dir: Path | None,
+    backend: Backend,
+    address: str | None,
+    no_compile: bool,
+    given: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
+    _check_ray(backend, address)
+    chosen = parse_settings(given)
+    settings = _of_an_evaluation(chosen)
+    if eval_batches is not None and settings.setdefault("eval_batches", eval_batches) != eval_batches:
+        raise click.UsageError("--batches and --set eval_batches say different things: give one of them.")
+    _check_one_plan(plan_file, workers, strategy, chosen, nodes)
+    opened = shared.open_to_run(package)
+    per_node, device = workers or (1, "cpu")
+    changed = chosen.overrides.apply(opened)
+    from trainload.sharding.plans.plan import read_plan
+
+    made = read_plan(plan_file) if plan_file is not None else make_plan(changed, nodes or 1, per_node, device, strategy, **chosen.batch)
+    from trainload.launching.api import evaluate as evaluating
+
+    with redirect_stdout(sys.stderr):
+        result = evaluating.evaluate(
+            opened,
+            made,
+            data,
+            run_dir=run_dir,
+            overrides=chosen.overrides,
+            compile=not no_compile,
+            backend=backend,
+            address=address,
+            libraries=shared.libraries(),
+            trust_extensions=shared.trusts_extensions(),
+            policy=shared.policy(),
+            **settings,
+        )
+    show_record(result, as_json)
+
+
+def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
+    """Return the settings of a run that an evaluation has as well. Raises: UsageError: another one is given."""
+    known = {*(name for name, field in EvaluationSettings.model_fields.items() if not info_of(field).option), "precision", "seed"}
+    known.remove("overrides")
+    wrong = next((name for name in (*chosen.run, *sorted(chosen.overrides.model_fields_set)) if name not in known), None)
+    if wrong is not None:
+        there = ", ".join(sorted({*known, *BatchSettings.model_fields}))
+        raise click.UsageError(f"--set {wrong}: an evaluation has no such setting; there are {there}.")
+    return dict(chosen.run)
+
+
+def _largest(package: Package, least: int, most: int, per_node: int, chosen: GivenSettings) -> int:
+    """The greatest number of nodes that a run can be planned for: the plans of the other sizes are made from that one."""
+    if least == most:
+        return most
+    from trainload.sharding.planner.replan import largest_size
+
+    return largest_size(package, range(least, most + 1), per_node, **chosen.batch)
+
+
+def _check_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
+    """Check that no option of a cluster is given to a backend without one."""
+    if backend != "ray" and (address is not None or detach):
+        raise click.UsageError(f"{'--detach' if detach else '--address'} goes with Ray: leave it out, or --backend {backend}.")
+    if detach != (address or "").startswith(("http://", "https://")):
+        raise click.UsageError(
+            "--detach goes with the --address of a cluster's dashboard, http://HOST:8265, and that address with --detach."
+        )
+
+
+def _check_one_plan(
+    plan_file: Path | None,
+    workers: tuple[int, str] | None,
+    strategy: Strategy | None,
+    chosen: GivenSettings,
+    nodes: int | tuple[int, int] | None,
+) -> None:
+    """Check that no option is given that the plan decides. `nodes`: a number of them, not a range."""
+    if plan_file is not None and (workers is not None or strategy is not None):
+        raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
+    if plan_file is not None and nodes is not None:
+        raise click.UsageError("--plan says how many nodes: leave out --nodes, or make a plan for them.")
+    if plan_file is not None and chosen.batch:
+        raise click.UsageError(f"--plan says {' and '.join(chosen.batch)}: leave it out of --set.")
+
+
+def _keep(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
+    """Drives a run on a cluster from a process of its own. `others`: what `resume` is asked for besides."""
+    from trainload.launching.cluster.connection import answers
+    from trainload.launching.run.run_spec import read_spec
+
+    return keep([*_driver(run_dir, address, as_json), *others], run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """The folder of a run that somebody is to drive. made: by this process. handed: somebody else has been asked to drive it, and may."""
+
+    run_dir: Path
+    made: bool = False
+    handed: bool = False
+
+
+def _detach(prepared: _Prepared, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
+    """Has the cluster drive a run. `others`: what `resume` is asked for besides."""
+    from trainload.launching.cluster.jobs import submit
+
+    run_dir = prepared.run_dir
+    prepared.handed = True  # from here on a job may use the folder, whatever becomes of this process
+    try:
+        job = submit(address, run_dir, [*_driver(run_dir, "auto", as_json=False), *others])
+    except LostClusterError:
+        raise
+    except (ClusterError, TrainingError):  # there is no job, or none any more
+        prepared.handed = False
+        raise
+    if as_json:
+        shared.print_json({"run": run_dir, "job": job, "address": address})
+        return DONE
+    shared.out().print(view.table([("run", str(run_dir)), ("job", job), ("watch", f"trainload status {run_dir}")]))
+    return DONE
+
+
+@contextmanager
+def _nothing_left(run_dir: Path) -> Iterator[_Prepared]:
+    """Remove a run's folder on exit, and those above that were made for it, if this process made it and no run has begun there or can.
+
+    The block sets `made` once the folder is its own: of two launches into one folder, the one that loses leaves the other's alone.
+    """
+    from trainload.launching.run.journal import JOURNAL
+    from trainload.launching.run.run_state import STATE_FILE
+
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    prepared = _Prepared(run_dir)
+    try:
+        yield prepared
+    finally:
+        begun = (run_dir / JOURNAL).exists() or (run_dir / STATE_FILE).exists()
+        if made and prepared.made and not prepared.handed and not begun:
+            shutil.rmtree(run_dir)
+            for path in made[1:]:
+                with suppress(OSError):  # somebody else uses it meanwhile
+                    path.rmdir()
+
+
+def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
+    """The arguments by which a run is driven."""
+    policy = shared.policy()
+    options = [] if policy is None else ["--policy", str(policy.absolute())]
+    return [*options, "resume", str(run_dir), "--address", address, *(["--json"] if as_json else [])]
+
+
+@click.command(short_help="Continue a run.")
+@run_argument
+@click.option("--workers", type=positive, metavar="N", help="Workers. Default: as before.")
+@strategy_option
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Another plan, in place of both.")
+@backend_option
+@click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting, from here on: see docs/runs.md.")
+@click.option("--detach", is_flag=True, help="Leave it to the cluster, as a job.")
+@json_option
+def resume(
+    run_dir: Path,
+    workers: int | None,
+    strategy: Strategy | None,
+    plan_file: Path | None,
+    backend: Backend,
+    address: str | None,
+    given: tuple[str, ...],
+    detach: bool,
+    as_json: bool,
+) -> int:
+    """Continue a run from its last checkpoint, on as many workers as there are now."""
+    if not run_dir.is_dir():
+        raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
+    _check_ray(backend, address, detach=detach)
+    check_supported_torch()
+    changes = _changes(given)
+    if is_kept():
+        obey_keeper()
+    elif backend == "ray" and address is not None:
+        from trainload.launching.run.driver import check_no_driver
+
+        check_no_driver(run_dir)
+        if changes:
+            from trainload.launching.api.launch import change
+
+            change(run_dir.absolute(), RunSettings(**changes))
+        asked = {"--workers": workers, "--strategy": strategy, "--plan": None if plan_file is None else plan_file.absolute()}
+        others = [word for option, value in asked.items() if value is not None for word in (option, str(value))]
+        if detach:
+            return _detach(_Prepared(run_dir.absolute()), address, as_json, others)
+        return _keep(run_dir.absolute(), address, as_json, others)
+    from trainload.sharding.plans.plan import read_plan
+
+    plan = read_plan(plan_file) if plan_file is not None else None
+    from trainload.launching.api import launch as launching
+
+    def work(report: Callable[[Event], None]) -> Any:
+        place = run_dir.absolute()
+        options: dict[str, Any] = {"workers": workers, "strategy": strategy, "plan": plan, **changes}
+        return launching.resume(place, **options, backend=backend, address=address, policy=shared.policy(), on_event=report)
+
+    result = _watch(work, run_dir)
+    if _leads(backend):
+        show_record(result, as_json)
+    return DONE
+
+
+def _changes(given: tuple[str, ...]) -> dict[str, Any]:
+    """Return the settings of a run that `--set` changes."""
+    chosen = parse_settings(given, resuming=True)
+    return {**chosen.run, **({"overrides": chosen.overrides} if chosen.overrides.model_fields_set else {})}
+
+
+def _leads(backend: Backend) -> bool:
+    """Whether this process says what came of a run: the only one, or torchrun's rank 0."""
+    return backend != "torchrun" or os.environ.get("RANK", "0") == "0"
+
+
+def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any:
+    """Do `work` in view of the user. Ctrl-C ends it and says how to go on."""
+    try:
+        with run_view.RunView(err(), run_dir) as report, redirect_stdout(sys.stderr):  # Ray prints there when a worker dies
+            return work(report)
+    except KeyboardInterrupt:
+        begun = (run_dir / "run.json").exists()
+        cure = f"Continue with: trainload resume {shlex.quote(str(run_dir))}" if begun else "It had not begun: launch it again."
+        raise RunInterrupted("the run was interrupted", where=str(run_dir), cure=cure) from None

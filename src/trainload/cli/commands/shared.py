@@ -1,0 +1,227 @@
+"""What the commands share: options, opening a package, and what goes to stdout and stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from trainload.cli.view import records as view
+from trainload.core.errors import PackageError, StorageError
+from trainload.core.formatting import size
+from trainload.core.versions import check_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.packaging.package import Package
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+"""What an option is added to."""
+DONE, FAILED, WRONG = 0, 1, 2
+_PLAIN_SECONDS = 5.0
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
+any_package_argument = click.argument("package", metavar="PKG")
+"""A folder, or what names a package in a store or registry: for `located`."""
+run_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+positive = click.IntRange(min=1)
+
+
+class NamedCount(click.ParamType[tuple[str, int | None]]):
+    """One of some names, or NAME/N: (name, N, None where it is left out)."""
+
+    name = "name"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
+        """Reads what the user wrote."""
+        if isinstance(value, tuple):
+            return value
+        name, slash, count = str(value).partition("/")
+        if name not in self._names or (slash and not (count.isdecimal() and 0 < int(count) <= 2**31)):
+            self.fail(f"{value!r} is none of {', '.join(self._names)}, or one of them with /N", param, ctx)
+        return name, int(count) if slash else None
+
+
+class CountOf(click.ParamType[tuple[int, str]]):
+    """N, or N/NAME: (N, the name, the first one where it is left out)."""
+
+    name = "count"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, str]:
+        """Reads what the user wrote."""
+        if isinstance(value, tuple):
+            return value
+        count, slash, name = str(value).partition("/")
+        if not (count.isdecimal() and 0 < int(count) <= 2**31) or (slash and name not in self._names):
+            self.fail(f"{value!r} is no number from 1 on, or one with /{', /'.join(self._names)}", param, ctx)
+        return int(count), name if slash else self._names[0]
+
+
+class Span(click.ParamType[tuple[int, int]]):
+    """N, or A:B: (least, most)."""
+
+    name = "span"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Reads what the user wrote."""
+        if isinstance(value, tuple):
+            return value
+        least, colon, most = str(value).partition(":")
+        if not least.isdecimal() or (colon and not most.isdecimal()) or not 0 < int(least) <= int(most or least) <= 2**20:
+            self.fail(f"{value!r} is no number from 1 on, or two with a colon, the smaller one first", param, ctx)
+        return int(least), int(most or least)
+
+
+class Transfer:
+    """Shows bytes as they move, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._console = err()
+        self._last = time.monotonic()
+        self._task: TaskID | None = None
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many bytes of so many are where they belong."""
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task(self._what, total=total)
+            self._bar.update(self._task, completed=done, total=total)
+        elif time.monotonic() - self._last >= _PLAIN_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"{self._what}: {size(done)} of {size(total)}")
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def open_package(path: Path) -> Package:
+    """Open the package that a command was given."""
+    if not path.exists():
+        raise PackageError("there is no such package", where=str(path))
+    check_supported_torch()
+    from trainload.launching.node.libraries import open_with
+
+    return _warned(open_with(path, libraries(), trust_extensions=trusts_extensions()))
+
+
+def _warned(package: Package) -> Package:
+    """The package, once it was said how operator libraries differ from those that it was made with."""
+    from trainload.launching.node.libraries import library_warnings
+
+    for warning in library_warnings(package, libraries()):
+        err().print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+    return package
+
+
+def trusts_extensions() -> bool:
+    """Whether the program was given --trust-extensions."""
+    return bool(click.get_current_context().find_root().params.get("trust_extensions", False))
+
+
+def located(name: str) -> tuple[str | None, Path]:
+    """A package's name in a store or registry, None for a folder; and its folder, fetched into this machine's cache if need be."""
+    check_supported_torch()
+    from trainload.launching.node.fetching import here
+
+    with Transfer("fetch") as shown:
+        return here(name, on_progress=shown)
+
+
+def open_to_run(name: str) -> Package:
+    """`open_package`, once the policies let the package be run: before that no library is imported for it. One in a store is fetched."""
+    source, path = located(name)
+    from trainload.launching.node.libraries import open_for_run
+    from trainload.packaging.signatures.policy import find_policies
+
+    if not path.exists():
+        raise PackageError("there is no such package", where=name)
+    package = open_for_run(path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions())
+    return _warned(replace(package, source=source))
+
+
+def libraries() -> dict[str, str | None]:
+    """What the program's --library options name: namespace -> module or file, None where it is only allowed."""
+    named: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
+    found: dict[str, str | None] = {}
+    for text in named:
+        namespace, _, location = text.partition("=")
+        if not namespace.isidentifier():
+            raise click.UsageError(f"--library {text}: give NAMESPACE=MODULE, where MODULE may be a .py file.")
+        found[namespace] = location or None
+    return found
+
+
+def policy() -> Path | None:
+    """What the program's --policy option names."""
+    named: Path | None = click.get_current_context().find_root().params.get("policy")
+    return named
+
+
+def program_options() -> list[str]:
+    """The program's own options that a command run elsewhere needs too. Not --policy, which names a file of this machine."""
+    named = libraries()
+    found = [word for name, place in named.items() for word in ("--library", name if place is None else f"{name}={place}")]
+    return [*found, *(["--trust-extensions"] if trusts_extensions() else [])]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that a command was asked for."""
+    from trainload.packaging.format.package_files import check_outside_packages
+
+    check_outside_packages(path)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def show_record(result: Any, as_json: bool) -> None:
+    """Print a record: as JSON, or as a table."""
+    if as_json:
+        print_json(result)
+    else:
+        out().print(view.record_table(result))
+
+
+def out() -> Console:
+    """Where results go."""
+    return Console(file=sys.stdout)
+
+
+def err() -> Console:
+    """Where progress and complaints go."""
+    return Console(file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON value."""
+    sys.stdout.write(view.dump_json(value) + "\n")

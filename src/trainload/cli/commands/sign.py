@@ -1,0 +1,54 @@
+"""Commands about who stands behind a package: sign."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from trainload.cli.commands.shared import json_option, out, package_argument, print_json
+from trainload.cli.view import records as view
+from trainload.core.errors import PackageError
+from trainload.core.versions import check_supported_torch
+
+_pem = click.Path(path_type=Path)
+
+
+@click.command(short_help="Sign a package.")
+@package_argument
+@click.option("--key", type=_pem, required=True, metavar="FILE", help="A private key, in PEM.")
+@click.option("--name", metavar="NAME", help="Of the signature. Default: the key's fingerprint.")
+@click.option("--certificate", type=_pem, metavar="FILE", help="The key's certificate, to sign with it.")
+@click.option("--chain", type=_pem, multiple=True, metavar="FILE", help="Of its issuers below the root.")
+@json_option
+def sign(package: Path, key: Path, name: str | None, certificate: Path | None, chain: tuple[Path, ...], as_json: bool) -> None:
+    """Sign a package: write signatures/NAME.sig into it.
+
+    The digest stays the same, and other signatures stay. The password of an encrypted key is $TRAINLOAD_KEY_PASSWORD, or asked for on
+    a terminal. Keys are of an elliptic curve: openssl ecparam -name prime256v1 -genkey -noout -out key.pem
+    """
+    if chain and certificate is None:
+        raise click.UsageError("--chain goes with --certificate.")
+    if not package.exists():
+        raise PackageError("there is no such package", where=str(package))
+    check_supported_torch()
+    from trainload.publishing import trust
+
+    made = trust.sign(package, key, name=name, password=_password(key), certificate=certificate, chain=chain)
+    if as_json:
+        print_json({"package": package, "file": made.file, "kind": made.kind, "signer": made.signer, "signed": len(made.files)})
+        return
+    rows = [("signature", str(package / made.file)), (made.kind, made.signer), ("signed", f"{len(made.files)} files")]
+    out().print(view.table(rows))
+
+
+def _password(key: Path) -> bytes | None:
+    """An encrypted key's, from the environment or a terminal; None where there is none to be had, or none is needed."""
+    from trainload.packaging.signatures.keys import PASSWORD, is_encrypted
+
+    given = os.environ.get(PASSWORD)
+    if not given and sys.stdin.isatty() and is_encrypted(key):
+        given = str(click.prompt(f"password of {key}", hide_input=True, err=True))
+    return given.encode() if given else None

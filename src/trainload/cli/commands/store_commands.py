@@ -1,0 +1,250 @@
+"""Commands of stores: push, pull, releases, promote, gc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload.cli.commands.shared import Transfer, json_option, out, positive, print_json
+from trainload.cli.view import records as view
+from trainload.cli.view.column_table import Columns
+from trainload.core.formatting import size
+from trainload.core.versions import check_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.packaging.stores.releases import ReleaseState
+
+
+line_option = click.option("--line", metavar="NAME", help="The line. Default: the store's only one.")
+store_argument = click.argument("store", metavar="STORE")
+
+
+@click.command(short_help="Publish a package.")
+@click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
+@store_argument
+@click.option("--line", metavar="NAME", help="The line. Default: the store's only one, or main.")
+@click.option("--promote/--no-promote", default=None, help="Make it current. Default: yes.")
+@click.option("--only-if", metavar="N", help="Promote only if release N (or none) is current.")
+@click.option("--reject", metavar="REASON", help="Publish it as rejected.")
+@click.option("--message", metavar="TEXT", default="", help="What the list of releases says.")
+@click.option("--fact", multiple=True, metavar="NAME=VALUE", help="Keep this with the release.")
+@click.option("--without-debug", is_flag=True, help="Leave debug/ here.")
+@json_option
+def push(
+    package: Path,
+    store: str,
+    line: str | None,
+    promote: bool | None,
+    only_if: str | None,
+    reject: str | None,
+    message: str,
+    fact: tuple[str, ...],
+    without_debug: bool,
+    as_json: bool,
+) -> None:
+    """Publish a package as a release. Only what the store lacks is sent.
+
+    STORE is a folder, a URL such as s3://bucket/folder, or oci://HOST/NAME:TAG.
+    A push that was broken off goes on where it stopped.
+    """
+    if reject is not None and (promote or only_if is not None):
+        raise click.UsageError("--reject goes without --promote and --only-if.")
+    if promote is False and only_if is not None:
+        raise click.UsageError("--only-if says when to promote, and --no-promote not to.")
+    check_supported_torch()
+    from trainload.packaging.stores.push import PushReport
+    from trainload.publishing import stores
+
+    with Transfer("push") as shown:
+        report = stores.push(
+            package,
+            store,
+            line=line,
+            promote=promote is not False,
+            only_if=only_if,
+            rejected=reject,
+            message=message,
+            facts=_facts(fact),
+            debug=not without_debug,
+            on_progress=shown,
+            on_wait=shown.say,
+        )
+    if as_json:
+        print_json(report)
+        return
+    rows: list[tuple[str, Any]] = [("store", report.store)]
+    if isinstance(report, PushReport):
+        rows += [
+            ("release", f"{report.line} {report.release}" + ("" if report.new else ", which was there already")),
+            ("current", report.current or "none"),
+        ]
+    else:
+        rows.append(("artifact", report.artifact))
+    rows += [
+        ("digest", report.digest),
+        ("sent", f"{size(report.sent_bytes)} in {report.sent_files} files ({report.sent_bytes:,} bytes)"),
+        ("there already", f"{size(report.present_bytes)} ({report.present_bytes:,} bytes)"),
+    ]
+    out().print(view.table(rows))
+
+
+@click.command(short_help="Get a package.")
+@store_argument
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
+@line_option
+@click.option("--release", metavar="N", help="A number, or latest. Default: the current one.")
+@click.option("--reuse", multiple=True, type=click.Path(path_type=Path), metavar="PKG", help="Another package whose files may be used.")
+@click.option("--without-debug", is_flag=True, help="Leave debug/ there.")
+@json_option
+def pull(
+    store: str, output: Path, line: str | None, release: str | None, reuse: tuple[Path, ...], without_debug: bool, as_json: bool
+) -> None:
+    """Get a release as a package: STORE, STORE#LINE or STORE#LINE/N. Every byte is compared with its digest first.
+
+    What packages in the folder of PKG have already is linked, not fetched.
+    """
+    check_supported_torch()
+    from trainload.publishing import stores
+
+    with Transfer("pull") as shown:
+        report = stores.pull(store, output, line=line, release=release, debug=not without_debug, reuse=reuse, on_progress=shown)
+    if as_json:
+        print_json(report)
+        return
+    rows: list[tuple[str, Any]] = [
+        ("package", str(report.path)),
+        ("release", f"{report.line} {report.release}" if report.line else report.release),
+        ("digest", report.digest),
+        ("fetched", f"{size(report.fetched_bytes)} in {report.fetched_files} files ({report.fetched_bytes:,} bytes)"),
+        ("here already", f"{size(report.local_bytes)} ({report.local_bytes:,} bytes)"),
+    ]
+    out().print(view.table(rows))
+
+
+@click.command(short_help="List a store's releases.")
+@store_argument
+@click.option("--line", metavar="NAME", help="Only this line.")
+@json_option
+def releases(store: str, line: str | None, as_json: bool) -> None:
+    """List a store's releases: number, status, package, parent, what was said."""
+    check_supported_torch()
+    from trainload.publishing import stores
+
+    found = stores.releases(store, line=line)
+    if as_json:
+        print_json({"store": store, "lines": {name: [_state_json(state) for state in states] for name, states in found.items()}})
+        return
+    for name, states in found.items():
+        made = Columns(("release", "status", "package", "parent", "created", "bytes", "message"), title=f"line {name}", right={"bytes"})
+        for state in states:
+            release = state.release
+            row = (release.name, state.status, release.package[:12], _name(release.parent), release.created, size(release.bytes))
+            made.add(*row, _said(state))
+        out().print(made)
+
+
+@click.command(short_help="Make a release current.")
+@store_argument
+@click.argument("release", metavar="N")
+@line_option
+@click.option("--only-if", metavar="N", help="Only if this release (or none) is current.")
+@click.option("--reason", metavar="TEXT", default="", help="Why; the store keeps it.")
+@click.option("--rejected", is_flag=True, help="Even if it was rejected, or rolled back.")
+@json_option
+def promote(store: str, release: str, line: str | None, only_if: str | None, reason: str, rejected: bool, as_json: bool) -> None:
+    """Make release N its line's current one: a candidate, or an older one again."""
+    check_supported_torch()
+    from trainload.publishing import stores
+
+    pointer = stores.promote(store, release, line=line, only_if=only_if, reason=reason, rejected=rejected)
+    name = _name(pointer.release)
+    if as_json:
+        print_json({"store": store, "line": pointer.line, "release": name, "digest": pointer.package, "created": pointer.created})
+    else:
+        out().print(view.table([("line", pointer.line), ("current", name), ("digest", pointer.package)]))
+
+
+@click.command(short_help="Clean a store.")
+@store_argument
+@click.option("--keep", type=positive, metavar="N", help="Keep the files of each line's last N releases only.")
+@click.option("--line", "lines", multiple=True, metavar="NAME", help="Of this line alone. Default: of all.")
+@click.option(
+    "--grace", type=click.FloatRange(min=0), metavar="HOURS", default=24.0, help="A push silent for so long is dead. Default: 24."
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be removed.")
+@json_option
+def gc(store: str, keep: int | None, lines: tuple[str, ...], grace: float, dry_run: bool, as_json: bool) -> None:
+    """Remove files that no release needs, and with --keep those of old releases.
+
+    A current release keeps its files. Records stay, so the history can be read.
+    """
+    check_supported_torch()
+    from trainload.publishing import stores
+
+    if lines and keep is None:
+        raise click.UsageError("--line goes with --keep.")
+    report = stores.gc(store, keep=keep, lines=lines or None, grace=grace * 3600, dry_run=dry_run)
+    if as_json:
+        print_json(report)
+        return
+    verb = "would remove" if dry_run else "removed"
+    rows: list[tuple[str, Any]] = [
+        ("store", report.store),
+        (verb, f"{size(report.removed_bytes)} in {report.removed_blobs} files"),
+        ("kept", f"{size(report.kept_bytes)} in {report.kept_blobs} files"),
+        ("pushes", f"{report.live_pushes} under way, {report.dead_pushes} dead"),
+    ]
+    if report.removed_releases:
+        rows.insert(1, ("releases", ", ".join(report.removed_releases)))
+    out().print(view.table(rows))
+
+
+def _facts(given: tuple[str, ...]) -> dict[str, bool | int | float | str]:
+    """NAME=VALUE: a number where it reads as one."""
+    found: dict[str, bool | int | float | str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise click.UsageError(f"--fact {text}: give NAME=VALUE.")
+        found[name] = _value(value)
+    return found
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _name(release: str | None) -> str:
+    from trainload.packaging.stores.releases import shown
+
+    return shown(release) if release is not None else ""
+
+
+def _said(state: ReleaseState) -> str:
+    reason = state.reason if state.status in ("rejected", "removed") else ""
+    return "; ".join(text for text in (state.release.message, reason) if text)
+
+
+def _state_json(state: ReleaseState) -> dict[str, Any]:
+    release = state.release
+    return {
+        "release": release.name,
+        "status": state.status,
+        "reason": state.reason,
+        "digest": release.package,
+        "program": release.program,
+        "weights": release.weights,
+        "parent": _name(release.parent) or None,
+        "created": release.created,
+        "message": release.message,
+        "facts": release.facts,
+        "files": len(release.files),
+        "bytes": release.bytes,
+    }

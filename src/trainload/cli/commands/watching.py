@@ -1,0 +1,181 @@
+"""Commands about runs that go on elsewhere, or are over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload.cli.commands.shared import err, json_option, out, positive, print_json, run_argument
+from trainload.cli.view import records as view
+from trainload.cli.view import run_progress as run_view
+from trainload.cli.view.column_table import Columns
+from trainload.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from trainload.launching.run.run_state import RunState
+
+_LOOK_SECONDS = 0.2
+
+
+@click.command(short_help="Say how a run is.")
+@run_argument
+@click.option("--follow", is_flag=True, help="Show it as it goes on, until it is over.")
+@json_option
+def status(run_dir: Path, follow: bool, as_json: bool) -> None:
+    """Say how a run is: how far, since when, what each rank does, what befell it."""
+    state = _followed(run_dir) if follow else _state(run_dir)
+    if as_json:
+        print_json({"run": run_dir, "phase": state.phase, **state.model_dump(mode="json")})
+        return
+    out().print(view.status_table(str(run_dir), state))
+    if state.ranks and not state.over:
+        out().print(view.ranks_table(state))
+
+
+@click.command(short_help="List runs.")
+@click.argument("folder", metavar="[FOLDER]", type=click.Path(path_type=Path), default=Path("runs"))
+@json_option
+def runs(folder: Path, as_json: bool) -> None:
+    """List the runs in FOLDER, which is runs/ where none is given; the latest come first."""
+    from trainload.launching.run.run_spec import RUN_FILE
+    from trainload.launching.run.run_state import read_state
+
+    if not folder.is_dir():
+        raise StorageError("there is no such folder", where=str(folder), cure="Give the folder that runs' folders are in.")
+    found = [(path.parent, read_state(path.parent)) for path in folder.glob(f"*/{RUN_FILE}")]
+    found.sort(key=lambda each: each[1].time if each[1] is not None else 0.0, reverse=True)
+    if as_json:
+        print_json([{"run": path, **({"phase": "unknown"} if state is None else _brief(state))} for path, state in found])
+        return
+    numbers = ("step", "loss", "checkpoint", "failures", "heard of")
+    table = Columns(("run", "phase", *numbers), right=numbers)
+    for path, state in found:
+        table.add(path.name, *(view.run_cells(state) if state is not None else ("unknown",)))
+    out().print(table)
+
+
+@click.command(short_help="Show what a run prints.")
+@run_argument
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="What this rank has printed. Default: what happened.")
+@click.option("--follow", is_flag=True, help="Go on until the run is over.")
+@click.option("--last", type=positive, metavar="N", help="The last lines alone.")
+@json_option
+def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_json: bool) -> None:
+    """Show what happened in a run, or what a rank of it has printed. With --json: what happened, as JSON lines."""
+    from trainload.launching.run.journal import JOURNAL, LOGS, event_of, log_name
+
+    if rank is not None and as_json:
+        raise click.UsageError("--json goes without --rank: what a rank prints is text.")
+    _state(run_dir)
+    path = run_dir / JOURNAL if rank is None else run_dir / LOGS / log_name(rank)
+    if rank is not None and not path.exists() and not follow:
+        there = sorted(int(each.stem.partition("-")[2]) for each in (run_dir / LOGS).glob("rank-*.log"))
+        raise StorageError(
+            f"rank {rank} has printed nothing",
+            where=str(path),
+            expected=f"one of {', '.join(map(str, there))}" if there else "",
+            cure="Runs on Ray keep all output of their workers, other runs only the traceback of an error. torchrun has --log-dir.",
+        )
+    for line in _lines(path, run_dir, follow=follow, last=last):
+        event = None if as_json or rank is not None else event_of(line)
+        click.echo(line if event is None else view.log_line(event, event.time))
+
+
+@click.command(short_help="Stop a run.")
+@run_argument
+@click.option("--wait/--no-wait", default=True, help="Return when it is over.  [default: wait]")
+@json_option
+def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
+    """Ask a run to write a checkpoint after its present step, and to end. It can be resumed."""
+    from trainload.launching.run.contact import Request
+
+    state = _state(run_dir)
+    if not state.alive:
+        raise StorageError("the run is not going on", where=str(run_dir), got=f"it is {state.phase}", cure="There is nothing to stop.")
+    try:
+        (run_dir / Request.STOP.file).touch()
+    except OSError as error:
+        raise StorageError(f"the request cannot be written: {error.strerror}", where=str(run_dir)) from error
+    if wait:
+        err().print("asked; it ends after its step, with a checkpoint", highlight=False)
+        state = _over(run_dir)
+    if as_json:
+        print_json({"run": run_dir, **_brief(state)})
+    elif wait:
+        out().print(view.status_table(str(run_dir), state))
+
+
+def _state(run_dir: Path) -> RunState:
+    """What a run's driver last said."""
+    from trainload.launching.run.run_spec import RUN_FILE
+    from trainload.launching.run.run_state import read_state
+
+    if not (run_dir / RUN_FILE).exists():
+        raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
+    state = read_state(run_dir)
+    if state is None:
+        raise StorageError("nothing is known of the run yet", where=str(run_dir), cure="Ask again when it has begun.")
+    return state
+
+
+def _followed(run_dir: Path) -> RunState:
+    """Shows a run until it is over. Returns: what its driver says then."""
+    from trainload.launching.run.journal import Follower
+
+    follower = Follower(run_dir)
+    with run_view.RunView(err(), run_dir, past=follower.new()) as show:
+        while True:
+            state = _state(run_dir)
+            for event in follower.new():
+                show(event)
+            if not state.alive:
+                return state
+            time.sleep(_LOOK_SECONDS)
+
+
+def _over(run_dir: Path) -> RunState:
+    """What the driver says when the run is over."""
+    while (state := _state(run_dir)).alive:
+        time.sleep(_LOOK_SECONDS)
+    return state
+
+
+def _brief(state: RunState) -> dict[str, Any]:
+    """What is said of a run among others."""
+    told = state.summary
+    return {
+        "phase": state.phase,
+        "step": told.step,
+        "steps": told.steps,
+        "loss": told.loss,
+        "checkpoint": told.checkpoint,
+        "failures": told.failures,
+        "message": told.message,
+        "time": state.time,
+    }
+
+
+def _lines(path: Path, run_dir: Path, *, follow: bool, last: int | None) -> Iterator[str]:
+    """The whole lines of a file, and with `follow` those that are added until the run is over."""
+    rest = ""
+    at = 0
+    first = True
+    while True:
+        over = not follow or not _state(run_dir).alive
+        if path.exists():
+            with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+                file.seek(at)
+                text = rest + file.read()
+                at = file.tell()
+            *lines, rest = text.split("\n")
+            yield from lines[-last:] if first and last is not None else lines
+            first = False
+        if over:
+            if rest:
+                yield rest
+            return
+        time.sleep(_LOOK_SECONDS)

@@ -1,0 +1,247 @@
+"""The command line.
+
+Exit status: 0 done; 1 the work failed, and whatever ended a run that had made steps; 2 the request was wrong. Results go to stdout;
+progress and errors go to stderr. With `--json` stdout holds exactly one JSON value, for an error `{"error": {...}}`.
+
+torch is imported by the commands, not by this module, so that `--help` and wrong options answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+import trainload
+from trainload.cli.commands import (
+    compare,
+    deploy,
+    exports,
+    lines,
+    list_settings,
+    packages,
+    planning,
+    reporting,
+    retrain,
+    runs,
+    show_graphs,
+    sign,
+    store_commands,
+    watching,
+)
+from trainload.cli.commands.execution import run_group
+from trainload.cli.commands.overview import Overview
+from trainload.cli.commands.shared import json_option
+from trainload.cli.commands.shared import libraries as named_libraries
+from trainload.cli.commands.shared import out as _out
+from trainload.cli.commands.shared import print_json as _print_json
+from trainload.cli.view import records as view
+from trainload.core.errors import StorageError
+from trainload.core.redaction import redacted
+from trainload.core.versions import check_supported_torch
+
+if TYPE_CHECKING:
+    from trainload.capture.job.definition import Job
+
+_OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
+"""Commands that run packages, or say whether they may be run."""
+
+
+@click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s", help="")
+@click.option("--library", multiple=True, metavar="NS=MODULE", help="")
+@click.option("--trust-extensions", is_flag=True, help="")
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="")
+@click.pass_context
+def commands(
+    context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None
+) -> None:  # read by commands.shared
+    """Freeze a PyTorch training job; choose the parallelism at launch."""
+    if policy is not None and context.invoked_subcommand not in _OBEYING:
+        raise click.UsageError(f"--policy goes with {', '.join(_OBEYING)}.")
+
+
+@commands.command(short_help="Write a job's package.")
+@click.argument("spec")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
+@click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="Compare on more sizes and seeds.")
+@click.option("--strict/--no-strict", default=None, help="torch.export's mode: one of the two alone.")
+@click.option("--explain-shapes", is_flag=True, help="First print what each dim may be, and why.")
+@click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
+@click.option("--abstract", is_flag=True, help="The model has no weights: shapes, to plan with.")
+@click.option("--reduced", metavar="SPEC", help="With --abstract: a smaller job, compared instead.")
+@click.option("--bundle-ops", is_flag=True, help="Put operator libraries into the package.")
+@click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="The wheel of one, to bundle as it is.")
+@click.option("--asset", "assets", multiple=True, metavar="NAME[:TYPE]=PATH", help="A file or folder that travels along.")
+@json_option
+def freeze(
+    spec: str,
+    output: Path,
+    check: str,
+    strict: bool | None,
+    explain_shapes: bool,
+    apply_suggested_fixes: bool,
+    abstract: bool,
+    reduced: str | None,
+    bundle_ops: bool,
+    wheels: tuple[str, ...],
+    assets: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write the package of the job that SPEC names.
+
+    SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
+    captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written. The table of
+    --explain-shapes is printed even where torch then refuses the sizes.
+    """
+    if output.exists():
+        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+    if abstract and (explain_shapes or apply_suggested_fixes):
+        raise click.UsageError("--abstract goes without --explain-shapes and --apply-suggested-fixes: use them on the reduced job.")
+    if reduced is not None and not abstract:
+        raise click.UsageError("--reduced goes with --abstract.")
+    if abstract and (bundle_ops or wheels):
+        raise click.UsageError("--abstract goes without --bundle-ops and --wheel: an abstract package is not run.")
+    libraries = named_libraries()
+    # The job's own code may go to another folder, so paths are made absolute before it runs.
+    target = Path.cwd() / output
+    small_spec = _at_its_place(reduced)
+    own_wheels = tuple(str(Path.cwd() / wheel) for wheel in wheels)
+    added = _asset_options(assets)
+    check_supported_torch()
+    began = time.perf_counter()
+    from trainload.freezing.load_job import load_job
+
+    with redirect_stdout(sys.stderr):  # the job's own code may print
+        job = _with_assets(load_job(spec), added)
+        from trainload.capture.parity.replays import Check
+        from trainload.capture.shapes.shape_report import explain_shapes as shapes_of
+        from trainload.freezing.freeze import freeze as freeze_job
+
+        small = load_job(small_spec) if small_spec is not None else None
+        shapes = {name: shapes_of(job, name) for name in _trained(job)} if explain_shapes else {}
+    if not as_json:
+        for name, report in shapes.items():
+            if len(shapes) > 1:
+                _out().print(f"graph {name}", highlight=False)
+            view.print_shapes(_out(), report)
+    fixes: list[Any] = []
+    with redirect_stdout(sys.stderr):
+        package = freeze_job(
+            job,
+            target,
+            check=Check(check),
+            strict=strict,
+            apply_suggested_fixes=apply_suggested_fixes,
+            on_fix=fixes.append,
+            abstract=abstract,
+            reduced=small,
+            libraries=libraries,
+            bundle_ops=own_wheels or bundle_ops,
+        )
+    seconds = time.perf_counter() - began
+    if as_json:
+        explained = {"shapes": shapes} if explain_shapes else {}
+        applied = {"fixes": fixes} if apply_suggested_fixes else {}
+        _print_json({"package": output, "digest": package.digest, "seconds": seconds, **explained, **applied})
+    else:
+        rows: list[tuple[str, Any]] = [("package", str(output)), ("digest", package.digest), ("seconds", seconds)]
+        if package.manifest.variants:
+            rows.append(("variants", f"the first, {', '.join(package.manifest.variants)}"))
+        _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
+
+
+def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
+    """What --asset says: name -> path and media type, from "NAME=PATH" or "NAME:TYPE/SUBTYPE=PATH"."""
+    found = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        name, _, media_type = name.partition(":")
+        if not name or not path:
+            raise click.UsageError(f"--asset {text}: give NAME=PATH, or NAME:TYPE/SUBTYPE=PATH.")
+        found[name] = (str(Path.cwd() / path), media_type or None)
+    return found
+
+
+def _at_its_place(spec: str | None) -> str | None:
+    """Return a spec with its file's absolute path; a spec that names a module stays as it is."""
+    place, colon, name = (spec or "").rpartition(":")
+    return f"{Path.cwd() / place}{colon}{name}" if place.endswith(".py") else spec
+
+
+def _with_assets(job: Job, given: dict[str, tuple[str, str | None]]) -> Job:
+    """The job with further assets; those that it has by these names give way."""
+    from trainload.capture.job.definition import Asset
+
+    return dataclasses.replace(job, assets={**job.assets, **{name: Asset(path, kind) for name, (path, kind) in given.items()}})
+
+
+def _trained(job: Job) -> list[str]:
+    """The names of the job's training graphs."""
+    from trainload.capture.tracing.targets import targets_of
+
+    return [target.name for target in targets_of(job) if target.training]
+
+
+for _command in (
+    packages.inspect,
+    packages.verify,
+    sign.sign,
+    compare.diff,
+    show_graphs.show,
+    show_graphs.ops,
+    show_graphs.transform,
+    planning.plan,
+    planning.simulate,
+    planning.profile,
+    runs.launch,
+    runs.evaluate,
+    runs.resume,
+    list_settings.settings,
+    watching.status,
+    watching.logs,
+    watching.stop,
+    watching.runs,
+    reporting.report,
+    reporting.dashboard,
+    deploy.manifest,
+    retrain.retrain,
+):
+    commands.add_command(_command)
+commands.add_command(exports.export)
+for _command in (
+    store_commands.push,
+    store_commands.pull,
+    store_commands.releases,
+    store_commands.promote,
+    store_commands.gc,
+    lines.rollback,
+    lines.history,
+    lines.lineage,
+    lines.migrate,
+):
+    commands.add_command(_command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line, without the program's name. Returns the exit status."""
+    return run_group(commands, arguments)
+
+
+def _complain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an error that nobody expected, without secrets."""
+    sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))
+
+
+def main() -> NoReturn:
+    """The console script."""
+    sys.excepthook = _complain
+    sys.exit(run(sys.argv[1:]))

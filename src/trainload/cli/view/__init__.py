@@ -1,0 +1,1 @@
+"""Tables and lines that the command line prints."""

@@ -1,0 +1,170 @@
+"""Shows what the planner has found: the candidates beside each other, and one of them node by node."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trainload.cli.view.column_table import Columns
+from trainload.core.errors import PlanError
+from trainload.core.formatting import size
+from trainload.sharding.planner.plan_costs import Memory, StepTime
+from trainload.sharding.planner.search import Candidate, Found
+
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "reserved")
+_TIME = ("compute", "exposed", "bubble", "update")
+
+
+def print_found(console: Console, found: Found, output: Path | None) -> None:
+    """Prints the candidates, the best first, and why it is."""
+    device, best = found.device, found.best
+    cluster = found.candidates[0].plan.cluster
+    console.print(
+        f"{cluster.nodes} x {cluster.devices_per_node} {device.name}, {size(device.memory_bytes)} each; "
+        f"{found.candidates[0].plan.global_batch} rows an update; {found.judged} plans judged, {len(found.candidates)} played through",
+        highlight=False,
+    )
+    titles = ("", "plan", "calls", "recompute", "memory", "time", "compute", "exposed", "bubble")
+    table = Columns(titles, right={*titles} - {"plan", "recompute"})
+    for number, candidate in enumerate(found.candidates, 1):
+        choice, time = candidate.choice, candidate.costs.time
+        shares = [f"{getattr(time, name) / time.seconds:.0%}" for name in ("compute", "exposed", "bubble")]
+        table.add(
+            str(number),
+            str(choice),
+            str(choice.accumulate),
+            choice.recompute,
+            size(candidate.costs.memory.peak),
+            seconds(time.seconds),
+            *shares,
+        )
+    console.print(table)
+    for number, candidate in enumerate(found.candidates, 1):
+        console.print(f"{number}: {beside(found, candidate)}", highlight=False)
+    if best is not None:
+        console.print(f"memory of 1: {_spelled(best.costs.memory)}", highlight=False)
+        console.print(f"time of 1: {_times(best.costs.time)}", highlight=False)
+    for each in found.refused:
+        console.print(f"not made: {each.choice}: {each.reason}", highlight=False, soft_wrap=True)
+    if output is not None and best is not None:
+        console.print(f"plan: {output}", highlight=False)
+
+
+def beside(found: Found, candidate: Candidate) -> str:
+    """Why a candidate is not the best one, or what it is best in."""
+    best = found.best
+    over = candidate.costs.memory.peak - found.device.memory_bytes
+    if over > 0:
+        return f"needs {size(over)} more than there is"
+    if best is None or candidate is best:
+        return "the fastest that fits"
+    mine, its = candidate.costs.time, best.costs.time
+    behind = {name: getattr(mine, name) - getattr(its, name) for name in _TIME}
+    worst = max(behind, key=lambda name: behind[name])
+    return f"{mine.seconds / its.seconds - 1:.1%} slower: {seconds(behind[worst])} more {worst}"
+
+
+def seconds(value: float) -> str:
+    """A time as people read it."""
+    for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= least:
+            return f"{value / least:.3g} {unit}"
+    return f"{value * 1e9:.3g} ns"
+
+
+def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
+    """What to say where no candidate fits. `smallest`: on the smallest cluster where one does."""
+    least = min(found.candidates, key=lambda candidate: candidate.costs.memory.peak)
+    memory, there = least.costs.memory, found.device.memory_bytes
+    cure = "Give another device, or a model with less to keep."
+    if smallest is not None:
+        cluster = smallest.plan.cluster
+        cure = f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice}, {size(smallest.costs.memory.peak)}."
+    return PlanError(
+        f"the package does not fit: {size(memory.peak - there)} too much",
+        where=f"{least.choice}, recompute {least.choice.recompute}, {memory.at}",
+        expected=f"{size(there)} on each {found.device.name}",
+        got=f"{size(memory.peak)}: {_spelled(memory)}",
+        cure=cure,
+    )
+
+
+def _spelled(memory: Memory) -> str:
+    parts = [f"{name} {size(getattr(memory, name))}" for name in _MEMORY]
+    return f"{', '.join(parts)} (at {memory.at})"
+
+
+def _times(time: StepTime) -> str:
+    return (
+        ", ".join(f"{name} {seconds(getattr(time, name))}" for name in _TIME) + f"; {time.flops / time.seconds / 1e12:.3g} TFLOP/s a device"
+    )
+
+
+def as_record(found: Found) -> dict[str, Any]:
+    """The same for scripts: bytes, and seconds of one update."""
+    candidates = [
+        {
+            "plan": str(c.choice),
+            "strategy": c.choice.strategy,
+            "tensor": c.choice.tensor,
+            "divide": c.choice.divide,
+            "pipeline": c.choice.pipeline,
+            "data": c.plan.data_ranks,
+            "accumulate": c.choice.accumulate,
+            "recompute": c.choice.recompute,
+            "fits": found.fits(c),
+            "peak_bytes": c.costs.memory.peak,
+            "memory": {name: getattr(c.costs.memory, name) for name in _MEMORY},
+            "peak_at": c.costs.memory.at,
+            "seconds": c.costs.time.seconds,
+            "time": {name: getattr(c.costs.time, name) for name in _TIME},
+            "flops": c.costs.time.flops,
+            "beside_the_best": beside(found, c),
+        }
+        for c in found.candidates
+    ]
+    refused = [{"plan": each.choice, "reason": each.reason} for each in found.refused]
+    device = found.device.model_dump(mode="json", exclude={"collectives"})
+    return {"device": device, "judged": found.judged, "candidates": candidates, "refused": refused}
+
+
+def explained(candidate: Candidate) -> dict[str, Any]:
+    """Each graph of a candidate, node by node."""
+    return {
+        graph: {
+            "seconds": line.seconds,
+            "exposed": line.exposed,
+            "flops": line.flops,
+            "nodes": [{name: getattr(row, name) for name in row.__slots__} for row in line.rows],
+        }
+        for graph, line in candidate.costs.timelines.items()
+    }
+
+
+def print_explained(console: Console, candidate: Candidate, most: int = 40) -> None:
+    """Prints, for each graph of a candidate, what takes its time: by operator, and the longest nodes."""
+    console.print(f"{candidate.choice}, recompute {candidate.choice.recompute}: {_times(candidate.costs.time)}", highlight=False)
+    console.print(_spelled(candidate.costs.memory), highlight=False)
+    for graph, line in candidate.costs.timelines.items():
+        console.print(f"\n{graph}: {line.seconds:.4g} s, {line.exposed:.4g} s exposed, {line.flops:.4g} operations", highlight=False)
+        by_operator: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+        for row in line.rows:
+            entry = by_operator[row.operator, row.why]
+            entry[0] += 1
+            entry[1] += row.seconds
+        ranked = sorted(((seconds, count, *key) for key, (count, seconds) in by_operator.items() if seconds), reverse=True)
+        console.print(_rows(("time", "nodes", "operator", "bound by"), [[seconds(s), str(int(n)), *key] for s, n, *key in ranked[:12]]))
+        longest = sorted(line.rows, key=lambda row: -row.seconds)[:most]
+        shown = sorted((row for row in longest if row.seconds), key=lambda row: row.start)
+        cells = [[seconds(r.start), seconds(r.seconds), r.node, r.operator, r.why, f"{r.bytes:.3g}", f"{r.flops:.3g}"] for r in shown]
+        console.print(_rows(("start", "time", "node", "operator", "bound by", "bytes", "operations"), cells))
+
+
+def _rows(titles: tuple[str, ...], rows: list[list[str]]) -> Columns:
+    table = Columns(titles, right={*titles} - {"node", "operator", "bound by"})
+    for row in rows:
+        table.add(*row)
+    return table

@@ -1,0 +1,163 @@
+"""A store in a folder: files appear by rename or link, after they have been brought to disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+
+from trainload.core.atomic import NO_LINKS, create_file, replace_file, replacing, sync_folder, temporary_beside, temporary_file
+from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
+from trainload.core.paths import is_full, open_inside
+from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFile
+
+
+class FolderFiles:
+    """`StoreFiles` of a folder. Links in it are not followed. shown: what it is called in messages; None: its path."""
+
+    def __init__(self, root: Path, shown: str | None = None) -> None:
+        self._root = root.absolute()
+        self._shown = shown or str(self._root)
+
+    @property
+    def url(self) -> str:
+        """The folder's path, or what it was called."""
+        return self._shown
+
+    @cached_property
+    def exclusive(self) -> bool:
+        """Whether the file system has hard links: a link is made whole, and never over a file that is there."""
+        with self._writing("."), temporary_file(self._prepared("probe"), b"") as draft:
+            other = temporary_beside(self._root / "probe")
+            try:
+                os.link(draft, other)
+            except OSError as error:
+                if error.errno in NO_LINKS:
+                    return False
+                raise
+            other.unlink()
+            return True
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """As `StoreFiles.read`."""
+        if self.size(path) is None:
+            return None
+        with self._reading(path), open_inside(self._root, path) as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise UnsafePackageError("a file of the store is too large", where=f"{self.url}/{path}", expected=f"at most {limit} bytes")
+        return data
+
+    def size(self, path: str) -> int | None:
+        """As `StoreFiles.size`."""
+        with self._reading(path):
+            try:
+                return (self._root / path).lstat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def names(self, folder: str) -> list[str]:
+        """As `StoreFiles.names`."""
+        with self._reading(folder):
+            try:
+                return sorted(name for name in os.listdir(self._root / folder) if not name.startswith("."))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def walk(self, folder: str) -> Iterator[StoredFile]:
+        """As `StoreFiles.walk`."""
+        for inner, _, files in os.walk(self._root / folder):
+            for name in sorted(files):
+                path = Path(inner) / name
+                with suppress(FileNotFoundError):  # another writer may just have renamed it
+                    status = path.lstat()
+                    yield StoredFile(path.relative_to(self._root).as_posix(), status.st_size, status.st_mtime)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """As `StoreFiles.create`."""
+        with self._writing(path):
+            target = self._prepared(path)
+            created = create_file(target, data)
+            sync_folder(target.parent)
+            return created
+
+    def replace(self, path: str, data: bytes) -> None:
+        """As `StoreFiles.replace`."""
+        with self._writing(path):
+            target = self._prepared(path)
+            replace_file(target, data)
+            sync_folder(target.parent)
+
+    def delete(self, path: str) -> None:
+        """As `StoreFiles.delete`."""
+        with self._writing(path):
+            (self._root / path).unlink(missing_ok=True)
+
+    def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
+        """As `StoreFiles.send`. Read once: what is written is what was checked."""
+        digest, size = hashlib.sha256(), 0
+        with self._writing(path), replacing(target := self._prepared(path)) as draft, open_inside(source.parent, source.name) as read:
+            with draft.open("xb") as write:
+                while block := read.read(BLOCK):
+                    digest.update(block)
+                    size += len(block)
+                    write.write(block)
+                    on_bytes(len(block))
+            if size != expected.size or digest.hexdigest() != expected.sha256:
+                on_bytes(-size)
+                raise changed_file(source, expected, size, digest.hexdigest())
+        with self._writing(path):
+            sync_folder(target.parent)
+
+    def receive(self, path: str, size: int) -> Iterator[bytes]:
+        """As `StoreFiles.receive`."""
+        with self._reading(path), open_inside(self._root, path) as file:
+            while size > 0 and (block := file.read(min(BLOCK, size))):
+                size -= len(block)
+                yield block
+
+    def _prepared(self, path: str) -> Path:
+        """Return where a file is to be written, with its folder made."""
+        target = self._root / path
+        self._make_folders(target.parent)
+        return target
+
+    def _make_folders(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        if folder != self._root:
+            self._make_folders(folder.parent)
+        elif not folder.parent.is_dir():
+            raise StorageError("there is no such folder", where=str(folder.parent), cure="Make it first.")
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"the store cannot be read: {error.strerror or error}", where=f"{self.url}/{path}") from error
+
+    @contextmanager
+    def _writing(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if is_full(error):
+                raise StorageError("the disk is full", where=self.url, cure="Free some space; then repeat the command.") from error
+            raise StorageError(f"the store cannot be written: {error.strerror or error}", where=f"{self.url}/{path}") from error
+
+
+def changed_file(source: Path, expected: Expected, size: int, digest: str) -> IntegrityError:
+    """For a local file that is not what the manifest says."""
+    return IntegrityError(
+        "a file is not the one that the manifest lists",
+        where=str(source),
+        expected=f"{expected.size} bytes of sha256 {expected.sha256}",
+        got=f"{size} bytes of sha256 {digest}",
+        cure="trainload verify says what else is wrong with the package.",
+    )

@@ -1,0 +1,318 @@
+"""A store at an fsspec URL.
+
+Where one put is atomic (object stores), files are put under their names. Elsewhere they are put under a hidden name and moved.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fsspec.callbacks import Callback
+from fsspec.spec import AbstractBufferedFile
+
+from trainload.core.canonical_json import sha256_file
+from trainload.core.credentials import without_secrets
+from trainload.core.errors import IntegrityError, UnsafePackageError
+from trainload.core.storage.filesystem import failures, file_system, unreachable
+from trainload.core.storage.folder_files import changed_file
+from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFile
+
+_ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
+"""Protocols whose put shows a file whole or not at all, and whose put with mode "create" may be conditional."""
+_S3 = frozenset({"s3", "s3a"})
+_PART = 8 * 2**20
+"""Bytes of a part of an upload to S3, of which a few are in memory at once; s3fs would take ten of 50 MiB."""
+_STREAM_PART = 16 * 2**20
+"""The same of a file that is written as it is made: its parts are sent one after another, so they are larger."""
+_MAX_PARTS = 10_000
+_MEMORY = threading.Lock()
+"""fsspec's memory file system looks and then writes; only threads share it."""
+_TRIES = 20
+_AHEAD = 4
+"""Blocks that are fetched at once."""
+
+
+class RemoteFiles:
+    """`StoreFiles` at an fsspec URL."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url = url.rstrip("/")
+        protocol = url.partition("://")[0]
+        self._fs, root = file_system(url, options)
+        self._root = root.rstrip("/")
+        self._protocol = protocol
+        self._atomic = protocol in _ATOMIC_PUT
+
+    @property
+    def url(self) -> str:
+        """As it was given."""
+        return self._url
+
+    @cached_property
+    def exclusive(self) -> bool:
+        """Whether a second `create` of one file is refused. Some servers ignore the condition, so it is tried once."""
+        if not self._atomic:
+            return False
+        probe = f"probes/{secrets.token_hex(16)}"
+        try:
+            return self.create(probe, b"1") and not self.create(probe, b"2")
+        except NotImplementedError:
+            return False
+        finally:
+            self.delete(probe)
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """As `StoreFiles.read`. By one request, so that of a file that is replaced meanwhile the whole is read, as it was or as it is."""
+        try:
+            data = self.part(path, 0, limit + 1)
+        except IntegrityError:
+            return None
+        if len(data) > limit:
+            raise UnsafePackageError("a file of the store is too large", where=f"{self.url}/{path}", expected=f"at most {limit} bytes")
+        return data
+
+    def size(self, path: str) -> int | None:
+        """As `StoreFiles.size`."""
+        with self._reaching(path):
+            try:
+                info = self._fs.info(self._full(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def names(self, folder: str) -> list[str]:
+        """As `StoreFiles.names`."""
+        with self._reaching(folder):
+            try:
+                found = self._fs.ls(self._full(folder), detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        names = {str(path).rstrip("/").rpartition("/")[2] for path in found if str(path).strip("/") != self._full(folder).strip("/")}
+        return sorted(name for name in names if not name.startswith("."))
+
+    def walk(self, folder: str) -> Iterator[StoredFile]:
+        """As `StoreFiles.walk`."""
+        with self._reaching(folder):
+            try:
+                found = self._fs.find(self._full(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        prefix = self._full("").lstrip("/")
+        for path, info in sorted(found.items()):
+            inner = str(path).lstrip("/").removeprefix(prefix).lstrip("/")
+            stamp = info.get("LastModified") or info.get("mtime") or info.get("updated") or info.get("created")
+            modified = stamp.timestamp() if hasattr(stamp, "timestamp") else stamp if isinstance(stamp, int | float) else None
+            yield StoredFile(inner, int(info.get("size") or 0), modified)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """As `StoreFiles.create`."""
+        for _ in range(_TRIES):
+            try:
+                with self._locked():
+                    self._fs.pipe_file(self._full(path), data, mode="create")
+                return True
+            except FileExistsError:
+                break
+            except failures() as error:
+                code = _code(error)
+                if code in ("PreconditionFailed", "412"):
+                    break
+                if code in ("NotImplemented", "501"):
+                    raise NotImplementedError(str(error)) from error
+                if code not in ("ConditionalRequestConflict", "409"):  # two at once, neither of which was first: ask again
+                    raise unreachable(f"{self.url}/{path}", error) from without_secrets(error)
+        # A put whose answer was lost is sent again, and then finds its own file.
+        return self.size(path) == len(data) and self.read(path, len(data)) == data
+
+    def replace(self, path: str, data: bytes) -> None:
+        """As `StoreFiles.replace`."""
+        with self._reaching(path), self._under_its_name(path) as name, self._locked():
+            self._fs.pipe_file(name, data)
+
+    def delete(self, path: str) -> None:
+        """As `StoreFiles.delete`."""
+        with self._reaching(path):
+            try:
+                self._fs.rm_file(self._full(path))
+            except FileNotFoundError:
+                return
+
+    def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
+        """As `StoreFiles.send`. Read twice: once for its digest, and once to send it."""
+        before = _stamp(source)
+        digest = sha256_file(source)
+        if before[0] != expected.size or digest != expected.sha256:
+            raise changed_file(source, expected, before[0], digest)
+        counter = _Counter(on_bytes)
+        with self._reaching(path):
+            try:
+                with self._under_its_name(path) as name:
+                    self._fs.put_file(str(source), name, callback=counter, **self._part_sizes(expected.size))
+            except BaseException:
+                counter.take_back()
+                raise
+        if _stamp(source) != before:
+            self.delete(path)
+            counter.take_back()
+            raise IntegrityError("a file was changed while it was sent", where=str(source), cure="Write packages once; then push them.")
+
+    def upload(self, path: str, size: int) -> Upload:
+        """Begins to write a file as it is made; it has `size` bytes. StorageError, of every method too: as `StoreFiles`."""
+        with self._reaching(path):
+            name = self._first_name(path)
+            part = max(_STREAM_PART, -(-size // _MAX_PARTS))
+            if size < part or self._protocol == "memory":
+                return Upload(self, path, name, None)
+            return Upload(self, path, name, self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic))
+
+    def receive(self, path: str, size: int) -> Iterator[bytes]:
+        """As `StoreFiles.receive`. A few blocks are on their way at once: each is a request of its own, and most of its time is waiting."""
+        starts = iter(range(0, size, BLOCK))
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            coming = deque(pool.submit(self.part, path, start, min(size, start + BLOCK)) for start in islice(starts, _AHEAD))
+            while coming:
+                block = coming.popleft().result()
+                if not block:
+                    break
+                yield block
+                if (start := next(starts, None)) is not None:
+                    coming.append(pool.submit(self.part, path, start, min(size, start + BLOCK)))
+            for block_to_come in coming:
+                block_to_come.cancel()
+
+    def part(self, path: str, start: int, stop: int) -> bytes:
+        """A file's bytes [start, stop), fewer where it ends before. IntegrityError: there is no such file."""
+        with self._reaching(path):
+            try:
+                return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+                raise IntegrityError("a file of the store is missing", where=f"{self.url}/{path}") from without_secrets(error)
+            except failures() as error:
+                if _code(error) in ("InvalidRange", "416") and (start or self.size(path) == 0):
+                    return b""
+                raise
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}".rstrip("/") if path else self._root
+
+    def _locked(self) -> AbstractContextManager[object]:
+        return _MEMORY if self._protocol == "memory" else nullcontext()
+
+    def _part_sizes(self, size: int) -> dict[str, int]:
+        return {"chunksize": max(_PART, -(-size // _MAX_PARTS)), "max_concurrency": 4} if self._protocol in _S3 else {}
+
+    @contextmanager
+    def _under_its_name(self, path: str) -> Iterator[str]:
+        """Where to put a file so that it is then at `path`, whole."""
+        name = self._first_name(path)
+        yield name
+        self._rename(name, path)
+
+    def _first_name(self, path: str) -> str:
+        """Under which a file is put."""
+        full = self._full(path)
+        if self._atomic:
+            return full
+        folder, _, name = full.rpartition("/")
+        self._fs.makedirs(folder, exist_ok=True)
+        return f"{folder}/.{name}.{secrets.token_hex(8)}.part"
+
+    def _rename(self, first: str, path: str) -> None:
+        if first != self._full(path):
+            self._fs.mv(first, self._full(path))
+
+    @contextmanager
+    def _reaching(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except failures() as error:
+            raise unreachable(f"{self.url}/{path}", error) from without_secrets(error)
+
+
+class Upload:
+    """A file that is written as it is made. It is there, whole, when `finish` returns, and never after `abandon`.
+
+    About three parts of it are in memory, or all of a file that is smaller than one.
+    """
+
+    def __init__(self, files: RemoteFiles, path: str, name: str, file: Any) -> None:
+        self._files, self._path, self._name = files, path, name
+        self._small = io.BytesIO() if file is None else None
+        self._file = file
+
+    def write(self, piece: bytes | memoryview, /) -> None:
+        """The next bytes."""
+        if self._small is not None:
+            self._small.write(piece)
+            return
+        with self._files._reaching(self._path):
+            self._file.write(piece)
+
+    def finish(self) -> None:
+        """All bytes were written."""
+        files = self._files
+        with files._reaching(self._path):
+            if self._small is not None:
+                with files._locked():
+                    files._fs.pipe_file(self._name, self._small.getvalue())
+            else:
+                self._file.close()
+                if files._atomic:
+                    self._file.commit()
+            files._rename(self._name, self._path)
+
+    def abandon(self) -> None:
+        """Lets go of what was sent, as far as the place can be reached."""
+        if self._small is not None:
+            return
+        with suppress(*failures()):
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.closed = True  # or it would send what it has when it is forgotten
+            if self._files._atomic:
+                self._file.discard()
+            else:
+                self._files._fs.rm_file(self._name)
+
+
+class _Counter(Callback):  # type: ignore[misc]  # fsspec ships no types
+    """Hands on how many bytes fsspec has sent."""
+
+    def __init__(self, on_bytes: OnBytes) -> None:
+        super().__init__()
+        self._on_bytes = on_bytes
+        self._sent = 0
+
+    def relative_update(self, inc: int = 1) -> None:
+        """fsspec's: so many bytes more."""
+        self._sent += inc
+        self._on_bytes(inc)
+
+    def take_back(self) -> None:
+        """What was sent is not there."""
+        self._on_bytes(-self._sent)
+        self._sent = 0
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _code(error: BaseException) -> str:
+    """The server's code for an error of S3's, which s3fs hands on as the cause."""
+    for each in (error, error.__cause__):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+    return ""

@@ -1,0 +1,1 @@
+"""Files for other systems: Kubernetes, schedulers and Grafana."""

@@ -1,0 +1,187 @@
+"""What calls `trainload retrain tick` at scheduled times: a Kubernetes CronJob, KubeRay's RayCronJob, a timer of systemd.
+
+None of them has to keep ticks apart, or to remember those that it missed: the lease and the tick's records do. They are told to all the
+same.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from datetime import timedelta
+
+from trainload.core.errors import RequestError
+from trainload.deploy.kuberay import HEAD_CPUS, Json, Pods, check_label, container_of, metadata_of, pod_of, ray_job_spec
+from trainload.retraining.config.config import Timing
+
+MOST_NAME = 35
+"""Characters of a RayCronJob's name: what is made of it has a time at its end, and KubeRay's own additions."""
+_DAY = timedelta(days=1)
+_LATE_SECONDS = 600
+_FIELD = re.compile(r"(\*|[0-9]{1,2}(-[0-9]{1,2})?)(/[0-9]{1,2})?")
+_DAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+
+
+def crontab_of(timing: Timing) -> tuple[str, str]:
+    """A schedule as a crontab, and its zone.
+
+    Raises:
+        RequestError: it comes at times that no crontab has.
+    """
+    if timing.cron is not None:
+        return " ".join(timing.cron.split()), timing.zone
+    assert timing.every is not None, "a schedule is one or the other"
+    minutes, rest = divmod(timing.every, timedelta(minutes=1))
+    if not rest and timing.every == 7 * _DAY:
+        return "0 0 * * 4", "UTC"  # 1970 began on a Thursday
+    if not rest and minutes and not _DAY % timing.every:
+        if minutes < 60 and 60 % minutes == 0:
+            return (f"*/{minutes} * * * *" if minutes > 1 else "* * * * *"), "UTC"
+        if minutes % 60 == 0:
+            hours = minutes // 60
+            return ("0 0 * * *" if hours == 24 else f"0 */{hours} * * *" if hours > 1 else "0 * * * *"), "UTC"
+    raise RequestError(
+        "this schedule is no crontab's",
+        where="schedule.every",
+        expected="minutes that divide an hour, hours that divide a day, 1d or 7d; or the key cron",
+        got=f"{timing.every}",
+    )
+
+
+def cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
+    """A CronJob whose pod runs one tick: on a Ray cluster that is there, or by itself.
+
+    Args:
+        pods: its pod: `name`, `image`, `memory`, `claim` and the like.
+        timing: when.
+        tick: words that run a tick, as the pod sees their files.
+    """
+    check_label(pods.name, "--name", most=52)
+    crontab, zone = crontab_of(timing)
+    container = container_of(pods, "tick", HEAD_CPUS if pods.devices < HEAD_CPUS else pods.devices, {"memory": pods.memory})
+    container["command"] = list(tick)
+    pod = pod_of(pods, container, ranks=1, token=False)
+    spec = {
+        "schedule": crontab,
+        "timeZone": zone,
+        "concurrencyPolicy": "Forbid",
+        "startingDeadlineSeconds": _LATE_SECONDS,
+        "successfulJobsHistoryLimit": 3,
+        "failedJobsHistoryLimit": 3,
+        "jobTemplate": {"spec": {"backoffLimit": 2, "template": {"spec": {"restartPolicy": "Never", **pod}}}},
+    }
+    return {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": metadata_of(pods), "spec": spec}
+
+
+def ray_cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
+    """A RayCronJob: each tick has a cluster of its own, which goes when the tick has ended.
+
+    Args:
+        pods: its pods.
+        timing: when.
+        tick: words that run a tick, as the pods see their files; its `cluster.address` is auto.
+    """
+    check_label(pods.name, "--name", most=MOST_NAME, letter=True)
+    crontab, zone = crontab_of(timing)
+    command = shlex.join(["exec", *tick])
+    spec = {"schedule": crontab, "timeZone": zone, "jobTemplate": ray_job_spec(pods, command, None, 1)}
+    return {"apiVersion": "ray.io/v1", "kind": "RayCronJob", "metadata": metadata_of(pods), "spec": spec}
+
+
+def systemd_units(name: str, timing: Timing, tick: Sequence[str], folder: str) -> dict[str, str]:
+    """A service that runs one tick, and a timer that starts it: file name -> text.
+
+    Args:
+        name: of both.
+        timing: when.
+        tick: words that run a tick.
+        folder: where it is run.
+
+    Raises:
+        RequestError: the schedule cannot be said to systemd.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
+        raise RequestError("this is no name of a unit", where="--name", expected="letters, digits and _ . -", got=name)
+    crontab, zone = crontab_of(timing)
+    service = f"""\
+[Unit]
+Description=Retraining {name}: one tick
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=oneshot
+WorkingDirectory={_escaped(folder)}
+ExecStart={" ".join(_quoted(word) for word in tick)}
+KillSignal=SIGTERM
+# Secrets and settings, one NAME=value in a line, readable by this service alone:
+EnvironmentFile=-/etc/trainload/{name}.env
+"""
+    timer = f"""\
+[Unit]
+Description=Retraining {name}: when it is due
+
+[Timer]
+OnCalendar={calendar_of(crontab, zone)}
+AccuracySec=1s
+Persistent={"true" if timing.missed == "once" else "false"}
+
+[Install]
+WantedBy=timers.target
+"""
+    return {f"{name}.service": service, f"{name}.timer": timer}
+
+
+def calendar_of(crontab: str, zone: str) -> str:
+    """A crontab as systemd says it.
+
+    Raises:
+        RequestError: it cannot be said: days of the month and of the week at once, of which cron takes either; names; L and #.
+    """
+    fields = crontab.split()
+    minute, hour, day, month, weekday = fields
+    if any(not _FIELD.fullmatch(part) for field in fields for part in field.split(",")) or "*" not in (day[:1], weekday[:1]):
+        raise RequestError(
+            "systemd has no such schedule",
+            where="schedule.cron",
+            expected="numbers, ranges, lists and steps; days of the month or of the week, not both",
+            got=crontab,
+            cure="Let `trainload retrain run` wait for it.",
+        )
+    weekdays = "" if weekday == "*" else f"{_weekdays(weekday)} "
+    return f"{weekdays}*-{_times(month, 1)}-{_times(day, 1)} {_times(hour, 0)}:{_times(minute, 0)}:00 {zone}"
+
+
+def _times(field: str, first: int) -> str:
+    """A field of numbers: */5 begins with the first one."""
+    found = []
+    for part in field.split(","):
+        span, slash, step = part.partition("/")
+        begin = f"{first:02d}" if span == "*" and slash else span.replace("-", "..")
+        found.append(f"{begin}/{step}" if slash else begin)
+    return ",".join(found)
+
+
+def _weekdays(field: str) -> str:
+    days: list[int] = []
+    for part in field.split(","):
+        span, _, step = part.partition("/")
+        first, _, last = ("0-6" if span == "*" else span).partition("-")
+        days += range(int(first), int(last or (first if not step else 6)) + 1, int(step or 1))
+    return ",".join(dict.fromkeys(_DAYS[day] for day in sorted(day % 7 for day in days)))
+
+
+def _quoted(word: str) -> str:
+    """A word of a command in a unit."""
+    text = _escaped(word).replace("$", "$$")
+    return text if re.fullmatch(r"[A-Za-z0-9_@%+=:,./$-]+", text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def as_text(units: dict[str, str]) -> str:
+    """Units, one after another, each under its name."""
+    return "\n".join(f"# {name}\n{text}" for name, text in units.items())

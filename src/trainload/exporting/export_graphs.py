@@ -1,0 +1,320 @@
+"""Ways out of a package: `trainload.export` writes what plain torch and Hugging Face's tools open, and opens it to see that it is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from trainload.autograd_trace.derivation.aot import add_size_conditions, compile_ahead, has_cpp_compiler, load_ahead
+from trainload.autograd_trace.derivation.plain import custom_libraries, other_devices, own_operators, plain_graph
+from trainload.autograd_trace.derivation.size_checks import size_checks
+from trainload.autograd_trace.derivation.step_module import draws
+from trainload.capture.job.ambient import neutrally, one_at_a_time
+from trainload.capture.job.synthesise import synthesise
+from trainload.capture.parity.distance import relative_distance
+from trainload.capture.parity.parity import replaying, tolerance_of
+from trainload.capture.program import GraphCapture, Mode
+from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import ClusterError, DataError, PackageError, raised
+from trainload.core.versions import VERSION
+from trainload.exporting.weights_folder import check_folder, contents_of, transformers_part, write_folder
+from trainload.packaging.format.package_files import new_file, new_folder, walk
+from trainload.packaging.graphs.graph_json import serialisable_values, with_graph
+from trainload.packaging.package import Package, check_weights
+from trainload.transforms.apply import check_path
+
+__all__ = ["Exported", "Kind", "export"]
+
+Kind = Literal["pt2", "aoti", "huggingface"]
+NOTE = "trainload.json"
+"""What the note is called among the extra files of a .pt2; in an AOTInductor package it is the metadata of this name."""
+_COMPILED = 10.0
+"""How much further than the graph's own tolerance compiled code may be from it: it fuses, and adds up in another order."""
+_SUFFIX = ".pt2"
+_SEED = 20_240_229
+
+Call = Callable[[dict[str, Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        path: the file, or the folder.
+        to: what it is.
+        graph: whose it is; "": weights alone.
+        device: that it is for; "": weights alone.
+        inputs: of the one dict that a .pt2 takes, or the keywords of an AOTInductor package: name -> dtype and shape.
+        outputs: the names of the tensors of the tuple that it returns, in order.
+        lowered: the operators that plain torch does not have, and that were traced away.
+        libraries: namespace of other libraries' operators, which have to be imported before it is opened -> the distribution with them.
+        difference: from the package's own graph, relative L2, the largest over its outputs and two made-up batches; None: not compared.
+        files: how many.
+        bytes: of all of them.
+    """
+
+    path: Path
+    to: Kind
+    graph: str
+    device: str
+    inputs: dict[str, str]
+    outputs: tuple[str, ...]
+    lowered: tuple[str, ...]
+    libraries: dict[str, str | None]
+    difference: float | None
+    files: int
+    bytes: int
+
+
+@one_at_a_time
+@neutrally
+def export(
+    package: Package,
+    path: str | Path,
+    *,
+    to: Kind,
+    graph: str | None = None,
+    variant: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    part: str | None = None,
+    check: bool = True,
+) -> Exported:
+    """Writes a graph with the package's weights, or the weights alone, for use without trainload. docs/export.md says how each is opened.
+
+    Args:
+        package: what is exported; after training that is what `launch` wrote as its output.
+        path: what is written, which does not exist: a file whose name ends in .pt2, for "huggingface" a folder.
+        to: "pt2": torch.export's archive, for torch.export.load. "aoti": compiled by AOTInductor, for torch's loader of such.
+            "huggingface": safetensors, with the configuration and tokenizer that the package has among its assets.
+        graph: which graph; None: "predict". Any but the training ones.
+        variant: of the graph; None: the first.
+        device: that the graph is for; None: "cpu".
+        part: for "huggingface", the module of the job's model whose weights they are, such as "student"; None: the transformers model
+            where the package has one, else all.
+        check: open what was written and compare it: a graph with the package's own, on made-up batches of two sizes, weights bit for bit.
+
+    Raises:
+        PackageError: the package has no such graph or module, is abstract, or the graph cannot be exported: the message says why.
+        ClusterError: there is no GPU here.
+        StorageError: the path is taken or cannot be written.
+    """
+    path = Path(path)
+    check_weights(package)
+    if to not in get_args(Kind):
+        raise PackageError("there is no such way out", where="to", expected=", ".join(get_args(Kind)), got=repr(to))
+    if to == "huggingface":
+        given = {"graph": graph, "variant": variant, "device": device}
+        if useless := [name for name, value in given.items() if value is not None]:
+            raise PackageError("a folder of weights has no graph", where=", ".join(useless), cure="Leave it out, or choose pt2 or aoti.")
+        check_path(path)
+        return _export_weights(package, path, part, check)
+    if part is not None:
+        raise PackageError("a graph is exported whole", where="part", cure='Leave it out, or choose "huggingface".')
+    if path.suffix != _SUFFIX:
+        raise PackageError("torch opens files of another name", where=str(path), expected=f"a name that ends in {_SUFFIX}", got=path.name)
+    check_path(path)
+    capture = package.captured(_chosen(package, graph, variant))
+    target = _device(device or "cpu")
+    if to == "aoti" and not has_cpp_compiler():
+        raise PackageError("there is no C++ compiler here, and AOTInductor needs one", where="aoti", cure="Install g++ or clang++.")
+    return _export_graph(package, path, capture, "pt2" if to == "pt2" else "aoti", target, check)
+
+
+def _chosen(package: Package, graph: str | None, variant: str | None) -> str:
+    """The name of the graph to export."""
+    manifest = package.manifest
+    modes = manifest.modes()
+    usable = [name for name, mode in modes.items() if mode is not Mode.TRAIN]
+    base = graph or "predict"
+    if variant and variant not in manifest.variants:
+        known = ", ".join(manifest.variants) or "no variants but the first"
+        raise PackageError("the graph has no such variant", where=base, expected=known, got=variant)
+    name = f"{base}-{variant}" if variant else base
+    if name in usable:
+        return name
+    if name in modes:
+        raise PackageError(
+            "a training graph is there to be differentiated, and cannot be exported", where=name, expected=", ".join(usable), got=name
+        )
+    cure = "" if graph else "Give Job(predict=...) before the freeze, or choose another graph: --graph eval gives the loss and metrics."
+    raise PackageError("the package has no such graph", where=name, expected=", ".join(usable), got=name, cure=cure)
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("cpu", "cuda"):
+        raise PackageError("a graph is exported for no such device", where="device", expected="cpu or cuda", got=name)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ClusterError("there is no GPU here", where="device", expected="cuda", got="cpu", cure="Export it on a machine that has one.")
+    return torch.device(name)
+
+
+def _export_weights(package: Package, path: Path, part: str | None, check: bool) -> Exported:
+    chosen = part if part is not None else transformers_part(package) or ""
+    contents = contents_of(package.manifest, chosen)
+    with new_folder(path) as root:
+        write_folder(root, package, contents, _origin(package))
+        if check:
+            check_folder(root, package, contents)
+    sizes = [status.st_size for _, status in walk(path)]
+    return Exported(path, "huggingface", "", "", {}, (), (), {}, None, len(sizes), sum(sizes))
+
+
+def _export_graph(
+    package: Package, path: Path, capture: GraphCapture, to: Literal["pt2", "aoti"], device: torch.device, check: bool
+) -> Exported:
+    name, where = capture.name, f"graph {capture.name}"
+    own = own_operators(capture.exported.graph_module)
+    libraries = custom_libraries(
+        capture.exported.graph_module, {name: entry.distribution for name, entry in package.manifest.op_libraries.items()}
+    )
+    batches = _batches(capture, needed=check or to == "aoti")
+    with quiet_torch(), warnings.catch_warnings():
+        ignore_torchs_warnings()
+        whole, program = _plain(package, capture, device)
+        if batches:
+            program.example_inputs = (({key: value.to(device) for key, value in batches[0].items()},), {})
+        add_size_conditions(program, [] if capture.guard is None else size_checks(capture.guard))
+        inputs = {spec.name: f"{spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in capture.inputs}
+        outputs = tuple(spec.name for spec in capture.outputs)
+        note = _origin(package) | {
+            "graph": name,
+            "device": device.type,
+            "inputs": [{"name": i.name, "dtype": i.dtype, "shape": list(i.shape)} for i in capture.inputs],
+            "outputs": [{"name": o.name, "role": o.role.value} for o in capture.outputs],
+            "takes": "" if capture.guard is None else str(capture.guard),
+            "libraries": libraries,
+            "torch": torch.__version__,
+        }
+        text = canonical_json(note).decode("utf-8")
+        with new_file(path) as place:
+            try:
+                if to == "pt2":
+                    with serialisable_values(program.graph_module):
+                        torch.export.save(program, place, extra_files={NOTE: text})
+                else:
+                    compile_ahead(program, place, {NOTE: text})
+            except OSError:
+                raise
+            except Exception as error:  # torch's compiler may raise anything
+                raise PackageError(f"torch {torch.__version__} cannot export it: {raised(error)}", where=where, got=to) from error
+            difference = _difference(capture, _Own(whole, program), place, to, device, batches) if check else None
+    return Exported(path, to, name, device.type, inputs, outputs, own, libraries, difference, files=1, bytes=path.stat().st_size)
+
+
+def _origin(package: Package) -> dict[str, Any]:
+    return {"package": package.digest, "program": package.manifest.program_digest, "trainload": VERSION}
+
+
+def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
+    """Made-up batches of two sizes; none where the package does not say what they would be like and none is needed."""
+    try:
+        return [synthesise(capture, 0), synthesise(capture, 1, 1)]
+    except DataError as error:
+        if not needed:
+            return []
+        cure = "Export a .pt2 without the comparison: --to pt2 --no-check, or check=False."
+        raise PackageError(error.problem, where=error.where, cure=cure) from error
+
+
+def _plain(package: Package, capture: GraphCapture, device: torch.device) -> tuple[ExportedProgram, ExportedProgram]:
+    """The graph with its weights as the package has it, on the CPU, and by torch's own operators, on a device."""
+    whole = package.graph(capture.name)
+    module = plain_graph(dataclasses.replace(capture, exported=whole), device)
+    program = with_graph(whole, module, f"graph {capture.name}")
+    held: dict[int, Tensor] = {}
+    for store in (program.state_dict, program.constants):
+        for key, value in store.items():
+            store[key] = held.setdefault(id(value), _held(value, device))  # tied weights stay tied
+    return whole, program
+
+
+def _held(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the state as an export has it: on its device, and asking for no gradient."""
+    other = value.detach().to(device)
+    return torch.nn.Parameter(other, requires_grad=False) if isinstance(value, torch.nn.Parameter) else other
+
+
+def _difference(
+    capture: GraphCapture,
+    own: _Own,
+    written: Path,
+    to: Literal["pt2", "aoti"],
+    device: torch.device,
+    batches: Sequence[Mapping[str, Tensor]],
+) -> float | None:
+    """How far what was written is from the package's own graph, in outputs and in the buffers that it writes.
+
+    Raises:
+        PackageError: too far, or torch cannot open it.
+    """
+    if to == "aoti" and draws(capture):
+        return None  # compiled code draws other numbers
+    where = f"graph {capture.name}"
+    buffers: Mapping[str, Tensor] = {}
+    call: Call
+    try:
+        if to == "pt2":
+            loaded = torch.export.load(written).module()  # noqa: TID251  # what this process has just written
+            buffers, call = dict(loaded.named_buffers()), loaded
+        else:
+            compiled = load_ahead(written)
+            call = lambda batch: compiled(**batch)  # noqa: E731  # beside the other way to call
+    except Exception as error:  # torch's loader may raise anything
+        raise PackageError(f"torch {torch.__version__} cannot open what it wrote: {raised(error)}", where=where, got=to) from error
+    tolerance = tolerance_of(capture) * (_COMPILED if to == "aoti" else 1.0)
+    worst = 0.0
+    for seed, batch in enumerate(batches, _SEED):
+        with replaying(False, seed):
+            expected = own(batch)
+        try:
+            with replaying(False, seed):
+                got = call({name: value.to(device) for name, value in batch.items()})
+        except Exception as error:  # as above
+            raise PackageError(f"what was written fails: {raised(error)}", where=where, got=to) from error
+        pairs = [(f"output {spec.name}", a, b) for spec, a, b in zip(capture.outputs, expected, got, strict=True)]
+        pairs += [(f"buffer {name}", value, buffers[name]) for name, value in own.buffers.items() if name in buffers]
+        for what, value, other in pairs:
+            distance = relative_distance(value.detach(), other.detach().cpu())
+            if not distance <= tolerance:
+                raise PackageError(
+                    f"what was written differs from the package's own graph in its {what} by {distance:.2g} of its size",
+                    where=where,
+                    expected=f"at most {tolerance:g}",
+                    got=f"{distance:.2g}",
+                )
+            worst = max(worst, distance)
+    return worst
+
+
+class _Own:
+    """The package's own graph, run as it is, over buffers of its own. One captured on a GPU is run as it was lowered to the device."""
+
+    def __init__(self, whole: ExportedProgram, program: ExportedProgram) -> None:
+        self._program = program if other_devices(whole.graph_module, torch.device("cpu")) else whole
+        self.buffers: dict[str, Tensor] = {}
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        state = {**self._program.state_dict, **self._program.constants}
+        entries = iter(batch.values())
+        arguments: list[Tensor] = []
+        for spec in self._program.graph_signature.input_specs:
+            name = str(spec.target)
+            if spec.kind is InputKind.USER_INPUT:
+                arguments.append(next(entries))
+            elif spec.kind is InputKind.BUFFER:
+                arguments.append(self.buffers.setdefault(name, state[name].clone()))
+            else:
+                arguments.append(state[name])
+        results: Sequence[Tensor] = self._program.graph_module(*arguments)
+        return results

@@ -1,0 +1,225 @@
+"""Writes a package's weights as a folder that Hugging Face's tools read: safetensors, and what came along for `from_pretrained`.
+
+Names are those of the model's own state dict. Of tensors that are tied one is written, as safetensors and transformers have it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainload.core.canonical_json import canonical_json
+from trainload.core.errors import PackageError
+from trainload.core.paths import write_bytes
+from trainload.packaging.format.assets import ASSETS, assets_of
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_files import copy_checked
+from trainload.packaging.package import Package
+from trainload.packaging.tensors.safetensors_file import TensorFileWriter, TensorSpec
+from trainload.packaging.tensors.weight_shards import MAX_SHARD, shard_layout
+
+ONE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CARD = "README.md"
+NOTE = "trainload.json"
+MADE_OF = "huggingface.json"
+"""The asset that says which module of the job's model is a transformers model, and of which class."""
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+TOKENIZER = "tokenizer/"
+"""Assets below it are put beside the weights, where transformers looks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of the folder: its name there, and in the package."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a folder holds of a package's state.
+
+    Attributes:
+        part: the module of the job's model whose state it is; "": all of it.
+        tensors: in the package's order; names begin below `part`.
+        aliases: name that is not written -> the name whose tensor it shares.
+    """
+
+    part: str
+    tensors: tuple[Stored, ...]
+    aliases: dict[str, str]
+
+
+def contents_of(manifest: Manifest, part: str) -> Contents:
+    """What a folder holds of the state dict of one module of the job's model.
+
+    Args:
+        manifest: the package's.
+        part: the module's dotted name; "": the model itself.
+
+    Raises:
+        PackageError: there is no such module, or it has no state.
+    """
+    prefix = f"{part}." if part else ""
+    owners = {p.name: p.alias_of or p.name for p in manifest.parameters}
+    specs = [*((p.name, p.dtype, p.shape) for p in manifest.parameters)]
+    specs += [(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
+    kept: dict[str, Stored] = {}
+    aliases: dict[str, str] = {}
+    # A parameter that is no alias comes first: it keeps its name where it is in the module.
+    inside = [spec for spec in specs if spec[0].startswith(prefix)]
+    for name, dtype, shape in sorted(inside, key=lambda spec: owners.get(spec[0], spec[0]) != spec[0]):
+        owner, short = owners.get(name, name), name.removeprefix(prefix)
+        if owner in kept:
+            aliases[short] = kept[owner].name
+        else:
+            kept[owner] = Stored(short, TensorSpec(name, dtype, shape))
+    if not kept:
+        modules = sorted({name.rpartition(".")[0] for name, _, _ in specs} - {""})
+        raise PackageError(
+            "the model has no module of this name with weights", where=part, cure=f"There are: {', '.join(modules[:8]) or 'none'}."
+        )
+    return Contents(part, tuple(kept.values()), dict(sorted(aliases.items())))
+
+
+def transformers_part(package: Package) -> str | None:
+    """The module of the job's model that is a transformers model, where the package says so.
+
+    Raises:
+        PackageError: what says so is malformed.
+    """
+    if f"{ASSETS}{MADE_OF}" not in package.manifest.files:
+        return None
+    try:
+        told: Any = json.loads(package.asset(MADE_OF))
+    except ValueError as error:
+        raise PackageError("this is not JSON", where=f"{ASSETS}{MADE_OF}") from error
+    part = told.get("part") if isinstance(told, dict) else None
+    if not isinstance(part, str):
+        raise PackageError("it does not name a module", where=f"{ASSETS}{MADE_OF}", expected='{"part": "..."}', got=repr(told)[:80])
+    return part
+
+
+def write_folder(root: Path, package: Package, contents: Contents, note: dict[str, Any], max_shard: int = MAX_SHARD) -> None:
+    """Writes the folder into one that exists and is empty. One tensor is in memory at a time.
+
+    Args:
+        root: where.
+        package: whose weights they are.
+        contents: `contents_of` its manifest.
+        note: what NOTE says beside `part` and `aliases`.
+        max_shard: bytes of tensors in one file.
+
+    Raises:
+        PackageError: two files of one name; nothing was written.
+        IntegrityError: the package is damaged.
+        OSError: the disk is full.
+    """
+    assets = _assets(package, contents)
+    shards = _shards(contents, max_shard)
+    for file, stored in shards.items():
+        with ExitStack() as stack:
+            writer = stack.enter_context(TensorFileWriter(root / file, [TensorSpec(s.name, s.spec.dtype, s.spec.shape) for s in stored]))
+            for each in stored:
+                writer.add(each.name, package.weights.tensor(each.spec.name))
+    if len(shards) > 1:
+        total = sum(each.spec.nbytes for each in contents.tensors)
+        homes = {each.name: file for file, stored in shards.items() for each in stored}
+        write_bytes(root / INDEX, canonical_json({"metadata": {"total_size": total}, "weight_map": homes}))
+    write_bytes(root / NOTE, canonical_json({**note, "part": contents.part, "aliases": contents.aliases}))
+    for target, name in assets.items():
+        place = root / target
+        place.parent.mkdir(parents=True, exist_ok=True)
+        copy_checked(package.path, f"{ASSETS}{name}", package.manifest.files[f"{ASSETS}{name}"], place)
+    if CARD not in assets:
+        write_bytes(root / CARD, _card(package, contents).encode("utf-8"))
+
+
+def check_folder(root: Path, package: Package, contents: Contents) -> None:
+    """Reads the folder with safetensors and compares every tensor with the package's.
+
+    Raises:
+        PackageError: a tensor is missing, or is another one.
+    """
+    left = {stored.name: stored.spec.name for stored in contents.tensors}
+    for file in sorted(root.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys() & left.keys():
+                if not _same(opened.get_tensor(name), package.weights.tensor(left.pop(name))):
+                    raise PackageError("a tensor was written that is not the package's", where=f"{file.name}, {name}")
+    if left:
+        raise PackageError("a tensor was not written", where=min(left))
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Bit for bit, so that NaN is NaN."""
+    alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return alike and torch.equal(first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _shards(contents: Contents, max_shard: int) -> dict[str, Sequence[Stored]]:
+    by_name = {stored.spec.name: stored for stored in contents.tensors}
+    layout = shard_layout([stored.spec for stored in contents.tensors], max_shard)
+    shards = {file.removeprefix("weights/"): [by_name[spec.name] for spec in specs] for file, specs in layout.items()}
+    return {ONE: next(iter(shards.values()))} if len(shards) == 1 else dict(shards)
+
+
+def _assets(package: Package, contents: Contents) -> dict[str, str]:
+    """Place in the folder -> the asset that goes there. A configuration goes along with the weights of its own model alone.
+
+    Raises:
+        PackageError: two files of one name.
+    """
+    made_for = transformers_part(package)
+    found: dict[str, str] = {}
+    for asset in assets_of(package.manifest):
+        if asset.name == MADE_OF or (asset.role == "configuration" and made_for not in (None, contents.part)):
+            continue
+        place = asset.name.removeprefix(TOKENIZER)
+        if place in found or place in (INDEX, NOTE) or _WEIGHTS.fullmatch(place):
+            raise PackageError(
+                "two files of the folder have one name", where=f"{ASSETS}{asset.name}", got=place, cure="Give the asset another name."
+            )
+        found[place] = asset.name
+    return found
+
+
+def _card(package: Package, contents: Contents) -> str:
+    """A model card for a package that brings none."""
+    manifest = package.manifest
+    transformers = f"{ASSETS}{MADE_OF}" in manifest.files
+    count = sum(_elements(stored.spec.shape) for stored in contents.tensors)
+    rows = [
+        ("package", package.digest),
+        ("made from", manifest.parent or "a freeze"),
+        ("entries of weights and buffers", f"{count:,} in {len(contents.tensors)} tensors"),
+        ("optimizer", manifest.recipe.optimizer),
+    ]
+    if contents.part:
+        rows.insert(0, ("module", contents.part))
+    load = (
+        'transformers.AutoModel.from_pretrained(".")  # or the class that config.json names'
+        if transformers
+        else f'safetensors.torch.load_model(model, "{ONE}")  # a model of the same code; or load_file'
+    )
+    head = ["---", "library_name: transformers" if transformers else "library_name: safetensors", "tags: [trainload]", "---"]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    return "\n".join([*head, "", "# Weights of a trainload package", "", *table, "", "```python", load, "```", ""])
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

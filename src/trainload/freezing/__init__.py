@@ -1,0 +1,1 @@
+"""Freezing a job: capture, proof and the written package."""

@@ -1,0 +1,101 @@
+"""Freezing a job without weights: shapes of a model that fits on no machine here, held to a smaller job of the same code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.torch_guards import with_guards
+from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.autograd_trace.optimizer.capture_optimizer import capture_optimizer
+from trainload.autograd_trace.optimizer.optimizer_groups import with_trained
+from trainload.autograd_trace.optimizer.trainers import make_optimizers
+from trainload.capture.job.definition import Job
+from trainload.capture.job.inputs import leaves_of
+from trainload.capture.job.leading_rows import arranged
+from trainload.capture.job.synthesise import with_quantiles
+from trainload.capture.parity.replays import Check
+from trainload.capture.tracing.abstract_job import capture_abstract, with_real_batch
+from trainload.capture.tracing.targets import example_of, targets_of
+from trainload.core.errors import CaptureError, JobError
+from trainload.freezing.prove import keep_steps, prove
+from trainload.packaging.format.manifest import AbstractEntry
+from trainload.packaging.graphs.graph_digest import graphs_digest
+from trainload.packaging.libraries.op_libraries import Libraries
+from trainload.packaging.package import Package
+from trainload.packaging.write import write_package
+
+_CPU = torch.device("cpu")
+
+
+def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, libraries: Libraries) -> Package:
+    """Writes a package of a job whose model has no values.
+
+    The reduced job is captured and compared with eager as every job is, its joint graph too. Then the abstract one is captured, and must
+    have the same structure up to sizes and repeated layers. What that proves, and what it does not, is in docs/abstract.md.
+
+    Args:
+        job: its model's parameters and buffers may be on the meta device or fake; so may the batch's tensors.
+        path: the package to write, a folder that does not exist.
+        reduced: a job of the same code with smaller sizes, with values.
+        check: how the reduced job is compared with eager.
+        libraries: as of `freeze`.
+
+    Raises:
+        JobError: there is no reduced job; otherwise as `freeze`.
+        CaptureError: a job cannot be captured, or the two differ in more than sizes and repetition; the message says where.
+    """
+    if reduced is None:
+        raise JobError(
+            "nothing could be proven of an abstract package",
+            where="reduced",
+            expected="a job of the same code with smaller sizes, which can be compared with eager",
+            cure="Give one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
+        )
+    small = prove(reduced, check, strict=False)  # as the job itself, which cannot be run, is captured
+    optimizers = make_optimizers(job)
+    program, proof = capture_abstract(job, small.program)
+    real = arranged(with_real_batch(job))
+    targets = targets_of(real)
+    examples = {target.name: example_of(real, target)[0] for target in targets}
+    program = with_guards(program, targets, examples)
+    batches = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values())]
+    if all(leaf.device.type != "meta" for leaves in batches for leaf in leaves.values()):
+        program = with_quantiles(program, examples)
+    recipe, updates = capture_optimizer(real, program, optimizers)
+    program = with_trained(program, recipe.groups)
+    _check_updates(recipe, updates, small.recipe, small.updates)
+    steps = {name: derive(program, name, _CPU) for name, graph in program.graphs.items() if graph.training}
+    entry = AbstractEntry(
+        reduced_parameters=proof.reduced_parameters,
+        reduced_program=graphs_digest(small.program),
+        structure=proof.structure,
+        check=check.value,
+    )
+    package = write_package(path, program, updates, recipe, assets=job.assets, libraries=libraries, abstract=entry)
+    keep_steps(package, steps)
+    return package
+
+
+def _check_updates(recipe: Recipe, updates: tuple[UpdateGraph, ...], small: Recipe, small_updates: tuple[UpdateGraph, ...]) -> None:
+    """Check that both jobs have the same optimizer with updates of the same operators."""
+    if (recipe.optimizer, _operators(updates)) != (small.optimizer, _operators(small_updates)):
+        raise CaptureError(
+            "the abstract job has another optimizer than the reduced one, so nothing is proven of it",
+            where="Job.optimizer",
+            expected=f"as in the reduced job: {small.optimizer}, {len(_operators(small_updates))} kinds of updates",
+            got=f"{recipe.optimizer}, {len(_operators(updates))} kinds of updates",
+            cure="Make both jobs of the same function.",
+        )
+
+
+def _operators(updates: tuple[UpdateGraph, ...]) -> set[tuple[str, ...]]:
+    """For each update the operators that it calls, in order."""
+    return {
+        tuple(
+            str(node.target) for exported in (update.first, update.following) for node in exported.graph.nodes if node.op == "call_function"
+        )
+        for update in updates
+    }

@@ -1,0 +1,166 @@
+"""`freeze --bundle-ops`: wheels of the operator libraries that a package calls, made of what is installed or given, and tried alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainload.core.errors import PackageError, StorageError
+from trainload.packaging.format.manifest import EXTENSIONS, Manifest, OpLibraryEntry
+from trainload.packaging.libraries.op_libraries import Libraries, modules_of, one_provider, spelled_library
+from trainload.packaging.libraries.providers import Provider
+from trainload.packaging.libraries.wheels import Wheel, fits, make_wheel, normalised, read_wheel, tags_of, unpack_wheel
+
+_ALONE = """
+import importlib, json, sys
+folders, modules, operators = json.loads(sys.argv[1])
+sys.path[:0] = folders
+import torch
+for module in modules:
+    importlib.import_module(module)
+schemas = {}
+for name in operators:
+    found = torch.ops
+    for part in name.split(".")[2:]:
+        found = getattr(found, part, None)
+    schemas[name] = str(getattr(found, "_schema", None))
+print(json.dumps(schemas))
+"""
+"""A process that knows of the wheels and of what is installed, and of no folder of the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWheel:
+    """A wheel that the user gave."""
+
+    path: Path
+    wheel: Wheel
+
+
+def given_wheel(path: Path) -> GivenWheel:
+    """A wheel, read and checked.
+
+    Raises:
+        StorageError: there is no such file.
+        PackageError: it is no wheel.
+    """
+    try:
+        with path.open("rb") as file:
+            return GivenWheel(path, read_wheel(file, path.name))
+    except OSError as error:
+        raise StorageError(f"the wheel cannot be read: {error.strerror}", where=str(path)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Bundler:
+    """Puts wheels of a package's operator libraries into it: a `packaging.write.Bundle`.
+
+    Attributes:
+        given: wheels to take in place of made ones; several of one library for several kinds of machine.
+        named: what the user said registers the operators.
+    """
+
+    given: Sequence[GivenWheel]
+    named: Libraries
+
+    def __call__(self, manifest: Manifest, folder: Path) -> Mapping[str, OpLibraryEntry]:
+        """Write the wheels into `folder`, and try them.
+
+        Raises:
+            PackageError: nobody knows what registers some operators, a wheel is of none of them or of another version, or the operators
+                are not registered by a process that has the wheels alone.
+        """
+        folder.mkdir()
+        made: dict[str, Path] = {}
+        found: dict[str, OpLibraryEntry] = {}
+        used: set[Path] = set()
+        for namespace, entry in manifest.op_libraries.items():
+            given = [each for each in self.given if _brings(each, entry)]
+            used |= {each.path for each in given}
+            for each in given:
+                if not (folder / each.path.name).exists():
+                    shutil.copyfile(each.path, folder / each.path.name)
+            paths = [folder / each.path.name for each in given] or [self._make(namespace, manifest, folder, made)]
+            found[namespace] = entry.model_copy(update={"wheels": tuple(sorted(f"{EXTENSIONS}/{path.name}" for path in paths))})
+        for each in self.given:
+            if each.path not in used:
+                called = "; ".join(f"{namespace}: {spelled_library(entry)}" for namespace, entry in manifest.op_libraries.items())
+                raise PackageError("a wheel brings none of the operators that the graphs call", where=str(each.path), expected=called)
+        _try_alone(manifest, found, folder)
+        return found
+
+    def _make(self, namespace: str, manifest: Manifest, folder: Path, made: dict[str, Path]) -> Path:
+        """The wheel of a library that is imported; of one that registers several namespaces it is made once."""
+        own = sorted(name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}."))
+        modules = modules_of(namespace, own, self.named.get(namespace))
+        provider: Provider | None = one_provider(modules)
+        if provider is None:
+            names = ", ".join(module.__name__ for module in modules)
+            raise PackageError(
+                f"no wheel can be made of what registers the operators of {namespace}",
+                where="--bundle-ops",
+                expected="one distribution, or one module",
+                got=names or "nothing that torch or Python knows",
+                cure=f"Name it: trainload --library {namespace}=MODULE freeze ..., or give its wheel: --wheel FILE.",
+            )
+        if provider.digest not in made:
+            made[provider.digest] = make_wheel(provider, manifest.op_libraries[namespace].modules[0].partition(".")[0], folder)
+        return made[provider.digest]
+
+
+def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
+    """Whether a wheel is of an operator library.
+
+    Raises:
+        PackageError: it is, in another version.
+    """
+    if entry.distribution is None:
+        return bool(entry.modules) and all(given.wheel.has_module(module) for module in entry.modules)
+    if given.wheel.name != normalised(entry.distribution):
+        return False
+    if given.wheel.version != entry.version:
+        raise PackageError(
+            "a wheel is of another version than what the graphs were captured with",
+            where=str(given.path),
+            expected=f"{entry.distribution} {entry.version}",
+            got=given.wheel.version,
+            cure="Install that version and freeze again, or give the wheel of this one.",
+        )
+    return True
+
+
+def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], folder: Path) -> None:
+    """Check that wheels for this kind of machine register their operators in a process that has nothing else of the user's."""
+    with tempfile.TemporaryDirectory() as place:
+        folders, modules, operators = [], list[str](), list[str]()
+        for namespace, entry in libraries.items():
+            paths = [folder / Path(wheel).name for wheel in entry.wheels]
+            path = next((path for path in paths if fits(tags_of(path.name))), None)
+            if path is None:
+                continue  # for other machines than this one
+            if str(target := Path(place) / path.name) not in folders:
+                with path.open("rb") as file:
+                    unpack_wheel(file, path.name, target)
+                folders.append(str(target))
+            modules += entry.modules
+            operators += [name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}.")]
+        if not folders:
+            return
+        command = [sys.executable, "-I", "-c", _ALONE, json.dumps([folders, modules, operators])]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    cure = "Bundle a wheel that has all it needs: --wheel FILE. Or freeze without --bundle-ops."
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise PackageError(
+            "the operator libraries do not import from their wheels alone", where=", ".join(modules), got=said[:300], cure=cure
+        )
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    for name, schema in found.items():
+        if schema != manifest.ops[name]:
+            raise PackageError("a wheel does not register an operator", where=name, expected=manifest.ops[name], got=schema, cure=cure)

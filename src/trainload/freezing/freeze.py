@@ -1,0 +1,136 @@
+"""Freezing: a job is captured, proven equal to eager, and written as a package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from trainload.capture.job.ambient import neutrally, one_at_a_time, warned_of_autocast
+from trainload.capture.job.declared_sizes import declared_shapes, spelled
+from trainload.capture.job.definition import Job, check_job
+from trainload.capture.job.inputs import constants_of, leaves_of
+from trainload.capture.job.leading_rows import arranged
+from trainload.capture.parity.replays import Check
+from trainload.capture.program import Program
+from trainload.capture.shapes.shape_fixes import AppliedFix, with_suggested_fixes
+from trainload.core.arguments import check_arguments
+from trainload.core.errors import JobError, StorageError
+from trainload.core.paths import check_name
+from trainload.freezing.abstract import freeze_abstract
+from trainload.freezing.bundle import Bundler, given_wheel
+from trainload.freezing.prove import keep_steps, prove
+from trainload.launching.node.libraries import import_libraries
+from trainload.packaging.format.assets import asset_sources
+from trainload.packaging.libraries.op_libraries import Libraries
+from trainload.packaging.package import Package
+from trainload.packaging.write import write_package
+
+
+@warned_of_autocast
+@one_at_a_time
+@neutrally
+@check_arguments(JobError)
+def freeze(
+    job: Job,
+    path: str | Path,
+    *,
+    check: Check | Literal["usual", "thorough"] = Check.USUAL,
+    strict: bool | None = None,
+    apply_suggested_fixes: bool = False,
+    on_fix: Callable[[AppliedFix], None] | None = None,
+    abstract: bool = False,
+    reduced: Job | None = None,
+    libraries: Libraries = MappingProxyType({}),
+    bundle_ops: bool | Sequence[str | Path] = False,
+) -> Package:
+    """Captures a job, proves the graphs equal to eager, and writes the package.
+
+    The joint forward and backward graph for the CPU is derived and proven too, and kept beside the program; other devices derive theirs
+    when the package is first compiled there.
+
+    Args:
+        job: model, loss, optimizer, schedule and an example batch.
+        path: the package to write, a folder that does not exist.
+        check: "usual" compares with eager on the example batch and on one of another number of rows; "thorough" on six further batches,
+            of sizes drawn from those that the graph takes, under other seeds.
+        strict: torch.export's mode. None: the non-strict one, and for a graph that it cannot follow the strict one, if that loses nothing;
+            True: the strict one alone, which refuses whatever it would lose; False: the non-strict one alone. debug/capture.json has what
+            was taken for each graph, and why.
+        apply_suggested_fixes: where torch refuses the sizes that `Job.dynamic` declares, declare what it suggests instead. What was
+            changed is recorded in debug/batch.json.
+        on_fix: told each change.
+        abstract: the model has no values (it is on the meta device, say): shapes alone are frozen, for planning. See docs/abstract.md.
+        reduced: for an abstract package, a job of the same code with smaller sizes, which is compared with eager in its place.
+        libraries: namespaces of other libraries' operators that the job calls -> the module or Python file that registers them, which is
+            imported, and recorded as such; what is not named is found out. See docs/operators.md.
+        bundle_ops: True bundles these libraries into the package, as wheels made of what is installed; a sequence gives wheels to use
+            instead. False or an empty sequence bundles nothing.
+
+    Raises:
+        JobError: the job's description does not hold together.
+        CaptureError: the model cannot be captured soundly.
+        PackageError: a library cannot be imported, or not be bundled so that it can be loaded alone; an asset's name or media type is none.
+        StorageError: the path is taken, or cannot be written; there is no such wheel; an asset is missing.
+    """
+    path, check = Path(path), Check(check)
+    check_name(path)
+    if path.exists():
+        raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
+    if not path.absolute().parent.is_dir():
+        raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+    check_job(job)
+    asset_sources(job.assets)  # what is wrong with them is said before the work begins
+    if abstract and strict is not None:
+        raise JobError(
+            "an abstract package is always captured in the non-strict mode",
+            where="freeze",
+            got=f"strict={strict}",
+            cure="Leave strict (--strict, --no-strict) out.",
+        )
+    import_libraries(libraries)
+    if abstract or reduced is not None:
+        if bundle_ops:
+            raise JobError("an abstract package is not run, so it brings no operators", where="freeze", cure="Leave bundle_ops out.")
+        if not abstract or apply_suggested_fixes:
+            raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
+        return freeze_abstract(job, path, reduced, check, libraries)
+    job = arranged(job)
+    wheels = () if isinstance(bundle_ops, bool) else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)
+    declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
+    for fix in fixes:
+        if on_fix is not None:
+            on_fix(fix)
+    proven = prove(declared, check, strict)
+    debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value, "tracing": _tracing_record(proven.program)}}
+    package = write_package(
+        path,
+        proven.program,
+        proven.updates,
+        proven.recipe,
+        assets=job.assets,
+        debug=debug,
+        libraries=libraries,
+        bundle=Bundler(wheels, libraries) if bundle_ops else None,
+    )
+    keep_steps(package, proven.training_steps())
+    return package
+
+
+def _tracing_record(program: Program) -> dict[str, dict[str, str]]:
+    """By graph, what debug/capture.json says of how it was captured."""
+    graphs = program.graphs.items()
+    return {name: {"mode": graph.tracing.mode, "why": graph.tracing.why} for name, graph in graphs if graph.tracing is not None}
+
+
+def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
+    """debug/batch.json."""
+    leaves = {name: leaf for batch in (*job.variants.values(), job.batch) for name, leaf in leaves_of(batch).items()}
+    shapes = declared_shapes({name: dims for name, dims in job.dynamic.items() if name in leaves}, leaves)
+    return {
+        "constants": {name: value if value is None else str(value) for name, value in constants_of(job.batch).items()},
+        "dynamic": {name: {str(dim): spelled(spec) for dim, spec in dims.items()} for name, dims in shapes.items()},
+        "fixes": [{**asdict(fix), "dims": list(fix.dims)} for fix in fixes],
+    }

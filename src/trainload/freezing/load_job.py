@@ -1,0 +1,64 @@
+"""Load a job from what a person writes on the command line: `path/to/file.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from trainload.core.errors import JobError, TrainloadError
+from trainload.core.user_code import FORMS, describe, load_module, user_line
+
+if TYPE_CHECKING:
+    from trainload.capture.job.definition import Job
+
+
+def load_job(spec: str) -> Job:
+    """Load the job that `spec` names: a `Job`, or a function without arguments that returns one.
+
+    As when Python runs a script, the file's folder (for a module: the current folder) comes first on `sys.path`, and
+    stays there, so that the job's own imports work, late ones too.
+
+    Raises:
+        JobError: the spec is not of this form, its file or module is missing or does not import, it has no such name, or
+            what the name stands for is not a job. Says which line of the user's file is to blame.
+    """
+    from trainload.capture.job.definition import Job
+
+    location, _, name = spec.rpartition(":")
+    if not location or not name.isidentifier():
+        raise JobError("this does not name a job", where=spec, expected=FORMS, got=repr(spec))
+    module = load_module(location)
+    if not hasattr(module, name):
+        candidates = _candidates(module, Job)
+        close = difflib.get_close_matches(name, candidates, n=1)
+        cure = f"Did you mean {location}:{close[0]}?" if close else f"It has: {', '.join(candidates)}." if candidates else ""
+        raise JobError(f"there is no {name!r} in it", where=location, cure=cure)
+    found = getattr(module, name)
+    if inspect.isroutine(found):
+        try:
+            found = found()
+        except TrainloadError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise JobError(f"{name}() failed: {describe(error)}", where=user_line(error, module)) from error
+        where = f"{location}:{name}()"
+    else:
+        where = f"{location}:{name}"
+    if not isinstance(found, Job):
+        got = f"the class {found.__name__}" if inspect.isclass(found) else type(found).__name__
+        raise JobError(
+            "this is not a job", where=where, expected="a trainload.Job, or a function without arguments that returns one", got=got
+        )
+    return found
+
+
+def _candidates(module: ModuleType, job: type) -> list[str]:
+    """The names in `module` that could be meant: its jobs and the functions that it defines."""
+    own = (
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, job) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+    )
+    return sorted(name for name in own if not name.startswith("_"))

@@ -1,0 +1,118 @@
+"""Captures a job and proves everything of it, before anything is written; and keeps what was derived beside the package."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.coupling import are_rows_coupled
+from trainload.autograd_trace.derivation.replay_check import check_replays
+from trainload.autograd_trace.derivation.step_check import check_step
+from trainload.autograd_trace.derivation.step_module import is_plain
+from trainload.autograd_trace.derivation.torch_guards import with_guards
+from trainload.autograd_trace.graphs import Recipe, StepGraph, UpdateGraph
+from trainload.autograd_trace.optimizer.capture_optimizer import capture_optimizer
+from trainload.autograd_trace.optimizer.optimizer_groups import with_trained
+from trainload.autograd_trace.optimizer.trainers import make_optimizers
+from trainload.capture.job.definition import Job
+from trainload.capture.job.leading_rows import arranged
+from trainload.capture.job.synthesise import with_quantiles
+from trainload.capture.parity.replays import Check, Replayed, replay_batches
+from trainload.capture.program import Program, Tracing
+from trainload.capture.tracing.strict import tried_too
+from trainload.capture.tracing.targets import example_of, targets_of
+from trainload.capture.tracing.trace import capture
+from trainload.core.errors import StorageError
+from trainload.packaging.derived import write_derived
+from trainload.packaging.package import Package
+from trainload.sharding.plans.device_step_graphs import derived_key
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What a package is made of. `steps`: step graphs for the CPU, by graph: of all but those that are `is_plain`."""
+
+    program: Program
+    recipe: Recipe
+    updates: tuple[UpdateGraph, ...]
+    steps: Mapping[str, StepGraph]
+
+    def training_steps(self) -> dict[str, StepGraph]:
+        """The step graphs that are kept beside the program."""
+        return {name: step for name, step in self.steps.items() if self.program.graphs[name].training}
+
+
+def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
+    """Keep step graphs for the CPU, by graph, beside a package that was just written.
+
+    They only save time. Where they cannot be kept (the user's state folder is not writable, say), the package is whole without them, and a
+    warning says so.
+    """
+    try:
+        for name, step in steps.items():
+            write_derived(package, derived_key(name, _CPU), step)
+    except StorageError as error:
+        warnings.warn(f"{package.path}: the joint graphs are not kept, and every plan derives them again. {error}", stacklevel=3)
+
+
+def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
+    """Captures a job's graphs and updates, derives its step graphs, and compares graphs with eager, joint graphs with autograd.
+
+    Args:
+        job: what is captured.
+        check: how much is compared.
+        strict: torch.export's mode, as for `capture`.
+
+    Raises:
+        JobError: the job's description does not hold together.
+        CaptureError: it cannot be captured soundly.
+    """
+    job = arranged(job)
+    optimizers = make_optimizers(job)  # before the capture: a factory may change the model
+    replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
+    program = capture(job, check, replayed if check is Check.USUAL else None, strict)
+    targets = targets_of(job)
+    examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets}
+    program = with_guards(with_quantiles(program, examples), targets, examples)
+    check_replays(job, program)
+    recipe, updates = capture_optimizer(job, program, optimizers)
+    program = with_trained(program, recipe.groups)
+    derived = [name for name, graph in program.graphs.items() if not is_plain(graph)]
+    steps: dict[str, StepGraph] = {}
+    for name in derived:
+        with _answered_by_its_page(program.graphs[name].tracing):
+            steps[name] = derive(program, name, _CPU)
+    proven = Proven(program, recipe, updates, steps)
+    for name, step in proven.training_steps().items():
+        example = examples[name]
+        for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
+            with _answered_by_its_page(program.graphs[name].tracing):
+                check_step(program, name, step, batch, replayed.pop(name, ()))
+    return replace(proven, program=_with_coupled(proven, examples))
+
+
+def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
+    """Return the program with `coupled` measured for each training graph."""
+    program = proven.program
+    found = {n: are_rows_coupled(program, program.graphs[n], step, examples[n]) for n, step in proven.training_steps().items()}
+    return replace(program, graphs={n: replace(graph, coupled=found.get(n, False)) for n, graph in program.graphs.items()})
+
+
+@contextmanager
+def _answered_by_its_page(tracing: Tracing | None) -> Iterator[None]:
+    """Inside, what goes wrong with a graph for which the strict mode stepped in is the page that it was to spare the user."""
+    try:
+        yield
+    except Exception as error:
+        if tracing is None or tracing.refused is None:
+            raise
+        tried_too(tracing.refused, error)
+        raise tracing.refused from tracing.refused.__cause__

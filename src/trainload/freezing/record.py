@@ -1,0 +1,260 @@
+"""Watches a model at work, and makes of what it saw a job with a variant for each family of shapes and flags."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import itertools
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from trainload.autograd_trace.derivation.torch_guards import size_guard
+from trainload.capture.guard import Guard
+from trainload.capture.guards.dispatch import Dispatcher
+from trainload.capture.job.ambient import neutrally
+from trainload.capture.job.definition import Job, LossFunction
+from trainload.capture.job.leading_rows import arranged
+from trainload.capture.job.model_state import modes_kept, state_kept
+from trainload.capture.job.recorded import Families, Family, Shapes
+from trainload.capture.program import GraphCapture
+from trainload.capture.tracing.targets import example_of, targets_of
+from trainload.capture.tracing.trace import export_graph, input_specs
+from trainload.core.errors import JobError
+
+__all__ = ["Recording", "record"]
+
+MOST_KEPT = 32
+MOST_VARIANTS = 16
+_LONGEST_NAME = 32
+
+
+def record(model: nn.Module, loss: LossFunction | None = None, *, most_kept: int = MOST_KEPT) -> Recording:
+    """Watches the batches that a model is trained on.
+
+        with trainload.record(model) as recording:
+            for batch in loader:
+                model(**batch).backward()  # your own loop
+        package = trainload.freeze(recording.job(optimizer=...), "model.tl")
+
+    Args:
+        model: in the `with` block every call of it is noted, with its arguments by the names that forward gives them.
+        loss: as `Job.loss`, where the model does not return the loss itself. Then the model's calls are not watched, but
+            `recording(batch)` returns loss(model, batch) and notes the batch.
+        most_kept: so many batches of one structure are kept as examples, each of other shapes; of the others the shapes are noted alone.
+    """
+    return Recording(model, loss, most_kept)
+
+
+class Recording:
+    """What `record` returns.
+
+    Attributes:
+        families: what was seen, most frequent first. After `job`, each says which variant takes which shapes.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, most_kept: int) -> None:
+        self._model, self._loss = model, loss
+        self._seen = Families(most_kept)
+        self._parameters = inspect.signature(model.forward).parameters
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def __enter__(self) -> Self:
+        if self._loss is None:
+            self._handle = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __call__(self, batch: Mapping[str, Any]) -> Any:
+        """loss(model, batch), or model(**batch) where there is no loss; the batch is noted. Raises: JobError as `leaves_of`."""
+        if self._loss is not None:
+            self._seen.add(batch)
+            return self._loss(self._model, dict(batch))
+        if self._handle is None:
+            self._seen.add(self._completed(batch))
+        return self._model(**batch)
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """What was seen, most frequent first."""
+        return self._seen.all()
+
+    def __str__(self) -> str:
+        """A line for each family, and one for each variant that it was given."""
+        lines = []
+        for family in self.families:
+            lines.append(str(family))
+            for variant, shapes in _by_variant(family).items():
+                lines.append(f"    {variant or 'the first variant'}: {len(shapes)} of the shapes")
+        return "\n".join(lines)
+
+    @neutrally
+    def job(self, *, most_variants: int = MOST_VARIANTS, **fields: Any) -> Job:
+        """A job whose variants take every batch that was seen.
+
+        Within a family, the dims that had several sizes are left to torch. Where it makes constants of them, or asks something of them
+        that not all sizes fulfil, further variants are made of the batches that none takes yet. The kept batches are the job's `replays`:
+        the freeze compares each of them with eager.
+
+        Args:
+            most_variants: as many graphs as this of each kind are made; more are refused.
+            fields: of the `Job`, but for model, batch, variants and replays. `dynamic` goes before what was seen.
+
+        Raises:
+            JobError: nothing was seen; or more variants are needed than `most_variants`, and what they are.
+            CaptureError: a family cannot be captured.
+        """
+        taken = sorted({"model", "batch", "variants", "replays"} & set(fields))
+        if taken:
+            raise JobError("is what the recording finds", where=f"Recording.job({taken[0]}=...)", cure="Leave it out.")
+        families = self.families
+        if not families:
+            raise JobError(
+                "nothing was recorded",
+                where="trainload.record",
+                cure="Call the model inside the with block, or recording(batch) where you gave a loss.",
+            )
+        if len(families) > most_variants:
+            raise _too_many(families, most_variants)
+        fields.setdefault("loss", self._loss)
+        fields["dynamic"] = _dynamic(families, fields.get("dynamic", {}))
+        made: dict[str, dict[str, Any]] = {}
+        for family in families:
+            family.variants.clear()
+            for shapes in self._variants(family, fields):
+                name = _name(family, families, shapes, made) if made else ""
+                made[name] = family.kept[shapes]
+                family.variants.update({each: name for each, by in family.variants.items() if by == _PENDING})
+                if len(made) > most_variants:
+                    raise _too_many(families, most_variants)
+        kept = [batch for family in families for shapes, batch in family.kept.items() if min(map(min, shapes), default=0) > 0]
+        first = made.pop("")
+        return Job(model=self._model, batch=first, variants=made, replays=kept, **fields)
+
+    def _note(self, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        bound = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
+        found: dict[str, Any] = {}
+        for name, value in bound.items():
+            kind = self._parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                found |= value
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                raise JobError(
+                    "a call with positional arguments that forward does not name",
+                    where=f"{type(model).__name__}.forward: *{name}",
+                    cure="Name the parameters, or record a loss function: trainload.record(model, loss=...).",
+                )
+            else:
+                found[name] = value
+        self._seen.add(self._completed(found))
+
+    def _completed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch as any call that means the same gives it: with forward's default flags, without a None that is the default."""
+        defaults = {name: parameter.default for name, parameter in self._parameters.items()}
+        flags = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str | enum.Enum)}
+        return {n: v for n, v in {**flags, **batch}.items() if v is not None or defaults.get(n, inspect.Parameter.empty) is not None}
+
+    def _variants(self, family: Family, fields: Mapping[str, Any]) -> Iterator[Shapes]:
+        """The shapes of the examples that are needed until every shape that came is taken; `family.variants` is marked before each."""
+        left = sorted(family.seen, key=lambda shapes: (not _usual(shapes), -family.seen[shapes]))
+        while left:
+            example = next((shapes for shapes in left if shapes in family.kept), None)
+            if example is None:
+                raise JobError(
+                    "shapes were seen that no variant takes, and none of their batches was kept",
+                    where="Recording.job",
+                    got=str(left[:3]),
+                    cure="Keep more: trainload.record(model, most_kept=...).",
+                )
+            guards = self._guards(family.kept[example], fields)
+            dispatchers = [Dispatcher("the recorded one", {"": [guard]}, ignored=family.inputs) for guard in guards]
+            taken = [shapes for shapes in left if all(_takes(d, family, shapes) for d in dispatchers)]
+            assert example in taken, "a guard takes its own example"
+            family.variants.update(dict.fromkeys(taken, _PENDING))
+            yield example
+            left = [shapes for shapes in left if shapes not in taken]
+
+    def _guards(self, batch: dict[str, Any], fields: Mapping[str, Any]) -> list[Guard]:
+        """What the graphs of one example take."""
+        job = arranged(Job(model=self._model, batch=batch, **fields))
+        found = []
+        with modes_kept(self._model) as set_training, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the freeze says them
+            for target in targets_of(job):
+                example, shapes = example_of(job, target)
+                set_training(target.training)
+                with state_kept(self._model):
+                    exported = export_graph(target, example, shapes)
+                captured = GraphCapture(target.name, exported, input_specs(exported, example), ())
+                found.append(size_guard(exported, captured, example))
+        return found
+
+
+_PENDING = "-"
+"""Marks shapes of a variant that has no name yet."""
+
+
+def _too_many(families: tuple[Family, ...], most: int) -> JobError:
+    return JobError(
+        f"more variants are needed than {most}",
+        where="Recording.job",
+        expected=f"{most} at most",
+        got="; ".join(map(str, families)),
+        cure="Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or raise most_variants.",
+    )
+
+
+def _takes(dispatcher: Dispatcher, family: Family, shapes: Shapes) -> bool:
+    dtypes = (getattr(torch, dtype) for dtype in family.inputs.values())
+    facts = {name: (dtype, shape) for name, dtype, shape in zip(family.inputs, dtypes, shapes, strict=True)}
+    return not dispatcher.misfits(facts, {})
+
+
+def _usual(shapes: Shapes) -> bool:
+    """Whether no size is one that torch takes for a constant."""
+    return all(size > 1 for shape in shapes for size in shape)
+
+
+def _dynamic(families: tuple[Family, ...], said: Mapping[str, Any]) -> dict[str, Any]:
+    """`Job.dynamic`: what was said, and AUTO for every other dim that varied."""
+    found: dict[str, Any] = dict(said)
+    for family in families:
+        for name, dims in family.varied().items():
+            if name not in said or isinstance(said[name], Mapping):
+                found[name] = {**dict.fromkeys(dims, Dim.AUTO), **found.get(name, {})}
+    return found
+
+
+def _by_variant(family: Family) -> dict[str, list[Shapes]]:
+    found: dict[str, list[Shapes]] = {}
+    for shapes, variant in family.variants.items():
+        found.setdefault(variant, []).append(shapes)
+    return found
+
+
+def _name(family: Family, families: tuple[Family, ...], shapes: Shapes, taken: Mapping[str, Any]) -> str:
+    """A name that says in what a variant differs from the first: "with_mask", "task_b", "image_32_32"."""
+    first = families[0]
+    words = [f"with_{name}" for name in family.inputs if name not in first.inputs]
+    words += [f"without_{name}" for name in first.inputs if name not in family.inputs]
+    words += [f"{name}_{value.text}" for name, value in family.constants.items() if first.constants.get(name, value) != value]
+    words += [f"{name}_{dtype}" for name, dtype in family.inputs.items() if first.inputs.get(name, dtype) != dtype]
+    if _by_variant(family).keys() - {_PENDING} or not words:
+        varied = family.varied()
+        sized = [(n, s) for n, s in zip(family.inputs, shapes, strict=True) if n in varied] or list(zip(family.inputs, shapes, strict=True))
+        words += [f"{name}_{'_'.join(map(str, shape[1:]))}" for name, shape in sized]
+    text = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", "_".join(words[:3]).lower())).strip("_")
+    text = (text if text[:1].isalpha() else f"v_{text}")[:_LONGEST_NAME].strip("_")
+    if text not in taken and text not in ("eval", "predict", "update"):
+        return text
+    return next(name for n in itertools.count(2) if (name := f"{text[: _LONGEST_NAME - 4]}_{n}") not in taken)

@@ -1,0 +1,1 @@
+"""Packages that leave this machine: stores, registries and signatures."""

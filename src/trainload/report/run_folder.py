@@ -1,0 +1,148 @@
+"""A run's folder as what its report tells. Nothing is asked of the cluster, nor of this machine's environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.errors import TrainloadError
+from trainload.launching.run.journal import stream_events
+from trainload.launching.run.run_spec import RunSpec, read_spec
+from trainload.launching.run.run_state import Phase, RunState, read_state
+from trainload.packaging.format.manifest import MANIFEST, Manifest
+from trainload.packaging.package import read_manifest
+from trainload.report.episodes import Attempt, attempts_of
+from trainload.report.failures import Failure, failures_of, time_spent
+from trainload.report.history import History, read_history
+from trainload.report.words import told
+
+_SETTINGS = (
+    "keep",
+    "keep_best",
+    "keep_every",
+    "eval_batches",
+    "weights",
+    "sinks",
+    "require_compiled",
+    "max_failures",
+    "hang_timeout",
+    "start_timeout",
+    "storage_patience",
+    "node_patience",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run at the moment that it was read.
+
+    Attributes:
+        run_dir: its folder.
+        spec: what was asked for.
+        manifest: of its package; None where that is no longer what it was launched with, or not there.
+        state: what its driver last said; None where it has said nothing.
+        history: what happened. attempts, failures: what that comes to.
+        spent: what the time went into -> seconds.
+    """
+
+    run_dir: Path
+    spec: RunSpec
+    manifest: Manifest | None
+    state: RunState | None
+    history: History
+    attempts: Sequence[Attempt]
+    failures: Sequence[Failure]
+    spent: dict[str, float]
+
+    @property
+    def phase(self) -> Phase:
+        """How the run is."""
+        return self.history.summary.phase if self.state is None else self.state.phase
+
+
+def read_run(run_dir: Path) -> Record:
+    """Reads a run. Raises: StorageError where there is none, or its description cannot be read."""
+    spec = read_spec(run_dir)
+    state = read_state(run_dir)
+    history = read_history(stream_events(run_dir))
+    attempts = attempts_of(history, going_on=state is not None and state.alive)
+    failures = failures_of(history, attempts)
+    return Record(run_dir.absolute(), spec, _manifest(spec), state, history, attempts, failures, time_spent(history, attempts, failures))
+
+
+def _manifest(spec: RunSpec) -> Manifest | None:
+    try:
+        data = read_manifest(Path(spec.package))
+        if sha256_bytes(data) != (spec.digest or spec.plan.package):
+            return None
+        return Manifest.from_bytes(data, MANIFEST)
+    except (OSError, TrainloadError):  # it was moved or changed since: its digest is in the run's description
+        return None
+
+
+def facts_of(record: Record) -> list[tuple[str, str]]:
+    """What ran, as names and values."""
+    spec, manifest = record.spec, record.manifest
+    plan = spec.plan if not record.attempts else next((p for p in spec.plans if p.world_size == record.attempts[-1].world), spec.plan)
+    found: list[tuple[str, object]] = [
+        ("package", Path(spec.package).name),
+        ("digest", spec.digest or plan.package),
+        ("program", "the package is no longer at its place" if manifest is None else manifest.program_digest),
+    ]
+    if manifest is not None:
+        elements = sum(_product(entry.shape) for entry in manifest.parameters if entry.alias_of is None)
+        found.append(("parameters", f"{elements:,}"))
+    last = record.attempts[-1] if record.attempts else None
+    world = plan.world_size if last is None else last.world
+    nodes = len(set(last.nodes)) if last is not None and last.nodes else plan.cluster.nodes
+    found += [
+        ("strategy", (plan.strategy if last is None else last.strategy) + _axes(record)),
+        ("ranks", f"{world} on {nodes} node{'s' if nodes > 1 else ''}, {plan.cluster.device}"),
+        ("steps", f"{spec.steps:,}"),
+        ("rows of a step", f"{plan.global_batch:,} in {plan.accumulate} microbatch{'es' if plan.accumulate > 1 else ''}"),
+        ("data", told(spec.made.get("data", spec.data))),
+    ]
+    if spec.eval_data is not None:
+        every = "at the beginning and the end" if spec.eval_every is None else f"every {spec.eval_every:,} steps"
+        found.append(("held-out data", f"{told(spec.made.get('eval_data', spec.eval_data))}, {every}"))
+    found.append(("checkpoints", "one at the end" if spec.checkpoint_every is None else f"every {spec.checkpoint_every:,} steps"))
+    if spec.plans:
+        found.append(("elastic", f"from {spec.plans[0].world_size} to {spec.plans[-1].world_size} ranks"))
+    if not spec.compile:
+        found.append(("compiled", "no"))
+    changed = spec.overrides.model_dump(mode="json", exclude_defaults=True)
+    if changed:
+        found.append(("changed at launch", ", ".join(f"{name} {value}" for name, value in changed.items())))
+    settings = {name: getattr(spec, name) for name in _SETTINGS if getattr(spec, name) != RunSpec.model_fields[name].default}
+    if settings:
+        found.append(("settings", ", ".join(f"{name} {_plain(value)}" for name, value in settings.items())))
+    if spec.libraries:
+        found.append(("operator libraries", ", ".join(sorted(spec.libraries))))
+    if spec.output is not None:
+        found.append(("trained package", told(spec.output)))
+    found.append(("launched with", ", ".join(f"{name} {version}" for name, version in spec.versions.items()) or "not known"))
+    return [(name, told(str(value))) for name, value in found]
+
+
+def _product(shape: Sequence[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def _axes(record: Record) -> str:
+    """The axes of the run's plan beside that of the data."""
+    plan = record.spec.plan
+    parts = []
+    if plan.tensor_ranks > 1:
+        parts.append(f"tensor {plan.tensor_ranks}" + ("" if plan.divide == "tensor" else f"/{plan.divide}"))
+    if plan.pipeline is not None:
+        parts.append(f"pipeline {plan.pipeline.ranks} ({plan.pipeline.schedule})")
+    return "".join(f", {part}" for part in parts)
+
+
+def _plain(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""The file of a retraining, and its checks."""

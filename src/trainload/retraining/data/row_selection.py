@@ -1,0 +1,317 @@
+"""Rows that are chosen of a tick's files: by the time in a column, held out, by slices. They are the same wherever they are written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainload.core.atomic import publish, replace_file, temporary_beside
+from trainload.core.errors import DataError, RequestError, StorageError
+from trainload.launching.data.columns_arrow import record_batches
+from trainload.launching.data.data_files import DataFile, find_files
+from trainload.launching.data.dataset import READERS
+from trainload.retraining.config.config import Config
+from trainload.retraining.data.windows import TABLES
+
+if TYPE_CHECKING:
+    from trainload.retraining.data.snapshot_records import FileOf, Snapshot
+
+Bools = npt.NDArray[np.bool_]
+
+TRAIN, HELD, OTHER = "train", "held-out", "other"
+_MOST_SLICES = 64
+_BATCH = 65_536
+_DONE = "rows.json"
+_LONGEST_SLICE, _DIGEST = 128, 16
+"""Characters of a name of a slice, which is that of a part of a mixture, and of the digest that a longer one ends in."""
+_TICKS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""Unit of an Arrow timestamp -> how many are a second."""
+
+
+def chosen_rows(config: Config) -> bool:
+    """Whether rows are chosen, so that files cannot be used as they are."""
+    window, evaluation = config.data.window, config.evaluation
+    return bool(window.kind == "column" or config.data.drop or evaluation.hold_out is not None or evaluation.slices is not None)
+
+
+def extra_columns(config: Config, *, held: bool, trained: bool = True) -> tuple[str, ...]:
+    """Columns that files must have and that are no inputs.
+
+    Args:
+        config: the retraining.
+        held: of files whose rows are held out: those that make slices.
+        trained: of files whose rows are trained on: those that tell the time.
+    """
+    found = [*config.data.drop]
+    if trained and config.data.window.column is not None:
+        found.append(config.data.window.column)
+    if held and config.evaluation.slices is not None:
+        found.append(config.evaluation.slices.column)
+    return tuple(dict.fromkeys(found))
+
+
+def judged_slices(config: Config, found: Collection[str]) -> list[str]:
+    """The slices that have a bar: those of `evaluation.slices.values`, else all that were `found`."""
+    slices = config.evaluation.slices
+    if slices is None or slices.values is None:
+        return sorted(found)
+    return sorted({_slice(slices.column, value, None) for value in slices.values})
+
+
+def check_tables(config: Config, files: Sequence[DataFile]) -> None:
+    """Check that rows can be selected from files, if the configuration selects rows. Raises: RequestError."""
+    other = next((file for file in files if file.suffix not in TABLES), None)
+    if other is not None and chosen_rows(config):
+        raise RequestError(
+            "rows can be chosen of files in these formats alone", where=other.name, expected=", ".join(TABLES), got=other.suffix,
+            cure="Write such files; or leave out window.column, data.drop, evaluation.hold_out and evaluation.slices.",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """The rows whose `column` is not before `first` and before `stop`, in seconds since 1970."""
+
+    column: str
+    first: float
+    stop: float
+
+    def holds(self, batch: Any, file: DataFile) -> Bools:
+        """Which rows of a batch are in it. Raises: DataError where the column tells no time, or has nulls."""
+        seconds = _seconds(batch.column(self.column), f"{file.name}, column {self.column!r}")
+        found: Bools = (seconds >= self.first) & (seconds < self.stop)
+        return found
+
+    def rows(self, file: DataFile) -> Bools:
+        """Which rows of a file are in it. Raises: as `holds`."""
+        found = [self.holds(batch, file) for batch in _batches(file, (self.column,))]
+        return np.concatenate(found) if found else np.zeros(0, dtype=bool)
+
+
+class RowFiles:
+    """The files of rows that a tick has chosen.
+
+    Args:
+        config: the retraining.
+        snapshot: the tick's, with its files and its window.
+        folder: where they are written.
+    """
+
+    def __init__(self, config: Config, snapshot: Snapshot, folder: Path) -> None:
+        self._config, self._snapshot, self._folder = config, snapshot, folder
+
+    def there(self) -> bool:
+        """Whether they were written."""
+        return (self._folder / _DONE).is_file()
+
+    def write(self) -> dict[str, int]:
+        """Writes them. Returns: how many rows are trained on, held out (of no slice), and of each slice.
+
+        Raises:
+            RequestError: the files' format does not let rows be chosen.
+            DataError: a column that tells rows apart holds what it should not.
+            StorageError: the folder cannot be written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                writers = _Writers(self._folder, stack)
+                for file in self._snapshot.good:
+                    self._divide(file, writers, held=False)
+                for file in self._snapshot.held_out:
+                    self._divide(file, writers, held=True)
+                counts = writers.close()
+            replace_file(self._folder / _DONE, json.dumps(counts, sort_keys=True).encode())
+        except OSError as error:
+            raise StorageError(f"the tick's rows cannot be written: {error.strerror or error}", where=str(self._folder)) from error
+        return counts
+
+    def source(self, which: str) -> str:
+        """What a run is given: a file of rows, or a mixture with a part for each slice. which: `TRAIN` or `HELD`."""
+        counts: dict[str, int] = json.loads((self._folder / _DONE).read_bytes())
+        if which == TRAIN:
+            return str(self._folder / _file(TRAIN))
+        slices = sorted(name for name in counts if name not in (TRAIN, HELD))
+        if not slices:
+            return str(self._folder / _file(HELD))
+        path = self._folder / f"{HELD}.json"
+        replace_file(path, json.dumps({"parts": [{"data": _file(name), "name": name} for name in slices]}).encode())
+        return str(path)
+
+    def _divide(self, told: FileOf, writers: _Writers, *, held: bool) -> None:
+        """Writes the rows of one file where they belong."""
+        (file,) = find_files(told.name, READERS)
+        check_tables(self._config, (file,))
+        start = 0
+        for batch in _read(file):
+            numbers = np.arange(start, start + batch.num_rows, dtype=np.uint64)
+            start += batch.num_rows
+            chosen = np.ones(batch.num_rows, dtype=bool) if held else self._in_window(batch, file)
+            share = self._config.evaluation.hold_out
+            out = np.ones(batch.num_rows, dtype=bool) if held else _held_out(told.identity, numbers, share or 0.0)
+            if not held:
+                writers.add(TRAIN, self._kept(batch, held=False), chosen & ~out, file.name)
+            if held or share is not None:
+                self._held(batch, chosen & out, writers, file)
+
+    def _held(self, batch: Any, rows: Bools, writers: _Writers, file: DataFile) -> None:
+        slices = self._config.evaluation.slices
+        kept = self._kept(batch, held=True)
+        if slices is None:
+            writers.add(HELD, kept, rows, file.name)
+            return
+        values = batch.column(slices.column).to_pylist()
+        wanted = None if slices.values is None else {str(value) for value in slices.values}
+        names = np.array([_slice(slices.column, value, wanted) for value in values], dtype=object)
+        for name in sorted(set(names[rows])):
+            writers.add(name, kept, rows & (names == name), file.name)
+        if writers.slices > _MOST_SLICES + 1:
+            raise DataError(
+                "the slices' column has too many values",
+                where=f"{file.name}, column {slices.column!r}",
+                expected=f"at most {_MOST_SLICES}",
+                cure="Name some with evaluation.slices.values; the others are one slice.",
+            )
+
+    def _kept(self, batch: Any, *, held: bool) -> Any:
+        """A batch without columns that are no inputs."""
+        extra = {*extra_columns(self._config, held=True), *extra_columns(self._config, held=held)}
+        return batch.select([name for name in batch.schema.names if name not in extra])
+
+    def _in_window(self, batch: Any, file: DataFile) -> Bools:
+        column = self._config.data.window.column
+        if column is None:
+            return np.ones(batch.num_rows, dtype=bool)
+        first, stop = self._snapshot.first, self._snapshot.stop
+        assert first is not None, "a window by column has a first moment"
+        assert stop is not None, "a window by column has an end"
+        return TimeWindow(column, first, stop).holds(batch, file)
+
+
+class _Writers:
+    """Arrow files that are being written, by what is in them. They get their names when all are whole."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._open: dict[str, Any] = {}
+        self._temporary: dict[str, Path] = {}
+        self._schemas: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        stack.callback(self._discard)
+
+    @property
+    def slices(self) -> int:
+        """How many there are beside those that are trained on."""
+        return len(self._counts.keys() - {TRAIN, HELD})
+
+    def add(self, name: str, batch: Any, rows: Bools, where: str) -> None:
+        """Writes those of a batch's rows. where: the file that they are of. Raises: DataError, as `_as_first`."""
+        if not rows.any():
+            return
+        part = batch.filter(pa.array(rows))
+        if name not in self._open:
+            self._schemas[name] = pa.schema([pa.field(field.name, field.type) for field in part.schema])
+            self._temporary[name] = temporary_beside(self._folder / _file(name))
+            self._open[name] = self._stack.enter_context(pa.ipc.new_file(str(self._temporary[name]), self._schemas[name]))
+        self._open[name].write_batch(_as_first(part, self._schemas[name], where))
+        self._counts[name] = self._counts.get(name, 0) + part.num_rows
+
+    def close(self) -> dict[str, int]:
+        """Gives the files their names. Returns: name -> rows."""
+        for writer in self._open.values():
+            writer.close()
+        for name, temporary in self._temporary.items():
+            publish(temporary, self._folder / _file(name))
+        return dict(sorted(self._counts.items()))
+
+    def _discard(self) -> None:
+        for temporary in self._temporary.values():
+            temporary.unlink(missing_ok=True)
+
+
+def _file(name: str) -> str:
+    """The name of the file of a slice: its own where that is a plain one."""
+    plain = name in (TRAIN, HELD)
+    return f"{name}.arrow" if plain else f"slice-{hashlib.sha256(name.encode()).hexdigest()[:16]}.arrow"
+
+
+def _slice(column: str, value: object, wanted: set[str] | None) -> str:
+    """Return the name of a slice. One that is too long for a mixture's part ends in a digest, so that two values never share a name."""
+    text = str(value)
+    name = f"{column}={OTHER}" if wanted is not None and text not in wanted else f"{column}={text}"
+    if len(name) <= _LONGEST_SLICE:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
+    return f"{name[: _LONGEST_SLICE - _DIGEST - 1]}#{digest}"
+
+
+def _as_first(batch: Any, schema: Any, where: str) -> Any:
+    """A batch with the columns of the first one in their order and types, as far as no value changes. Raises: DataError."""
+    try:
+        columns = [batch.column(field.name).cast(field.type) for field in schema]
+        return pa.RecordBatch.from_arrays(columns, schema=schema)
+    except (KeyError, pa.ArrowException) as error:
+        raise DataError(
+            "a file's columns are not those of the files before it",
+            where=where,
+            expected=", ".join(f"{field.name}: {field.type}" for field in schema),
+            got=", ".join(f"{field.name}: {field.type}" for field in batch.schema),
+        ) from error
+
+
+def _read(file: DataFile) -> Iterator[Any]:
+    """The record batches of a table, with all columns. Raises: DataError where it cannot be read."""
+    try:
+        yield from _batches(file)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"a file cannot be read: {' '.join(str(error).split())}", where=file.name) from error
+
+
+def _batches(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """The record batches of a table. columns: some of them, at least; None: all."""
+    if file.suffix == ".parquet":
+        with file.opened() as stream, pq.ParquetFile(stream, pre_buffer=False) as opened:
+            yield from opened.iter_batches(batch_size=_BATCH, columns=None if columns is None else list(columns))
+        return
+    with record_batches(file) as (_, batches):
+        yield from batches
+
+
+def _held_out(identity: str, numbers: npt.NDArray[np.uint64], share: float) -> Bools:
+    """Which rows of a file are held out: by a hash of the file and the row's number, so the same in every attempt."""
+    seed = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
+    with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea, Flood 2014) reckons modulo 2**64
+        mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    found: Bools = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53 < share
+    return found
+
+
+def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
+    """A column of moments, in seconds since 1970; those without a zone are in UTC. Raises: DataError where it is none, or has nulls."""
+    if column.null_count:
+        raise DataError("the column that tells the time holds nulls", where=where, cure="Fill them in or leave the rows out.")
+    kind = column.type
+    if pa.types.is_timestamp(kind):
+        ticks: npt.NDArray[np.int64] = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        return ticks.astype(np.float64) / _TICKS[kind.unit]
+    if pa.types.is_date(kind):
+        return _seconds(column.cast(pa.timestamp("s")), where)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        found: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False).astype(np.float64)
+        return found
+    raise DataError(
+        "this column tells no time", where=where, expected="timestamps (UTC where they have no zone), or seconds", got=str(kind)
+    )

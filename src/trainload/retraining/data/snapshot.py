@@ -1,0 +1,310 @@
+"""The data of a tick: which files, whether they are fit to be trained on, and what their values are like."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from trainload.capture.program import InputSpec
+from trainload.core.atomic import replace_file
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import DataError, MissingDataError
+from trainload.launching.data.columns import FileSchema, Sizes, check_file
+from trainload.launching.data.data_files import DataFile, find_files, list_files
+from trainload.launching.data.dataset import READERS
+from trainload.launching.node.cache import default_cache_dir
+from trainload.packaging.format.entries import data_specs
+from trainload.retraining.config.config import Config
+from trainload.retraining.data.drift import ColumnStatistics, Sampled
+from trainload.retraining.data.row_selection import HELD, TRAIN, RowFiles, TimeWindow, check_tables, chosen_rows, extra_columns
+from trainload.retraining.data.snapshot_records import LONGEST_WORDS, FileOf, Snapshot
+from trainload.retraining.data.windows import TABLES, files_of, one_format
+
+if TYPE_CHECKING:
+    from trainload.packaging.package import Package
+
+
+def take(config: Config, scheduled: datetime, package: Package, had: Collection[tuple[str, str]], folder: Path) -> Snapshot:
+    """Looks at the data of a tick.
+
+    Args:
+        config: the retraining.
+        scheduled: the tick's time.
+        package: what is trained.
+        had: name and identity of the files that ticks before have had; of a window of the kind new they are left out.
+        folder: of the tick, where rows that are chosen are written.
+
+    Raises:
+        RequestError: what is asked for does not go with the files' format.
+        StorageError: a URL cannot be reached, or the folder not be written.
+    """
+    nothing = Snapshot(files=(), held_out=(), rows=0, held_out_rows=0, slices={}, statistics={}, made=False)
+    try:
+        files = files_of(config, scheduled)
+    except MissingDataError as error:
+        return nothing.model_copy(update={"empty": _words(f"no new data: {error}")})
+    identities = {file.name: _identity_or_none(file) for file in files}
+    if config.data.window.kind == "new":
+        files = tuple(file for file in files if (file.name, identities[file.name]) not in had)
+    if not files:
+        return nothing.model_copy(update={"empty": _words(f"no new data: nothing in {', '.join(config.data.files)} that no tick has had")})
+    specs = data_specs(package.manifest, "")
+    looked = _look(config, specs, len(files), _window(config, scheduled))
+    told = tuple(looked.at(file, identities[file.name]) for file in files)
+    snapshot = nothing.model_copy(update={"files": told, "statistics": looked.statistics})
+    refused = _refusal(config, files, told)
+    held: tuple[FileOf, ...] = ()
+    if config.evaluation.files is not None:
+        held, problem = _held_out(config, specs)
+        refused = refused or problem
+    snapshot = snapshot.model_copy(update={"held_out": held})
+    if refused:
+        return snapshot.model_copy(update={"refused": _words(refused)})
+    window = _window(config, scheduled)
+    if window is not None:
+        snapshot = snapshot.model_copy(update={"first": window.first, "stop": window.stop})
+    try:
+        return _counted(config, snapshot, folder)
+    except DataError as error:
+        return snapshot.model_copy(update={"refused": _words(" ".join(str(error).split()))})
+
+
+def newest(config: Config, scheduled: datetime, package: Package, most: int) -> tuple[int, tuple[FileOf, ...]]:
+    """Looks at the last files of a window, whoever has had them.
+
+    Args:
+        config: the retraining.
+        scheduled: the end of the window.
+        package: what is trained.
+        most: how many files are looked at.
+
+    Returns:
+        How many the window has, and what is to be said of the last ones of them.
+
+    Raises:
+        RequestError: rows are to be chosen of files in a format that does not let them be.
+        DataError: there are none, they are of several formats, or the files that are held out cannot be used.
+        StorageError: a URL cannot be reached.
+    """
+    files = files_of(config, scheduled)
+    one_format(files)
+    specs = data_specs(package.manifest, "")
+    if config.evaluation.files is not None and (problem := _held_out(config, specs)[1]):
+        raise DataError(problem, where="evaluation.files")
+    check_tables(config, files)
+    last = files[-most:]
+    look = _look(config, specs, len(last), _window(config, scheduled))
+    return len(files), tuple(look.at(file, "") for file in last)
+
+
+def train_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
+    """What a run of a tick is given as data: made again where it is not there."""
+    return _source(config, snapshot, folder, TRAIN)
+
+
+def evaluation_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
+    """What a run of a tick is given as held-out data: made again where it is not there."""
+    return _source(config, snapshot, folder, HELD)
+
+
+def check_evaluable(config: Config, snapshot: Snapshot, folder: Path) -> None:
+    """Check that the held-out rows are those that the tick read. Raises: as `check_unchanged`."""
+    if not snapshot.made:
+        _check_same(snapshot.held_out)
+    elif not RowFiles(config, snapshot, _place(snapshot, folder)).there():  # they are written anew
+        check_unchanged(snapshot)
+
+
+def check_unchanged(snapshot: Snapshot) -> None:
+    """Check that the files are those that the tick read.
+
+    Raises:
+        DataError: one has changed, or is gone.
+    """
+    _check_same((*snapshot.good, *snapshot.held_out))
+
+
+def _check_same(files: Sequence[FileOf]) -> None:
+    for wanted in files:
+        (file,) = _found(wanted)
+        identity = _identity(file)
+        if identity != wanted.identity:
+            raise DataError(
+                "a file of the tick's data has changed since it was looked at",
+                where=wanted.name,
+                expected=wanted.identity,
+                got=identity,
+                cure="Restore it; new data goes into new files.",
+            )
+
+
+def _found(wanted: FileOf) -> tuple[DataFile, ...]:
+    try:
+        return find_files(wanted.name, READERS)
+    except MissingDataError as error:
+        raise DataError("a file of the tick's data is gone", where=wanted.name, expected=wanted.identity, cure="Restore it.") from error
+
+
+def _identity(file: DataFile) -> str:
+    cache = default_cache_dir() / "data"
+    cache.mkdir(parents=True, exist_ok=True)
+    return file.identity(cache)
+
+
+def _identity_or_none(file: DataFile) -> str:
+    """A file's identity; "" where it cannot be read, which is said of it when it is looked at."""
+    try:
+        return _identity(file)
+    except OSError:
+        return ""
+
+
+def _words(text: str) -> str:
+    return text[:LONGEST_WORDS]
+
+
+def _window(config: Config, scheduled: datetime) -> TimeWindow | None:
+    """Which rows a tick has, where that is told by a column."""
+    window = config.data.window
+    if window.column is None or window.span is None:
+        return None
+    return TimeWindow(window.column, (scheduled - window.span).timestamp(), scheduled.timestamp())
+
+
+def _look(config: Config, specs: Sequence[InputSpec], files: int, window: TimeWindow | None) -> _Look:
+    return _Look(specs, extra_columns(config, held=config.evaluation.hold_out is not None), config.data.inspect_rows, files, window)
+
+
+class _Look:
+    """Looks at files, one after another: whether they fit, and what their values are like."""
+
+    def __init__(self, specs: Sequence[InputSpec], extra: Collection[str], rows: int, files: int, window: TimeWindow | None = None) -> None:
+        self._specs, self._extra, self._window = specs, extra, window
+        self._each = max(1, -(-rows // files))
+        self._sizes = Sizes(specs)
+        self._samples = {spec.name: Sampled(spec.dtype) for spec in specs}
+
+    @property
+    def statistics(self) -> dict[str, ColumnStatistics]:
+        """Of the files that fit."""
+        return {name: sampled.statistics() for name, sampled in self._samples.items()}
+
+    def at(self, file: DataFile, identity: str) -> FileOf:
+        """What is to be said of a file."""
+        sizes, samples = copy.deepcopy(self._sizes), copy.deepcopy(self._samples)
+        size, rows, problem = 0, 0, ""
+        try:
+            with file.opened() as stream:
+                size = stream.seek(0, 2)
+            schema = READERS[file.suffix].read_schema(file) if file.suffix in READERS else None
+            if schema is None:
+                raise DataError("no reader knows a file of this name", where=file.name, expected=", ".join(READERS))
+            rows = schema.rows
+            self._check(schema, sizes)
+            problem = self._values(file, sizes, samples) if rows else ""
+        except DataError as error:
+            problem = _words(" ".join(str(error).split()))
+        except (OSError, pa.ArrowException) as error:
+            problem = _words(f"{file.name} cannot be read: {' '.join(str(error).split())}")
+            identity = "" if isinstance(error, OSError) else identity  # it may be read another time, and is new then
+        if not problem:
+            self._sizes, self._samples = sizes, samples
+        return FileOf(name=file.name, identity=identity, size=size, rows=rows, problem=problem)
+
+    def _check(self, schema: FileSchema, sizes: Sizes) -> None:
+        lacking = sorted(set(self._extra) - set(schema.columns))
+        if lacking and schema.columns:
+            raise DataError(f"the data has no column {lacking[0]!r}", where=schema.name, got=", ".join(sorted(schema.columns)))
+        kept = {name: column for name, column in schema.columns.items() if name not in self._extra}
+        if schema.rows or schema.columns:
+            check_file(FileSchema(schema.name, schema.rows, kept), self._specs, sizes)
+
+    def _values(self, file: DataFile, sizes: Sizes, samples: dict[str, Sampled]) -> str:
+        """Looks at the first rows of a file; of a window, at the first ones in it. Returns: what is wrong with them."""
+        chosen = None if self._window is None or file.suffix not in TABLES else self._window.rows(file)
+        start = looked = 0
+        for block in READERS[file.suffix].read_blocks(file, self._specs, sizes):
+            rows = len(next(iter(block.values())))
+            numbers = np.arange(rows) if chosen is None else np.flatnonzero(chosen[start : start + rows])
+            numbers = numbers[: self._each - looked]
+            for name, values in block.items():
+                part = values[: len(numbers)] if chosen is None else values[numbers]
+                if part.dtype.kind == "f" and not np.isfinite(part).all():
+                    broken = ~np.isfinite(part.reshape(len(part), -1)).all(axis=1)
+                    row = start + int(numbers[np.flatnonzero(broken)[0]])
+                    return f"{file.name}, column {name!r}: {int(broken.sum())} rows hold NaN or infinity, the first is row {row}"
+                samples[name].add(part)
+            start, looked = start + rows, looked + len(numbers)
+            if looked >= self._each:
+                break
+        return ""
+
+
+def _refusal(config: Config, files: Sequence[DataFile], told: Sequence[FileOf]) -> str:
+    """Why a tick's data is not trained on."""
+    try:
+        one_format(files)
+    except DataError as error:
+        return str(error)
+    bad = [file for file in told if file.problem]
+    if not bad or (config.data.bad == "skip" and len(bad) < len(told)):
+        return ""
+    return f"{len(bad)} of {len(told)} files are bad: {bad[0].problem}"
+
+
+def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf, ...], str]:
+    """The files that are held out, and why they cannot be used."""
+    assert config.evaluation.files is not None, "else a share of the rows is"
+    try:
+        files = list_files(config.evaluation.files, READERS)
+    except MissingDataError as error:
+        return (), f"there is no held-out data: {error}"
+    look = _Look(specs, extra_columns(config, held=True, trained=False), config.data.inspect_rows, len(files))
+    told = tuple(look.at(file, _identity_or_none(file)) for file in files)
+    bad = [file for file in told if file.problem]
+    return told, _words(f"the held-out data is bad: {bad[0].problem}") if bad else ""
+
+
+def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
+    """The snapshot with its numbers of rows; rows that are chosen are written."""
+    if chosen_rows(config):
+        counts = RowFiles(config, snapshot, _place(snapshot, folder)).write()
+        held = {name: rows for name, rows in counts.items() if name != TRAIN}
+        slices = {name: rows for name, rows in held.items() if name != HELD}
+        changed = {"rows": counts.get(TRAIN, 0), "held_out_rows": sum(held.values()), "slices": slices, "made": True}
+    else:
+        changed = {"rows": sum(file.rows for file in snapshot.good), "held_out_rows": sum(file.rows for file in snapshot.held_out)}
+    snapshot = snapshot.model_copy(update=changed)
+    least = config.data.least_rows
+    if snapshot.rows < least:
+        return snapshot.model_copy(update={"empty": f"no new data: {snapshot.rows} rows, and a tick needs {least}"})
+    if not snapshot.held_out_rows:
+        return snapshot.model_copy(update={"empty": f"no new data: of {snapshot.rows} rows none is held out"})
+    return snapshot
+
+
+def _place(snapshot: Snapshot, folder: Path) -> Path:
+    """The folder of a snapshot's own data in that of a tick: a process that was paused, and has seen other files, has another one."""
+    files = [[(file.name, file.identity) for file in each] for each in (snapshot.good, snapshot.held_out)]
+    return folder / f"data-{sha256_bytes(canonical_json([files, snapshot.first, snapshot.stop]))[:16]}"
+
+
+def _source(config: Config, snapshot: Snapshot, folder: Path, which: str) -> str:
+    folder = _place(snapshot, folder)
+    if snapshot.made:
+        files = RowFiles(config, snapshot, folder)
+        if not files.there():
+            files.write()
+        return files.source(which)
+    named = snapshot.good if which == TRAIN else snapshot.held_out
+    path = folder / f"{which}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps({"parts": [{"data": [file.name for file in named]}]}).encode())
+    return str(path)

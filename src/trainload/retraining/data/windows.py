@@ -1,0 +1,124 @@
+"""Which files a tick has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from trainload.core.errors import DataError, MissingDataError, RequestError
+from trainload.launching.data.data_files import DataFile, list_files
+from trainload.launching.data.dataset import READERS
+from trainload.retraining.config.config import Config
+
+_TIME = re.compile(r"\{time:([^{}]*)\}")
+_STEPS = {
+    "Y": timedelta(days=366),
+    "m": timedelta(days=31),
+    "d": timedelta(days=1),
+    "j": timedelta(days=1),
+    "H": timedelta(hours=1),
+    "M": timedelta(minutes=1),
+}
+"""The directives of a time in a path, and how far apart two of them may be at most."""
+_MOST_PATHS = 100_000
+TABLES = (".parquet", ".arrow", ".feather")
+"""The formats whose rows can be chosen by a column's values."""
+
+
+def check_window(config: Config) -> None:
+    """Check that a window fits the files that it selects from.
+
+    Raises:
+        RequestError: it does not: names the key and what is allowed.
+    """
+    files, window = config.data.files, config.data.window
+    for text in files:
+        if window.kind == "path":
+            _form(text)
+        elif _TIME.search(text):
+            raise RequestError("a path with a time goes with a window of the kind path", where="data.files", got=text)
+        if text.endswith(".json"):
+            raise RequestError("a retraining's data are files, and no mixture", where="data.files", got=text)
+    if config.evaluation.files is not None and any(text.endswith(".json") for text in config.evaluation.files):
+        raise RequestError("held-out data are files, and no mixture", where="evaluation.files", got=", ".join(config.evaluation.files))
+
+
+def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
+    """The files of a tick's window, in order. Of a window of the kind new those too that ticks before have had.
+
+    Args:
+        config: the retraining.
+        scheduled: the tick's time.
+
+    Raises:
+        MissingDataError: there are none.
+        StorageError: a URL cannot be reached.
+    """
+    data = config.data
+    if data.window.kind != "path":
+        return list_files(data.files, READERS)
+    assert data.window.span is not None, "a window by path has one"
+    found: dict[str, DataFile] = {}
+    for text in data.files:
+        for path in _paths(text, scheduled - data.window.span, scheduled):
+            try:
+                found |= {file.name: file for file in list_files(path, READERS)}
+            except MissingDataError:
+                continue  # nothing was written at that time
+    if not found:
+        raise MissingDataError(
+            "there is no data of this time", where=", ".join(data.files), expected=f"of {data.window.span} to {scheduled}"
+        )
+    return tuple(found.values())
+
+
+def one_format(files: Sequence[DataFile]) -> None:
+    """Check that all files are of one format. Raises: DataError."""
+    kinds = {READERS.get(file.suffix) for file in files}
+    if len(kinds) > 1 or None in kinds:
+        raise DataError(
+            "a tick's files are all of one format",
+            where=files[0].name,
+            expected="names that all end in one of " + ", ".join(READERS),
+            got=", ".join(sorted({file.suffix or "no ending" for file in files})),
+        )
+
+
+def _form(text: str) -> str:
+    """The form of the time in a path."""
+    found = _TIME.findall(text)
+    if len(found) != 1:
+        raise RequestError(
+            "a window by path needs the time in the path, once",
+            where="data.files",
+            expected="such as data/{time:%Y/%m/%d}/*.parquet",
+            got=text,
+        )
+    directives = re.findall(r"%(.)", found[0])
+    unknown = [each for each in directives if each not in _STEPS]
+    if unknown or not directives:
+        allowed = ", ".join(f"%{each}" for each in _STEPS)
+        raise RequestError("this is no form of a time", where="data.files", expected=f"some of {allowed}", got=found[0])
+    return str(found[0])
+
+
+def _paths(text: str, start: datetime, stop: datetime) -> list[str]:
+    """A path for each time from `start` on and before `stop`, as finely as it tells the time."""
+    form = _form(text)
+    step = min(_STEPS[each] for each in re.findall(r"%(.)", form))
+    step = min(step, timedelta(days=1))  # months and years are found by their days
+    if (stop - start) / step > _MOST_PATHS:
+        raise RequestError("the window has too many paths", where="data.window.span", expected=f"at most {_MOST_PATHS} of {form}")
+    found: dict[str, None] = {}
+    at = _floor(start.astimezone(UTC), step)
+    while at < stop:
+        found[_TIME.sub(at.strftime(form).replace("\\", r"\\"), text)] = None
+        at += step
+    return list(found)
+
+
+def _floor(moment: datetime, step: timedelta) -> datetime:
+    """The last beginning of a day, an hour or a minute that is not after a moment."""
+    day = moment.replace(hour=0, minute=0, second=0, microsecond=0)
+    return day + (moment - day) // step * step

@@ -1,0 +1,1 @@
+"""One tick of a retraining: its stages, its lease and its gate."""

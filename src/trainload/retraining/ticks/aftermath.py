@@ -1,0 +1,135 @@
+"""What follows a tick: a promoted release is handed over, old runs are removed, a command is told. None of it undoes the tick."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainload.core.atomic import replace_link, temporary_beside
+from trainload.core.errors import StorageError, TrainloadError
+from trainload.packaging.package import Package
+from trainload.packaging.stores.collect import gc
+from trainload.packaging.stores.releases import shown
+from trainload.packaging.stores.store import Store
+from trainload.retraining.config.config import Config, Handover
+from trainload.retraining.ticks.tick_records import Ended
+
+_SUFFIXES = {"pt2": ".pt2", "aoti": ".pt2", "huggingface": ""}
+_TAIL = 400
+_AWAY = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.([0-9a-f]+\.part|[0-9]+)")
+CURRENT = "current"
+
+
+def handed_over(handover: Handover) -> str | None:
+    """What the link `current` points at; None: there is none."""
+    link = Path(handover.place) / CURRENT
+    return os.readlink(link) if link.is_symlink() else None
+
+
+def name_at(handover: Handover, line: str, release: str) -> str:
+    """What a release is called at its place."""
+    return f"{line}-{shown(release)}{_SUFFIXES[handover.form]}"
+
+
+def hand_over(handover: Handover, package: Package, name: str, record: Mapping[str, Any]) -> None:
+    """Exports a release, points the link `current` at it, and runs the command. What was exported before is not exported again.
+
+    Args:
+        handover: where and how.
+        package: the release's.
+        name: as of `name_at`.
+        record: what the command is told.
+
+    Raises:
+        TrainloadError: it cannot be exported, the place cannot be written, or the command failed.
+    """
+    from trainload.exporting.export_graphs import export
+
+    place = Path(handover.place)
+    target = place / name
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            export(package, target, to=handover.form, graph=handover.graph)
+        replace_link(place / CURRENT, target.name)
+    except OSError as error:
+        raise StorageError(f"a release cannot be handed over: {error.strerror or error}", where=str(place)) from error
+    if handover.command:
+        tell((*handover.command, str(target)), record, handover.timeout)
+
+
+def record_of(ended: Ended) -> dict[str, Any]:
+    """A tick's record as commands are told it."""
+    return {**ended.model_dump(mode="json"), "release": None if ended.release is None else shown(ended.release)}
+
+
+def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) -> None:
+    """Runs a command with a record as JSON on its standard input.
+
+    Raises:
+        StorageError: it cannot be started, failed, or took too long.
+    """
+    where = " ".join(command)
+    try:
+        done = subprocess.run(
+            list(command),
+            input=json.dumps(record),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout.total_seconds(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StorageError(f"a command took more than {timeout.total_seconds():g} s", where=where) from error
+    except (OSError, ValueError) as error:  # the second: a word with a NUL in it
+        raise StorageError(f"a command cannot be started: {getattr(error, 'strerror', None) or error}", where=where) from error
+    if done.returncode != 0:
+        raise StorageError(
+            f"a command failed with status {done.returncode}", where=where, got=(done.stderr or done.stdout)[-_TAIL:].strip()
+        )
+
+
+def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Collection[str]) -> None:
+    """Removes the folders of old runs, and the files of old releases.
+
+    Args:
+        config: what is kept.
+        ticks: all ticks of the line, in order.
+        kept: the tick whose run's folder stays, since the optimizer's state of the current release is there.
+        needed: releases whose files stay, whatever was current since.
+
+    Raises:
+        TrainloadError: a folder cannot be removed, or the store's gc failed.
+    """
+    root = Path(config.runs) / config.line
+    there = [name for name in ticks if (root / name).is_dir()]
+    try:
+        for name in there[: -config.retention.runs]:
+            if name != kept:
+                with suppress(FileNotFoundError):  # another process removes it
+                    (root / name).rename(temporary_beside(root / name))
+        for away in root.glob(".*") if root.is_dir() else ():
+            if _AWAY.fullmatch(away.name):  # also those of a process that was killed before it had removed them
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(away)
+    except OSError as error:
+        raise StorageError(f"the folder of an old run cannot be removed: {error.strerror or error}", where=str(root)) from error
+    if config.retention.releases is not None:
+        was_current = dict.fromkeys(entry.release for entry in reversed(Store(config.store).history(config.line)))
+        kept_releases = {*list(was_current)[: config.retention.releases], *needed}
+        gc(config.store, keep=1, lines=(config.line,), spared={(config.line, each) for each in kept_releases})
+
+
+def in_words(error: TrainloadError) -> str:
+    """An error in one line, for a record."""
+    return " ".join(str(error).split())[:8192]

@@ -1,0 +1,60 @@
+"""Checks of a retraining's file: by itself, and against the package that it trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainload.retraining.config.config import Config
+from trainload.retraining.config.expression import Expression, parse
+from trainload.retraining.data.windows import check_window
+
+if TYPE_CHECKING:
+    from trainload.packaging.package import Package
+
+_ALWAYS = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
+
+
+def check_config(config: Config) -> None:
+    """Check a file's expressions, schedule, window and settings.
+
+    Raises:
+        RequestError: one is not: names the key, the value and what is allowed.
+    """
+    from trainload.retraining.ticks.tick_times import schedule_of
+    from trainload.retraining.ticks.training import settings_of
+
+    expressions(config)
+    check_window(config)
+    if config.schedule is not None:
+        schedule_of(config.schedule)
+    settings_of(config)
+
+
+def expressions(config: Config) -> dict[str, Expression]:
+    """The expressions of a file, by their keys. Raises: RequestError where one is none."""
+    found = {"gate.require": config.gate.require}
+    if config.evaluation.slices is not None:
+        found["evaluation.slices.require"] = config.evaluation.slices.require
+    return {key: parse(text, key) for key, text in found.items()}
+
+
+def known_names(package: Package, *, sliced: bool) -> set[str]:
+    """What expressions may name, of a package. sliced: those of slices may name more."""
+    metrics = _metrics(package)
+    scores = {f"{whose}.{name}" for whose in ("eval", "champion.eval") for name in ("loss", *metrics)}
+    return {*_ALWAYS, *scores, *(f"drift.{name}" for name in package.manifest.data_inputs()), *(("slice.rows",) if sliced else ())}
+
+
+def _metrics(package: Package) -> list[str]:
+    """What an evaluation of a package gives beside the loss."""
+    found: list[str] = []
+    for graph in dict.fromkeys(turn.graph for turn in package.recipe.turns):
+        own = [output.name for output in package.manifest.graphs[graph].outputs if output.role == "metric"]
+        found += own if graph == package.recipe.main else [f"{graph}.{name}" for name in ("loss", *own)]
+    return found
+
+
+def check_known_names(config: Config, package: Package) -> None:
+    """Check that a file's expressions name values that a package has. Raises: RequestError."""
+    for key, expression in expressions(config).items():
+        expression.check(known_names(package, sliced=key != "gate.require"))

@@ -1,0 +1,221 @@
+"""Where a release comes from, and what became of a line's ticks: read from the store alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainload.core.errors import StorageError
+from trainload.packaging.stores.releases import Pointer, Release, ReleaseState, shown
+from trainload.packaging.stores.store import Store
+from trainload.retraining.ticks.tick_records import Begun, Decided, Ended, Evaluated, Failed, Pinned, Taken, Ticks, Trained
+
+TICK, LINE, RELEASE, STORE = "tick", "migrated.line", "migrated.release", "migrated.store"
+"""The facts of a release that say which tick made it, or of which release of which line its weights were taken."""
+_READERS = 8
+
+How = Literal["frozen", "retrained", "migrated"]
+
+
+@dataclass(frozen=True, slots=True)
+class TickStory:
+    """A tick, and what its records say. begun, failures: how often it was begun, and how often it failed."""
+
+    name: str
+    begun: int
+    failures: tuple[Failed, ...]
+    pinned: Pinned | None
+    taken: Taken | None
+    trained: Trained | None
+    evaluated: Evaluated | None
+    decided: Decided | None
+    ended: Ended | None
+
+
+@dataclass(frozen=True, slots=True)
+class LineStory:
+    """A line: its releases and what is known of them, what was current one after another, and its ticks."""
+
+    store: str
+    line: str
+    states: tuple[ReleaseState, ...]
+    history: tuple[Pointer, ...]
+    ticks: tuple[TickStory, ...]
+
+    @property
+    def changes(self) -> tuple[Pointer, ...]:
+        """The history without entries that only confirm the one before."""
+        found: list[Pointer] = []
+        for entry in self.history:
+            if not found or found[-1].release != entry.release:
+                found.append(entry)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A release on the way back to the first freeze.
+
+    Attributes:
+        store, line: its line. state: what is known of it. tick: that made it; None: none did.
+        how: "frozen": it has no parent; "retrained": the next one is its parent, in its line; "migrated": its weights are the next one's.
+    """
+
+    store: str
+    line: str
+    state: ReleaseState
+    tick: TickStory | None
+    how: How
+
+
+def read_tick(ticks: Ticks, name: str) -> TickStory:
+    """What a tick's records say."""
+    failures = tuple(each for number in range(1, ticks.count(Failed, name) + 1) if (each := ticks.nth_failure(name, number)) is not None)
+    return TickStory(
+        name=name,
+        begun=ticks.count(Begun, name),
+        failures=failures,
+        pinned=ticks.read(Pinned, name),
+        taken=ticks.read(Taken, name),
+        trained=ticks.read(Trained, name),
+        evaluated=ticks.read(Evaluated, name),
+        decided=ticks.read(Decided, name),
+        ended=ticks.read(Ended, name),
+    )
+
+
+def read_line(store: Store, line: str) -> LineStory:
+    """What a store says of a line.
+
+    Raises:
+        StorageError: there is no such line.
+        IntegrityError: a record is damaged.
+    """
+    store.known_line(line)
+    ticks = Ticks(store, line)
+    with ThreadPoolExecutor(_READERS) as pool:
+        stories = tuple(pool.map(lambda name: read_tick(ticks, name), ticks.names()))
+    return LineStory(store.url, line, store.releases(line), store.history(line), stories)
+
+
+def ancestry(store: Store, line: str, release: str | int | None = None) -> tuple[Ancestor, ...]:
+    """A release, its parent, that one's parent, and so on to the first freeze.
+
+    Args:
+        store: that has them.
+        line: the release's.
+        release: its number; None: the current one.
+
+    Raises:
+        StorageError: there is no such release, or an ancestor lies in another store, which cannot be reached.
+    """
+    found: list[Ancestor] = []
+    states: dict[tuple[str, str], Mapping[str, ReleaseState]] = {}
+    at: tuple[Store, str, Release] | None = (store, line, store.release(line, release))
+    while at is not None:
+        place, name, here = at
+        if any((step.store, step.line, step.state.release.id) == (place.url, name, here.id) for step in found):
+            raise StorageError("a release is its own ancestor", where=f"{place.url}, line {name}, release {here.name}")
+        if (place.url, name) not in states:
+            states[place.url, name] = {state.release.id: state for state in place.releases(name)}
+        known = states[place.url, name]
+        tick = here.facts.get(TICK)
+        story = read_tick(Ticks(place, name), tick) if isinstance(tick, str) else None
+        before = _migrated_from(place, here)
+        how: How = "migrated" if before is not None else "retrained" if here.parent is not None else "frozen"
+        found.append(Ancestor(place.url, name, known[here.id], story, how))
+        at = before or (None if here.parent is None else (place, name, known[here.parent].release))
+    return tuple(found)
+
+
+def rollback(store: Store, line: str, *, to: str | int | None = None, reason: str = "") -> Pointer:
+    """Makes the release current again that was so before the present one.
+
+    Args:
+        store: that has the line.
+        line: its name.
+        to: another one that was current; None: the last one that became current for the first time before the present one did, and can be
+            used.
+        reason: why; the release that is left is marked as rejected for it, so that nobody promotes it by mistake.
+
+    Raises:
+        StorageError: there is none, or it cannot be used any more.
+        ConflictError: another release was made current meanwhile.
+    """
+    states = {state.release.id: state for state in store.releases(line)}
+    history = store.history(line)
+    if not history:
+        raise StorageError("no release is current", where=f"{store.url}, line {line}")
+    left = history[-1].release
+    if to is None:
+        order = list(dict.fromkeys(entry.release for entry in history))
+        usable = [each for each in order[: order.index(left)] if states[each].status not in ("removed", "rejected")]
+        if not usable:
+            raise StorageError(
+                "no release was current before that can be used", where=f"{store.url}, line {line}", got=f"release {shown(left)}"
+            )
+        target = shown(usable[-1])
+    else:
+        target = str(to)
+    why = reason or f"release {shown(left)} was rolled back"
+    pointer = store.promote(line, target, after=history[-1].id, reason=f"rolled back from release {shown(left)}: {why}")
+    if pointer.release != left:
+        store.mark(line, shown(left), "rejected", why)
+    return pointer
+
+
+def metrics_of(tick: TickStory | None) -> dict[str, Any]:
+    """What a tick's evaluation came to: of both, by name."""
+    if tick is None or tick.evaluated is None:
+        return {}
+    champion, challenger = tick.evaluated.champion, tick.evaluated.challenger
+    return {
+        name: {"champion": champion.values.get(name), "challenger": challenger.values.get(name)} for name in ("loss", *challenger.metrics)
+    }
+
+
+def as_json(ancestors: Sequence[Ancestor]) -> list[dict[str, Any]]:
+    """The steps of a lineage, for a machine."""
+    found = []
+    for step in ancestors:
+        release, tick = step.state.release, step.tick
+        entry: dict[str, Any] = {
+            "store": step.store,
+            "line": step.line,
+            "release": release.name,
+            "status": step.state.status,
+            "reason": step.state.reason,
+            "how": step.how,
+            "package": release.package,
+            "program": release.program,
+            "weights": release.weights,
+            "created": release.created,
+            "message": release.message,
+            "facts": release.facts,
+        }
+        if tick is not None:
+            entry["tick"] = {
+                "name": tick.name,
+                "begun": tick.begun,
+                "failures": [failure.message for failure in tick.failures],
+                "data": None if tick.taken is None else tick.taken.snapshot.model_dump(mode="json"),
+                "versions": None if tick.pinned is None else tick.pinned.versions,
+                "config": None if tick.pinned is None else tick.pinned.config,
+                "trained": None if tick.trained is None else tick.trained.model_dump(mode="json"),
+                "metrics": metrics_of(tick),
+                "decided": None if tick.decided is None else tick.decided.model_dump(mode="json"),
+                "outcome": None if tick.ended is None else tick.ended.outcome,
+            }
+        found.append(entry)
+    return found
+
+
+def _migrated_from(store: Store, release: Release) -> tuple[Store, str, Release] | None:
+    """The line and the release whose weights a release has, where its program is another one."""
+    line, number, url = (release.facts.get(name) for name in (LINE, RELEASE, STORE))
+    if not isinstance(line, str) or not isinstance(number, str):
+        return None
+    place = Store(url) if isinstance(url, str) and url != store.url else store
+    return place, line, place.release(line, number)

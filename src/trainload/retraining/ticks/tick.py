@@ -1,0 +1,376 @@
+"""One tick: a scheduled time, run once. Each stage leaves a record, and one that has a record is not done again.
+
+    pin -> snapshot of the data -> train -> evaluate -> decide -> promote or reject -> hand over, clean up, notify -> ended
+
+So a tick may be killed anywhere and run again, here or on another machine: it ends as it would have ended. What is done outside of the
+store (runs, exports, notifications) is done again where nobody knows whether it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol, TypeVar
+
+from trainload.core.canonical_json import canonical_json, parse_canonical
+from trainload.core.errors import ConflictError, DivergedError, PackageError, RequestError, RunInterrupted, TrainloadError
+from trainload.launching.api.request import versions
+from trainload.launching.node.cache import in_use, leave
+from trainload.packaging.stores.releases import Pointer, shown
+from trainload.packaging.stores.store import Store
+from trainload.retraining.config.config import MOST_ATTEMPTS, OWN, Config, checked
+from trainload.retraining.data.snapshot_records import Snapshot
+from trainload.retraining.ticks.gate import Verdict
+from trainload.retraining.ticks.lease import Held, LeaseLostError, Leases, LeaseTakenError, Other
+from trainload.retraining.ticks.tick_records import (
+    Begun,
+    Decided,
+    Ended,
+    Evaluated,
+    Failed,
+    Outcome,
+    Pinned,
+    Scores,
+    Taken,
+    TickRecord,
+    Ticks,
+    Trained,
+    name_of,
+    time_of,
+)
+
+_POLL_SECONDS = 1.0
+_LATE = 16
+"""How many of the last ticks are looked at for those that were not ended: one at most, unless a process was paused at a bad moment."""
+
+R = TypeVar("R", bound=TickRecord)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """A tick under way: what was pinned, and what was found.
+
+    Attributes:
+        line, name: the tick's. scheduled: its time.
+        config: as it was pinned, but for what is each machine's own. pinned, held: its record; the lease that it is run under.
+        began: when this process began with it, as `time.monotonic` has it.
+    """
+
+    line: str
+    name: str
+    config: Config
+    pinned: Pinned
+    held: Held
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def scheduled(self) -> datetime:
+        """The tick's time."""
+        return time_of(self.name)
+
+
+class Work(Protocol):
+    """What the stages of a tick do. All of it may be done again, or twice at once, the second time by a process that does not count."""
+
+    def first(self, config: Config, store: Store) -> None:
+        """Sees to it that the line has a current release."""
+
+    def check_fitting(self, config: Config, release: str) -> None:
+        """Check that a retraining fits the release that it would begin with."""
+
+    def snapshot(self, trail: Trail) -> Snapshot:
+        """Looks at the data."""
+
+    def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+        """Makes a challenger and publishes it as a candidate. Returns: the fields of `Trained`. Raises: DivergedError."""
+
+    def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+        """Scores of champion and challenger."""
+
+    def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+        """What the gate says, and the drift of each column."""
+
+    def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
+        """Hands over, cleans up and tells those who want to know. Returns: what went wrong with it."""
+
+
+class Scheduler:
+    """Runs the ticks of a line.
+
+    Args:
+        config: the retraining. Ticks that were begun with another one go on with theirs.
+        work: what stages do.
+        say: told what happens.
+        owner: what this process is called; None: after its machine and number.
+        now: the time.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        work: Work,
+        say: Say,
+        *,
+        owner: str | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._config, self._work, self._say, self._now = config, work, say, now
+        self._store = Store(config.store, create=True)
+        self._ticks = Ticks(self._store, config.line)
+        self._leases = Leases(self._store, config.line, owner)
+
+    def last_done(self) -> datetime | None:
+        """The time of the last tick that was ended; None: there was none. One that was begun and not ended is still due."""
+        ended = self._ticks.of_all(Ended, self._ticks.names()[-_LATE:])
+        return time_of(max(ended)) if ended else None
+
+    def tick(self, scheduled: datetime) -> Ended:
+        """Runs the tick of a scheduled time, unless that was done; before it, one that was begun before it and not ended.
+
+        Raises:
+            RequestError: the time is to come, or a later tick was begun.
+            LeaseTakenError: another process runs a tick of the line, and the retraining does not wait for it.
+            LeaseLostError: this process was silent or paused for too long; nothing more was done.
+            TrainloadError: what a stage raised. The tick can be run again, until it has been begun as often as it may be.
+        """
+        name = name_of(scheduled)
+        if scheduled > self._now():
+            raise RequestError("this time is to come", where=name, expected=f"one until {self._now():%Y-%m-%dT%H:%M:%SZ}", got=name)
+        done = self._ticks.read(Ended, name)
+        if done is not None:
+            self._say(f"tick {name} was run: {done.outcome}, {done.reason}")
+            return done
+        before = in_use()
+        self._work.first(self._config, self._store)
+        held = self._lease(name)
+        try:
+            for earlier in self._unfinished(name):
+                self._say(f"tick {earlier} was begun and not ended: it goes first")
+                self._run(earlier, held)
+            return self._run(name, held)
+        finally:
+            leave(but=before)
+            held.close()
+
+    # The lease
+
+    def _lease(self, name: str) -> Held:
+        asked: str | None = None
+        rules = self._config.lease
+        until = time.monotonic() + rules.patience.total_seconds()
+        waits = False
+        while isinstance(found := self._leases.take(name, rules.seconds.total_seconds()), Other):
+            if rules.taken == "forbid" or time.monotonic() > until:
+                raise LeaseTakenError(
+                    "another tick is under way",
+                    where=self._leases.where,
+                    got=f"tick {found.tick}, by {found.owner}",
+                    cure=f"Run this one again when it has ended; if its process is gone, in {max(1.0, found.left):.0f} s.",
+                )
+            if rules.taken == "replace" and found.tick < name and asked != found.id:
+                self._leases.ask_to_stop(found.id)
+                asked = found.id
+                self._say(f"tick {found.tick}, by {found.owner}, is asked to stop")
+            elif not waits:
+                self._say(f"waiting for tick {found.tick}, by {found.owner}")
+            waits = True
+            time.sleep(min(_POLL_SECONDS, rules.seconds.total_seconds() / 4))
+        return found
+
+    def _unfinished(self, before: str) -> list[str]:
+        """Ticks before a time that were begun and not ended. Raises: RequestError where a later one was begun, and this was not."""
+        names = self._ticks.names()
+        if before not in names and names and names[-1] > before:
+            raise RequestError("a later tick was begun already", where=before, expected=f"a time after {names[-1]}", got=before)
+        late = [name for name in names if name < before][-_LATE:]
+        ended = self._ticks.of_all(Ended, late)
+        return [name for name in late if name not in ended and self._ticks.read(Pinned, name) is not None]
+
+    # Stages
+
+    def _run(self, name: str, held: Held) -> Ended:
+        held.check()
+        pinned = self._ticks.read(Pinned, name) or self._pin(name)
+        done = self._ticks.read(Ended, name)  # by whoever had the lease before
+        if done is not None:
+            return done
+        config, unreadable = self._begun_with(pinned)
+        if config != self._config:
+            self._say(f"tick {name} goes on with the configuration that it was begun with")
+        trail = Trail(self._config.line, name, config, pinned, held)
+        if self._ticks.read(Decided, name) is None and (why := unreadable or self._hopeless(trail)):
+            return self._end(trail, "failed", why)
+        number = self._ticks.begin(name, held.id, held.owner).number
+        try:
+            return self._stages(trail)
+        except (LeaseLostError, RunInterrupted):
+            raise
+        except TrainloadError as error:
+            if self._ticks.read(Decided, name) is None:
+                self._ticks.write(Failed, name, number=number, error=type(error).__name__, message=str(error)[:8192])
+                if why := self._hopeless(trail):
+                    self._end(trail, "failed", why)
+            raise
+
+    def _begun_with(self, pinned: Pinned) -> tuple[Config, str]:
+        """The configuration of a tick, with what is each machine's own, and why it cannot be read; then it is this machine's."""
+        try:
+            found = checked(parse_canonical(pinned.config.encode(), f"{pinned.tick}, pinned.json, config"), f"tick {pinned.tick}")
+        except TrainloadError as error:  # another version of trainload began it
+            return self._config, f"what it was begun with cannot be read by this trainload: {' '.join(str(error).split())}"
+        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
+
+    def _hopeless(self, trail: Trail) -> str:
+        """Why a tick is given up; "" where it is not."""
+        failures, begun = self._ticks.count(Failed, trail.name), self._ticks.count(Begun, trail.name)
+        last = self._ticks.last_failure(trail.name)
+        if last is not None and failures >= trail.config.attempts:
+            return f"it failed {failures} times, the last time of: {last.message}"
+        return f"it was begun {begun} times, and ended from outside" if begun >= MOST_ATTEMPTS else ""
+
+    def _pin(self, name: str) -> Pinned:
+        current = self._store.current(self._config.line)
+        if current is None:
+            raise PackageError("no release is current", where=self._leases.where, cure="`trainload promote` one.")
+        self._work.check_fitting(self._config, current.release)  # a tick keeps what it is begun with
+        return self._ticks.write(
+            Pinned,
+            name,
+            config=canonical_json(self._config.to_json()).decode(),
+            parent=current.release,
+            package=current.package,
+            pointer=current.id,
+            versions=versions(),
+        )
+
+    def _stages(self, trail: Trail) -> Ended:
+        held = trail.held
+        taken = self._ticks.read(Taken, trail.name)
+        if taken is None:
+            self._say(f"tick {trail.name}: release {shown(trail.pinned.parent)} is current; looking at the data")
+            snapshot = self._work.snapshot(trail)
+            taken = self._write(held, Taken, trail.name, snapshot=snapshot)
+        snapshot = taken.snapshot
+        if snapshot.refused:
+            return self._end(trail, "bad data", snapshot.refused)
+        if snapshot.empty:
+            return self._end(trail, "no data", snapshot.empty)
+        decided = self._ticks.read(Decided, trail.name)
+        trained = self._ticks.read(Trained, trail.name)
+        if decided is None:
+            if trained is None:
+                try:
+                    self._obey(held)
+                    self._say(f"tick {trail.name}: training on {snapshot.rows:,} rows")
+                    trained = self._write(held, Trained, trail.name, **self._work.train(trail, snapshot))
+                except DivergedError as error:
+                    decided = self._write(held, Decided, trail.name, promote=False, reason=str(error), warnings=(), checks=(), drift={})
+                except RunInterrupted:
+                    held.check()
+                    if held.asked_to_stop is None:
+                        raise
+                    return self._end(trail, "replaced", f"{held.asked_to_stop} asked it to stop")
+            if trained is not None:
+                decided = self._decide(trail, snapshot, trained)
+        assert decided is not None, "a challenger, or why there is none, leads to a decision"
+        return self._settle(trail, trained, decided)
+
+    def _decide(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> Decided:
+        held = trail.held
+        evaluated = self._ticks.read(Evaluated, trail.name)
+        if evaluated is None:
+            champion, challenger = self._work.evaluate(trail, snapshot, trained)
+            evaluated = self._write(held, Evaluated, trail.name, champion=champion, challenger=challenger)
+        verdict, drift = self._work.decide(trail, snapshot, trained, evaluated)
+        return self._write(
+            held,
+            Decided,
+            trail.name,
+            promote=verdict.promote,
+            reason=verdict.reason,
+            warnings=verdict.warnings,
+            checks=verdict.checks,
+            drift=drift,
+        )
+
+    def _settle(self, trail: Trail, trained: Trained | None, decided: Decided) -> Ended:
+        """Does what was decided."""
+        if trained is None:
+            return self._end(trail, "rejected", decided.reason, warnings=decided.warnings)
+        if not decided.promote:
+            trail.held.check()
+            mark = self._store.mark_of(trail.line, trained.release)
+            if mark is None:
+                self._store.mark(trail.line, shown(trained.release), "rejected", decided.reason)
+            return self._end(trail, "rejected", decided.reason, trained.release, warnings=decided.warnings)
+        try:
+            pointer = self._promote(trail, trained, decided)
+        except LeaseLostError:
+            raise
+        except ConflictError as error:
+            return self._end(trail, "conflict", str(error), trained.release, warnings=decided.warnings)
+        return self._end(trail, "promoted", decided.reason, trained.release, pointer.id, warnings=decided.warnings)
+
+    def _promote(self, trail: Trail, trained: Trained, decided: Decided) -> Pointer:
+        """Makes the challenger current; once, whoever did it.
+
+        Raises:
+            ConflictError: another release was made current since the tick began, or the challenger was rejected or removed by somebody.
+        """
+        since = [entry for entry in self._store.history(trail.line) if entry.id > trail.pinned.pointer]
+        for entry in since:
+            if entry.release == trained.release:
+                return entry
+        for entry in since:
+            if entry.release != trail.pinned.parent:
+                raise ConflictError(
+                    "another release was made current meanwhile",
+                    where=f"tick {trail.name}",
+                    expected=f"release {shown(trail.pinned.parent)}, which the challenger was compared with",
+                    got=f"release {shown(entry.release)}: {entry.reason}",
+                )
+        mark = self._store.mark_of(trail.line, trained.release)
+        if mark is not None and mark.verdict != "candidate":
+            raise ConflictError(
+                f"the challenger was {mark.verdict} meanwhile",
+                where=f"tick {trail.name}, release {shown(trained.release)}",
+                expected="a candidate",
+                got=mark.reason,
+            )
+        trail.held.check()
+        pointer = self._store.promote(
+            trail.line, shown(trained.release), after=trail.held.after, reason=f"tick {trail.name}: {decided.reason}"[:8192]
+        )
+        trail.held.after = pointer.id
+        return pointer
+
+    def _end(
+        self,
+        trail: Trail,
+        outcome: Outcome,
+        reason: str,
+        release: str | None = None,
+        pointer: str | None = None,
+        *,
+        warnings: tuple[str, ...] = (),
+    ) -> Ended:
+        trail.held.check()
+        fields: dict[str, Any] = {"outcome": outcome, "reason": reason[:8192], "release": release, "pointer": pointer}
+        draft = self._ticks.draft(Ended, trail.name, **fields, warnings=warnings)
+        wrong = self._work.after(trail, draft)
+        ended = self._write(trail.held, Ended, trail.name, **fields, warnings=(*warnings, *wrong))
+        self._say(f"tick {trail.name}: {ended.outcome}: {ended.reason}")
+        for text in ended.warnings:
+            self._say(f"tick {trail.name}: warning: {text}")
+        return ended
+
+    def _write(self, held: Held, kind: type[R], tick: str, **fields: Any) -> R:
+        held.check()
+        return self._ticks.write(kind, tick, **fields)
+
+    def _obey(self, held: Held) -> None:
+        if held.asked_to_stop is not None:
+            raise RunInterrupted("the tick was asked to stop", where=held.asked_to_stop)

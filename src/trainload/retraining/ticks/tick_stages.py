@@ -1,0 +1,372 @@
+"""What the stages of a tick do: look at the data, train a challenger and publish it, compare it with the champion, decide."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from trainload.core.errors import ConflictError, RequestError, StorageError, TrainloadError
+from trainload.packaging.stores.releases import Release, shown
+from trainload.packaging.stores.store import NOBODY, Store
+from trainload.retraining.config.config import Config
+from trainload.retraining.data.drift import drift_of
+from trainload.retraining.data.row_selection import judged_slices
+from trainload.retraining.data.snapshot import check_evaluable, check_unchanged, evaluation_source, take
+from trainload.retraining.data.snapshot_records import Snapshot
+from trainload.retraining.ticks import aftermath
+from trainload.retraining.ticks.checks import check_known_names
+from trainload.retraining.ticks.gate import Verdict, decide
+from trainload.retraining.ticks.lineage import TICK
+from trainload.retraining.ticks.tick import Say, Trail
+from trainload.retraining.ticks.tick_records import Ended, Evaluated, Scores, Taken, Ticks, Trained
+from trainload.retraining.ticks.training import TickRun, folder_of, plan_of, settings_of, training_plan
+
+if TYPE_CHECKING:
+    from trainload.launching.run.journal import Event
+    from trainload.packaging.libraries.op_libraries import Libraries
+    from trainload.packaging.package import Package
+    from trainload.sharding.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How packages are opened: as of `trainload.open`, and of `launch`."""
+
+    libraries: Libraries = field(default_factory=lambda: MappingProxyType({}))
+    trust_extensions: bool = False
+    policy: Path | None = None
+
+
+class Stages:
+    """`Work`, done.
+
+    Args:
+        opening: how packages are opened.
+        say: told what happens.
+        on_event: told what happens in runs.
+    """
+
+    def __init__(self, opening: Opening, say: Say, on_event: Callable[[Event], None] = lambda _event: None) -> None:
+        self._opening, self._say, self._on_event = opening, say, on_event
+        self._planned: tuple[Any, Plan] | None = None
+
+    def first(self, config: Config, store: Store) -> None:
+        """As `Work.first`."""
+        self._planned = None  # a file that says how may have changed since the last tick
+        if store.current(config.line) is not None:
+            return
+        if config.package is None:
+            raise RequestError(
+                "the line has no current release",
+                where=f"{store.url}, line {config.line}",
+                cure="Give the package that it begins with: the key package.",
+            )
+        from trainload.launching.node.fetching import here
+        from trainload.packaging.stores.push import push
+
+        self._say(f"line {config.line} has no release: publishing {config.package}")
+        _, path = here(config.package)
+        with suppress(ConflictError):  # another process was first
+            push(path, config.store, line=config.line, only_if=NOBODY, message="the first of the line")
+
+    def check_fitting(self, config: Config, release: str) -> None:
+        """See `Work.check_fitting`. Raises: see `checks.check_known_names` and `training.training_plan`."""
+        package = self._release(config, release)
+        check_known_names(config, package)
+        self._plan(config, package)
+
+    def snapshot(self, trail: Trail) -> Snapshot:
+        """As `Work.snapshot`."""
+        package = self._release(trail.config, trail.pinned.parent)
+        ticks = _ticks(trail)
+        had = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
+        return take(trail.config, trail.scheduled, package, had, folder_of(trail))
+
+    def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+        """As `Work.train`."""
+        from trainload.packaging.stores.push import push
+
+        check_unchanged(snapshot)
+        config, seconds = trail.config, {}
+        release = trail.pinned.parent if config.train.start == "current" else self._first_release(trail)
+        package = self._release(config, release)
+        plan = self._plan(config, package)
+        run = TickRun(trail, snapshot, package, plan, self._run_options, self._say, self._on_event)
+        result = run.result(self._optimizer_from(trail))
+        assert result.output is not None, "a challenger is the run's output"
+        began = time.monotonic()
+        report = push(
+            result.output,
+            config.store,
+            line=config.line,
+            promote=False,
+            message=f"tick {trail.name}",
+            facts={TICK: trail.name, "steps": result.steps, "rows": snapshot.rows, "train.loss": result.last_loss},
+        )
+        seconds = {**result.seconds, "publishing": round(time.monotonic() - began, 3)}
+        if run.first_step is not None:
+            seconds["first step"] = round(run.first_step - trail.began, 3)
+        return {
+            "release": Store(config.store).release(config.line, report.release).id,
+            "package": report.digest,
+            "run_dir": str(run.folder),
+            "checkpoint": str(result.checkpoint),
+            "steps": result.steps,
+            "first_loss": result.first_loss,
+            "last_loss": result.last_loss,
+            "rows": snapshot.rows,
+            "plan": {"strategy": plan.strategy, "ranks": plan.world_size, "global_batch": plan.global_batch},
+            "seconds": seconds,
+            "sent_bytes": report.sent_bytes,
+            "restarts": result.restarts,
+        }
+
+    def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+        """As `Work.evaluate`. The run has evaluated both, where it began with the champion's weights and its folder is still there."""
+        found = _evaluated_by_run(Path(trained.run_dir))
+        challenger = found.get(trained.steps) or self._evaluate(trail, snapshot, trained.release)
+        champion = found.get(0) if trail.config.train.start == "current" else None
+        return champion or self._evaluate(trail, snapshot, trail.pinned.parent), challenger
+
+    def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+        """As `Work.decide`."""
+        gate, slices = trail.config.gate, trail.config.evaluation.slices
+        drift = self._drift(trail, snapshot)
+        columns = dict.fromkeys(snapshot.statistics, 0.0) | drift
+        values = {
+            **_flat("eval", evaluated.challenger),
+            **_flat("champion.eval", evaluated.champion),
+            "eval.steps": float(trained.steps),
+            "train.loss": trained.last_loss,
+            "data.rows": float(snapshot.rows),
+            "drift.greatest": max(drift.values(), default=0.0),
+            **{f"drift.{name}": value for name, value in columns.items()},
+        }
+        by_slice = {
+            name: {
+                **values,
+                **_flat("eval", scores),
+                **_flat("champion.eval", evaluated.champion.slices[name]),
+                "slice.rows": float(scores.rows),
+            }
+            for name, scores in evaluated.challenger.slices.items()
+            if name in evaluated.champion.slices
+        }
+        by_slice = {
+            name: by_slice.get(name, {"slice.rows": 0.0}) for name in judged_slices(trail.config, by_slice.keys() | snapshot.slices)
+        }
+        verdict = decide(
+            gate.require,
+            values,
+            slices_require=None if slices is None else slices.require,
+            slices=by_slice,
+            slice_least_rows=1 if slices is None else slices.least_rows,
+            drift=drift,
+            drift_warn=gate.drift.warn,
+            drift_bar=gate.drift.bar,
+        )
+        return verdict, drift
+
+    def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
+        """As `Work.after`."""
+        config = trail.config
+        wrong: list[str] = []
+        steps: list[Callable[[], object]] = []
+        if config.handover is not None:
+            steps.append(lambda: self.hand_over(config, aftermath.record_of(ended), promoted=ended.outcome == "promoted"))
+        needed = () if config.train.start == "current" else (self._first_release(trail),)
+        steps.append(lambda: aftermath.clean_up(config, _ticks(trail).names(), self._kept(trail, ended), needed))
+        if config.notify is not None and ended.outcome in config.notify.outcomes:
+            hook = config.notify
+            steps.append(lambda: aftermath.tell(hook.command, told(), hook.timeout))
+
+        def told() -> dict[str, Any]:
+            return aftermath.record_of(ended.model_copy(update={"warnings": (*ended.warnings, *wrong)}))
+
+        for step in steps:
+            try:
+                step()
+            except TrainloadError as error:
+                wrong.append(aftermath.in_words(error))
+        return tuple(wrong)
+
+    def hand_over(self, config: Config, record: Mapping[str, Any], *, promoted: bool = True) -> str | None:
+        """Hands over what is current, for those who serve it.
+
+        Args:
+            config: the retraining, which has a handover.
+            record: what its command is told.
+            promoted: also where it was handed over before; else only where something else was: what was rolled back.
+
+        Returns:
+            The release; None: there was nothing to do.
+        """
+        handover, pointer = config.handover, Store(config.store).current(config.line)
+        assert handover is not None, "there is a place to hand over to"
+        if pointer is None:
+            return None
+        name = aftermath.name_at(handover, config.line, pointer.release)
+        if not promoted and aftermath.handed_over(handover) in (None, name):
+            return None
+        aftermath.hand_over(handover, self._release(config, pointer.release), name, record)
+        return pointer.release
+
+    # Packages
+
+    def _release(self, config: Config, release: str) -> Package:
+        """A release's package, in this machine's cache."""
+        return self.open(f"{config.store}#{config.line}/{shown(release)}")
+
+    def _plan(self, config: Config, package: Package) -> Plan:
+        """How a package is trained. A tick asks before it is begun, and when it trains: it is planned once."""
+        asked = (package.digest, config.cluster, config.train)
+        if self._planned is None or self._planned[0] != asked:
+            self._planned = asked, training_plan(config, package)
+        return self._planned[1]
+
+    def open(self, reference: str) -> Package:
+        """A package, once the policies let it be run."""
+        from trainload.launching.node.fetching import here
+        from trainload.launching.node.libraries import open_for_run
+        from trainload.packaging.signatures.policy import find_policies
+
+        source, path = here(reference)
+        policies = find_policies(self._opening.policy)
+        opened = open_for_run(path, self._opening.libraries, policies, None, trust_extensions=self._opening.trust_extensions)
+        return replace(opened, source=source)
+
+    def _first_release(self, trail: Trail) -> str:
+        """The first release of the line that has the parent's program."""
+        store = Store(trail.config.store)
+        program = store.release(trail.line, shown(trail.pinned.parent)).program
+        for each in store.release_ids(trail.line):
+            if store.release(trail.line, shown(each)).program == program:
+                return each
+        raise AssertionError("the parent is a release of its own program")
+
+    def _made_by(self, trail: Trail, release: str) -> str | None:
+        """The tick that made a release; None: none did."""
+        found: Release = Store(trail.config.store).release(trail.line, shown(release))
+        tick = found.facts.get(TICK)
+        return tick if isinstance(tick, str) else None
+
+    def _optimizer_from(self, trail: Trail) -> str | None:
+        """The checkpoint of the run that made the parent, where its optimizer's state is kept; None: it begins anew."""
+        if trail.config.train.optimizer == "fresh":
+            return None
+        tick = self._made_by(trail, trail.pinned.parent)
+        made = None if tick is None else _ticks(trail).read(Trained, tick)
+        if made is None:  # the first release has no run
+            return None
+        if not Path(made.run_dir).exists():
+            raise StorageError(
+                "the run that made the current release is gone, and its optimizer's state with it",
+                where=f"{trail.config.line}, release {shown(trail.pinned.parent)}",
+                expected=made.run_dir,
+                cure="Restore the folder, or let the optimizer begin anew: train.optimizer fresh.",
+            )
+        return made.run_dir
+
+    def _kept(self, trail: Trail, ended: Ended) -> str | None:
+        """The tick whose run's folder stays."""
+        return trail.name if ended.outcome == "promoted" else self._made_by(trail, trail.pinned.parent)
+
+    def _drift(self, trail: Trail, snapshot: Snapshot) -> dict[str, float]:
+        """How far the columns are from those of the data that the champion was trained on; of none where that is not known."""
+        tick = self._made_by(trail, trail.pinned.parent)
+        before = None if tick is None else _ticks(trail).read(Taken, tick)
+        return {} if before is None else drift_of(before.snapshot.statistics, snapshot.statistics)
+
+    def _evaluate(self, trail: Trail, snapshot: Snapshot, release: str) -> Scores:
+        from trainload.launching.api.evaluate import evaluate
+        from trainload.launching.settings.overrides import Overrides
+
+        package = self._release(trail.config, release)
+        cluster, settings = trail.config.cluster, settings_of(trail.config)
+        # Champion and challenger are scored alike: in the precision in which a run of this retraining evaluates what it trains.
+        overrides = Overrides(precision=settings.overrides.precision)
+        check_evaluable(trail.config, snapshot, folder_of(trail))
+        source = evaluation_source(trail.config, snapshot, folder_of(trail))
+        self._say(f"tick {trail.name}: evaluating release {shown(release)}")
+        found = evaluate(
+            package,
+            plan_of(trail.config, overrides.apply(package, None), settings.batch),
+            source,
+            overrides=overrides,
+            backend=cluster.backend,
+            address=cluster.address,
+            compile=cluster.compile,
+            eval_batches=trail.config.evaluation.batches,
+            run_dir=folder_of(trail) / f"evaluation-{shown(release)}-{shown(trail.held.id)}",
+            **self._run_options,
+        )
+        return scores(found.loss, found.metrics, found.parts, found.rows)
+
+    @property
+    def _run_options(self) -> dict[str, Any]:
+        """What runs are given of how packages are opened."""
+        opening = self._opening
+        return {"libraries": opening.libraries, "trust_extensions": opening.trust_extensions, "policy": opening.policy}
+
+
+def files_had(ticks: Ticks, before: str, since: str) -> set[tuple[str, str]]:
+    """Names and identities of the files that ticks before have had: those on which a challenger was judged, and those that were bad.
+
+    Args:
+        ticks: of the line.
+        before: only ticks before this one.
+        since: "promoted": of good files only those of ticks whose challenger was promoted.
+    """
+    names = [name for name in ticks.names() if name < before]
+    ended = ticks.of_all(Ended, names)
+    judged = {"promoted"} if since == "promoted" else {"promoted", "rejected", "conflict"}
+    had: set[tuple[str, str]] = set()
+    for tick, taken in ticks.of_all(Taken, list(ended)).items():
+        whole = ended[tick].outcome in judged
+        had |= {(file.name, file.identity) for file in taken.snapshot.files if whole or file.problem}
+    return had
+
+
+def scores(loss: float, metrics: Mapping[str, float], parts: Mapping[str, Any], rows: int) -> Scores:
+    """What an evaluation came to. parts: by the name of each part of the held-out data."""
+    slices = {
+        name: Scores(loss=_finite(part["loss"]), metrics=_all_finite(part["metrics"]), rows=part["rows"], slices={})
+        for name, part in parts.items()
+    }
+    return Scores(loss=_finite(loss), metrics=_all_finite(metrics), rows=rows, slices=slices)
+
+
+def _evaluated_by_run(run_dir: Path) -> dict[int, Scores]:
+    """Step -> what a run's evaluation came to; of none where its folder is gone."""
+    from trainload.launching.run.journal import stream_events
+
+    if not run_dir.is_dir():
+        return {}
+    found = {}
+    for event in stream_events(run_dir):
+        if event.kind == "eval":
+            data = event.data
+            found[int(data["step"])] = scores(data["loss"], data["metrics"], data.get("parts", {}), int(data.get("rows", 0)))
+    return found
+
+
+def _flat(prefix: str, found: Scores) -> dict[str, float]:
+    return {f"{prefix}.{name}": math.nan if value is None else value for name, value in found.values.items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _all_finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in values.items()}
+
+
+def _ticks(trail: Trail) -> Ticks:
+    return Ticks(Store(trail.config.store), trail.line)

@@ -1,0 +1,116 @@
+"""When ticks are due: every so often, or by a crontab in a time zone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from cronsim import CronSim, CronSimError
+
+from trainload.core.errors import RequestError
+from trainload.retraining.config.config import Timing
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Schedule(Protocol):
+    """Scheduled times. Laws: `last_until(next_after(t)) == next_after(t)`, and there is none between `t` and `next_after(t)`."""
+
+    def next_after(self, moment: datetime) -> datetime:
+        """The first scheduled time after a moment, in UTC."""
+
+    def last_until(self, moment: datetime) -> datetime:
+        """The last scheduled time that is not after a moment, in UTC."""
+
+    def describe(self) -> str:
+        """What it is, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """A time every so often, counted from the beginning of 1970 in UTC: the same on every machine, and after every restart."""
+
+    span: timedelta
+
+    def next_after(self, moment: datetime) -> datetime:
+        """As of every schedule."""
+        return self.last_until(moment) + self.span
+
+    def last_until(self, moment: datetime) -> datetime:
+        """As of every schedule."""
+        return _EPOCH + (moment.astimezone(UTC) - _EPOCH) // self.span * self.span
+
+    def describe(self) -> str:
+        """As of every schedule."""
+        return f"every {self.span}"
+
+
+class Cron:
+    """The times of a crontab, in a time zone.
+
+    Where clocks go forward, a time that there is not runs at the first one after the gap; where they go back, one that there is twice runs
+    the first time only. Times that come every hour or minute go on evenly in both. That is what Debian's cron does, and cronsim.
+
+    Args:
+        text: five fields: minute, hour, day of the month, month, day of the week.
+        zone: IANA's name of it.
+
+    Raises:
+        RequestError: the text is no crontab, or never comes; there is no such zone.
+    """
+
+    def __init__(self, text: str, zone: str = "UTC") -> None:
+        self._text = text
+        try:
+            self._zone = ZoneInfo(zone)
+        except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+            raise RequestError(
+                "there is no such time zone", where="schedule.zone", expected="IANA's name of one, such as Europe/Berlin", got=zone
+            ) from error
+        if len(text.split()) != 5:
+            raise RequestError("a crontab has five fields", where="schedule.cron", expected='such as "0 3 * * *"', got=text)
+        try:
+            self.next_after(datetime.now(UTC))
+        except (CronSimError, StopIteration) as error:
+            problem = str(error) or "it never comes"
+            raise RequestError(f"this is no crontab: {problem}", where="schedule.cron", expected='such as "0 3 * * *"', got=text) from error
+
+    def next_after(self, moment: datetime) -> datetime:
+        """As of every schedule."""
+        times: Iterator[datetime] = CronSim(self._text, moment.astimezone(self._zone))
+        for found in times:
+            if found.astimezone(UTC) > moment:
+                return found.astimezone(UTC)
+        raise StopIteration
+
+    def last_until(self, moment: datetime) -> datetime:
+        """As of every schedule."""
+        # Backwards cronsim takes a time that there is not, or is twice, for another one than forwards: so it only gives a place to start.
+        later = moment.astimezone(self._zone) + timedelta(days=1)
+        for before in CronSim(self._text, later, reverse=True):
+            start = before.astimezone(UTC) - timedelta(days=1)
+            if start >= moment:
+                continue
+            found = None
+            at = self.next_after(start)
+            while at <= moment:
+                found, at = at, self.next_after(at)
+            if found is not None:
+                return found
+        raise StopIteration
+
+    def describe(self) -> str:
+        """As of every schedule."""
+        text: str = CronSim(self._text, _EPOCH).explain()
+        return f"{text}, {self._zone.key}"
+
+
+def schedule_of(timing: Timing) -> Schedule:
+    """The schedule that a retraining has. Raises: RequestError, as `Cron`."""
+    if timing.every is not None:
+        return Every(timing.every)
+    assert timing.cron is not None, "a schedule is one or the other"
+    return Cron(timing.cron, timing.zone)

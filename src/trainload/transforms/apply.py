@@ -1,0 +1,300 @@
+"""Applies passes to a package: each is proved to preserve what is computed, or refused, and recorded."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.step_check import check_step
+from trainload.capture.job.ambient import neutrally, one_at_a_time
+from trainload.capture.job.synthesise import rows_of, synthesise
+from trainload.capture.operators import graphs_in, is_overload
+from trainload.capture.parity.compare_programs import Difference, compare
+from trainload.capture.program import GraphCapture, Program
+from trainload.core.canonical_json import sha256_file
+from trainload.core.errors import PackageError, PassError, StorageError, TrainloadError, first_line
+from trainload.freezing.prove import keep_steps
+from trainload.launching.data.dataset import Dataset
+from trainload.launching.data.run_data import open_run_data
+from trainload.launching.node.cache import default_cache_dir
+from trainload.packaging.format.manifest import PassEntry
+from trainload.packaging.format.source_map import restore_traces
+from trainload.packaging.graphs.graph_json import with_graph
+from trainload.packaging.libraries.providers import distributions_with
+from trainload.packaging.package import Package, check_weights
+from trainload.packaging.write import with_graphs
+from trainload.passes import GRAPH, Pass
+from trainload.transforms.operator_sets import counts_of
+
+__all__ = ["Applied", "Options", "Transformation", "transform"]
+
+Options = Mapping[str, Any]
+_REPLAYS = (0, 1, 0)
+"""Rows beyond the example's, of each replay."""
+_RECORDABLE = "Give a function of a module, and numbers, strings or tuples of strings."
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a pass did.
+
+    Attributes:
+        entry: what the package will say of it.
+        program: the graphs after it.
+        differences: for each graph, where it is furthest from what it was.
+        calls_before: calls of operators in all captured graphs, bodies included.
+        calls_after: the same after the pass.
+    """
+
+    entry: PassEntry
+    program: Program
+    differences: tuple[Difference, ...]
+    calls_before: int
+    calls_after: int
+
+    @property
+    def worst(self) -> Difference:
+        """The difference that is largest, measured by its tolerance."""
+        return max(self.differences, key=lambda difference: difference.distance / difference.tolerance)
+
+
+class Transformation:
+    """A package's graphs under passes, one after another.
+
+    Laws: `program` is what the kept passes made of the package's; each was compared with what the last change that was allowed left.
+
+    Args:
+        package: whose graphs they are.
+        data: rows to compare on, Parquet, npz or a mixture, as a run takes them. None, and for variants that it has no rows of: batches
+            made up from the example's quantiles.
+
+    Raises:
+        PackageError: the package is abstract, so nothing can be compared.
+    """
+
+    def __init__(self, package: Package, data: str | Path | None = None) -> None:
+        check_weights(package)
+        self.package = package
+        self.program = package.program()
+        for name, capture in self.program.graphs.items():
+            restore_traces(package.path, name, capture.exported)
+        self.passes: tuple[PassEntry, ...] = ()
+        self._before = self.program
+        rows: dict[str, Dataset] = {}
+        if data is not None:
+            main = self.program.graphs[package.recipe.main]
+            opened = open_run_data(data, package, rows_of(main), default_cache_dir())
+            rows = {part.variant: part.dataset for part in reversed(opened.parts)}
+        self._batches = {name: _batches(capture, rows.get(capture.variant)) for name, capture in self.program.graphs.items()}
+
+    def apply(self, function: Pass, options: Options | None = None) -> Applied:
+        """Applies a pass to every graph and compares; keeps nothing.
+
+        Raises:
+            PassError: the pass fails, or what it returns is no graph of this package.
+            DataError: there is nothing to compare on.
+        """
+        options = dict(options or {})
+        name = f"{getattr(function, '__module__', '')}:{getattr(function, '__name__', type(function).__name__)}"
+        graphs: dict[str, GraphCapture] = {}
+        for graph, capture in self.program.graphs.items():
+            where = f"{name}, graph {graph}"
+            module = copy.deepcopy(capture.exported.graph_module)
+            module.meta[GRAPH] = graph
+            try:
+                made = function(module, self.program, **options)
+            except TrainloadError:
+                raise
+            except Exception as error:  # a pass is anybody's code; all of it becomes one line
+                raise PassError(f"the pass fails: {type(error).__name__}: {error}", where=where) from error
+            if not isinstance(made, GraphModule):
+                raise PassError("the pass returns no graph", where=where, expected="a torch.fx.GraphModule", got=type(made).__name__)
+            made.meta.pop(GRAPH, None)
+            _complete(made, where)
+            try:
+                graphs[graph] = dataclasses.replace(capture, exported=with_graph(capture.exported, made, where))
+            except PackageError as error:
+                raise PassError(error.problem, where=error.where, expected=error.expected, got=error.got) from error
+            _check_sizes(graphs[graph], where)
+        after = dataclasses.replace(self.program, graphs=graphs)
+        differences = tuple(compare(graph, self._before, after, self._batches[graph]) for graph in graphs)
+        entry = _entry(function, name, options, preserving=all(difference.equal for difference in differences))
+        return Applied(entry, after, differences, sum(counts_of(self.program).values()), sum(counts_of(after).values()))
+
+    def keep(self, applied: Applied, *, allow_change: bool = False) -> None:
+        """Makes what a pass did the present state.
+
+        Raises:
+            PassError: it changes what is computed, and that was not allowed.
+        """
+        if not applied.entry.preserving and not allow_change:
+            worst = applied.worst
+            raise PassError(
+                f"the pass changes the {worst.graph} graph's {worst.value} by {worst.distance:.2g} of its size",
+                where=applied.entry.name,
+                expected=f"at most {worst.tolerance:g}",
+                got=f"{worst.distance:.2g}",
+                cure="If the change is meant, allow it: --allow-change, or allow_change=True. The package will say so.",
+            )
+        self.program = applied.program
+        self.passes += (applied.entry,)
+        if not applied.entry.preserving:
+            self._before = applied.program
+
+    def write(self, path: str | Path) -> Package:
+        """Derives the step graph, proves it equal to autograd, and writes the package; its parent is the one it was made from.
+
+        Raises:
+            CaptureError: no sound step graph can be derived from the graphs any more.
+            StorageError: the path is taken or cannot be written.
+        """
+        cpu = torch.device("cpu")
+        steps = {graph: derive(self.program, graph, cpu) for graph in self.program.graphs}
+        trained = {name: steps[name] for name, graph in self.program.graphs.items() if graph.training}
+        for name, step in trained.items():
+            check_step(self.program, name, step, self._batches[name][0])
+        package = with_graphs(self.package, Path(path), self.program, self.passes)
+        keep_steps(package, trained)
+        return package
+
+
+@one_at_a_time
+@neutrally
+def transform(
+    package: Package,
+    passes: Sequence[Pass | tuple[Pass, Options]],
+    path: str | Path,
+    *,
+    allow_change: bool = False,
+    data: str | Path | None = None,
+    on_pass: Callable[[Applied], None] | None = None,
+) -> Package:
+    """Applies passes to a package's captured graphs and writes a new package.
+
+    After each pass loss, metrics, buffers and every gradient are compared with those before it, on batches of two sizes, each with a
+    seed of its own. The updates, the weights and the recipe stay.
+
+    Args:
+        package: what is transformed; it is not changed.
+        passes: in order; each a function, or a function and what it is given by name.
+        path: the package to write.
+        allow_change: keep a pass that changes what is computed, and record that it does.
+        data: rows to compare on; None: batches made up from what the package keeps of the example.
+        on_pass: told what each pass did.
+
+    Raises:
+        PassError: a pass fails, or changes what is computed.
+        StorageError: the path is taken.
+    """
+    check_path(Path(path))
+    work = Transformation(package, data)
+    for item in passes:
+        function, options = item if isinstance(item, tuple) else (item, {})
+        applied = work.apply(function, options)
+        work.keep(applied, allow_change=allow_change)
+        if on_pass is not None:
+            on_pass(applied)
+    return work.write(path)
+
+
+def check_path(path: Path) -> None:
+    """Check that a package can be written there, before any work is done."""
+    if path.exists():
+        raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
+    if not path.absolute().parent.is_dir():
+        raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+
+
+def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tensor]]:
+    if rows is None:
+        return [synthesise(capture, seed, more) for seed, more in enumerate(_REPLAYS)]
+    names = {spec.name for spec in capture.inputs}
+    found = []
+    for seed, more in enumerate(_REPLAYS):
+        batch = rows.batch(np.arange(seed, seed + rows_of(capture, more)) % rows.size)
+        fed = {} if names <= batch.keys() else synthesise(capture, seed, more)  # what other graphs would feed it
+        found.append({name: batch[name] if name in batch else fed[name] for name in names})
+    return found
+
+
+def _check_sizes(capture: GraphCapture, where: str) -> None:
+    """Check that what was dynamic still is: torch fixes a symbol to the example's size wherever Python asks whether they are equal."""
+    placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
+    for spec, node in zip(capture.inputs, placeholders[len(placeholders) - len(capture.inputs) :], strict=True):
+        for declared, size in zip(spec.shape, node.meta["val"].shape, strict=True):
+            if isinstance(declared, str) and (isinstance(size, int) or size.node.expr.is_number):
+                raise PassError(
+                    "the pass fixes a size that changes from call to call",
+                    where=f"{where}, input {spec.name}",
+                    expected=declared,
+                    got=str(size),
+                    cure="Do not compare sizes with numbers in Python: a comparison of symbols is a decision about them.",
+                )
+
+
+def _complete(module: GraphModule, where: str) -> None:
+    """Gives new nodes their values, and has torch look the graph over."""
+    for part in graphs_in(module):
+        for node in part.graph.nodes:
+            if node.op == "call_function" and "val" not in node.meta:
+                node.meta["val"] = _value(node, where)
+        try:
+            part.graph.lint()
+        except RuntimeError as error:
+            raise PassError(f"the pass leaves a broken graph: {first_line(error)}", where=where) from error
+        part.recompile()
+
+
+def _value(node: Node, where: str) -> Any:
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    mode = next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
+    if not (is_overload(node.target) or callable(node.target)) or any(value is None for value in values) or mode is None:
+        raise PassError(
+            "a new node has no value, and it cannot be worked out",
+            where=f"{where}, node {node.name}",
+            cure='Set node.meta["val"] to a fake tensor of the right shape and dtype.',
+        )
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
+    function: Any = node.target
+    try:
+        with mode:
+            return function(*args, **kwargs)
+    except Exception as error:  # an operator given the wrong arguments may raise anything
+        raise PassError(f"a new node cannot be computed: {first_line(error)}", where=f"{where}, node {node.name}") from error
+
+
+def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> PassEntry:
+    module = str(getattr(function, "__module__", ""))
+    distribution = next(iter(distributions_with(module)), None)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float | str | tuple | None):  # a tensor of one element would pass for a number
+            raise PassError(f"the pass cannot be recorded: its option {key}", where=name, got=type(value).__name__, cure=_RECORDABLE)
+    try:
+        return PassEntry(
+            name=name,
+            distribution=distribution,
+            version=None if distribution is None else version(distribution),
+            source=None if file is None else sha256_file(Path(file)),
+            options=given,
+            preserving=preserving,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise PassError(f"the pass cannot be recorded: {place}: {first['msg']}", where=name, cure=_RECORDABLE) from error

@@ -1,0 +1,89 @@
+"""A graph as text, one line for each node, beside the source lines that it comes from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from trainload.autograd_trace.derivation.decompose import spelled
+from trainload.core.errors import PackageError
+from trainload.packaging.format.source_map import SourceMap, named_nodes, users_path
+from trainload.packaging.package import Package
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A node. `node` is its name in debug/; `file` and `line` are its source's, where that is there and unchanged; `source` its text."""
+
+    node: str
+    text: str
+    module: str
+    file: str | None
+    line: int | None
+    source: str
+
+
+def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
+    """The nodes that a module and the modules in it made, in the graph's order.
+
+    Args:
+        package: whose graph it is.
+        graph: its name: "train", "eval", "critic-eval".
+        module: "layers.3"; "" is all of the graph.
+
+    Raises:
+        PackageError: there is no such graph, or no node of such a module.
+    """
+    captures = package.program().graphs
+    if graph not in captures:
+        raise PackageError("the package has no such graph", where=graph, expected=", ".join(captures))
+    sources = SourceMap(package.path)
+    nodes = [(name, node) for name, node in named_nodes(captures[graph].exported.graph_module) if node.op == "call_function"]
+    lines = [_line(name, node, sources, graph) for name, node in nodes if module in _modules(node)]
+    if not lines:
+        known = sorted(set().union(*(_modules(node) for _, node in nodes)) - {""})
+        close = difflib.get_close_matches(module, known, n=3) or known[:8]
+        raise PackageError("no node of the graph is of this module", where=module, cure=f"There are: {', '.join(close)}.")
+    return tuple(lines)
+
+
+def _modules(node: Node) -> set[str]:
+    """The module that made a node and those around it; "" is always one of them."""
+    return {"", *(users_path(str(path)) for path, _ in (node.meta.get("nn_module_stack") or {}).values())}
+
+
+def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
+    place = sources.place(graph, name)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    here = place is not None and place.unchanged
+    return Line(
+        node=name,
+        text=f"{'    ' * (name.count('/') // 2)}{node.name}{_shape(node)} = {spelled(node.target)}({', '.join(_arguments(node))})",
+        module=users_path(str(stack[-1][0])) if stack else "",
+        file=place.file if place is not None and here else None,
+        line=place.line if place is not None and here else None,
+        source=place.text if place is not None else "",
+    )
+
+
+def _arguments(node: Node) -> Iterator[str]:
+    yield from (_value(argument) for argument in node.args)
+    yield from (f"{key}={_value(argument)}" for key, argument in node.kwargs.items())
+
+
+def _value(argument: Any) -> str:
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(_value, argument))}]"
+    return str(argument).removeprefix("torch.")
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return ""
+    return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"

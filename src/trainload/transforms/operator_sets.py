@@ -1,0 +1,129 @@
+"""What a package's graphs are made of: operators, where they are called, and what becomes of them when they are decomposed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule, Node
+
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.decompose import becomes, is_core, is_device_specific, spelled
+from trainload.capture.operators import calls_in, is_higher_order, is_overload
+from trainload.capture.program import Program
+from trainload.core.errors import PassError
+from trainload.packaging.derived import read_derived
+from trainload.packaging.graphs.graph_json import running_schema
+from trainload.packaging.package import Package
+from trainload.sharding.plans.device_step_graphs import derived_key
+
+STEP = "step"
+"""Column of the derived graph of forward and backward, for the CPU."""
+UPDATE = "update"
+"""Column of the optimizer's graphs, of all groups together."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorUse:
+    """One operator of a package.
+
+    Attributes:
+        name: "aten.linear.default"; of one that takes graphs, "cond".
+        schema: as the manifest records it; for what only the step graph calls, the running torch's; "" for one without a schema.
+        counts: graph -> calls, in bodies of control flow too. Captured graphs, UPDATE and STEP.
+        core: whether torch counts it as core ATen; None for what is no operator of the dispatcher.
+        device_specific: whether its name names a device.
+        becomes: the operators that its calls in captured graphs decompose into, in one step; () if they stay.
+    """
+
+    name: str
+    schema: str
+    counts: Mapping[str, int]
+    core: bool | None
+    device_specific: bool
+    becomes: tuple[str, ...]
+
+
+def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
+    """Every operator of a package's graphs, sorted by name. Functions of sizes (`mul` of two lengths) are left out.
+
+    Raises:
+        PackageError: as `Package.program`.
+    """
+    program = package.program()
+    cpu = torch.device("cpu")
+    trained = package.manifest.training_graphs()
+    steps = [read_derived(package, derived_key(name, cpu)) or derive(program, name, cpu) for name in trained]
+    modules: list[tuple[str, GraphModule]] = [(name, graph.exported.graph_module) for name, graph in program.graphs.items()]
+    modules += [(UPDATE, exported.graph_module) for update in package.updates() for exported in (update.first, update.following)]
+    modules += [(STEP, step.module) for step in steps]
+    counts: dict[str, Counter[str]] = {}
+    targets: dict[str, object] = {}
+    calls: dict[str, list[Node]] = {}
+    for graph, module in modules:
+        for node in calls_in(module):
+            if not is_overload(node.target) and not is_higher_order(node.target):
+                continue
+            name = spelled(node.target)
+            targets[name] = node.target
+            counts.setdefault(name, Counter())[graph] += 1
+            if graph in program.graphs:
+                calls.setdefault(name, []).append(node)
+    return tuple(
+        OperatorUse(
+            name=name,
+            schema=_schema(package, name) if is_overload(targets[name]) else "",
+            counts=dict(counts[name]),
+            core=is_core(targets[name]) if is_overload(targets[name]) else None,
+            device_specific=is_device_specific(targets[name]),
+            becomes=next((found for node in calls.get(name, ()) if (found := becomes(node))), ()),
+        )
+        for name in sorted(targets)
+    )
+
+
+def counts_of(program: Program) -> dict[str, int]:
+    """Operator -> calls in all captured graphs, bodies included."""
+    calls = (node for graph in program.graphs.values() for node in calls_in(graph.exported.graph_module))
+    return dict(Counter(spelled(node.target) for node in calls if is_overload(node.target) or is_higher_order(node.target)))
+
+
+def outside_core(program: Program) -> tuple[str, ...]:
+    """The operators of the captured graphs that are outside core ATen, sorted."""
+    return tuple(
+        sorted(
+            {
+                spelled(node.target)
+                for graph in program.graphs.values()
+                for node in calls_in(graph.exported.graph_module)
+                if is_overload(node.target) and not is_core(node.target)
+            }
+        )
+    )
+
+
+def read_operator_file(path: Path) -> tuple[str, ...]:
+    """The names in a file: one operator to decompose on each line; what follows a # is left out.
+
+    Raises:
+        PassError: there is no such file, or it names something that torch does not have.
+    """
+    if not path.is_file():
+        raise PassError("there is no such set", where=str(path), expected="full, core, or a file of operator names")
+    names: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        name = line.partition("#")[0].strip()
+        if not name:
+            continue
+        if running_schema(f"torch.ops.{name}") is None:
+            raise PassError("torch has no such operator", where=f"{path}:{number}", expected="a name like aten.linear.default", got=name)
+        names.append(name)
+    return tuple(dict.fromkeys(names))
+
+
+def _schema(package: Package, name: str) -> str:
+    full = f"torch.ops.{name}"
+    return package.manifest.ops.get(full) or running_schema(full) or ""

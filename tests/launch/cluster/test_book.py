@@ -1,0 +1,81 @@
+"""The driver's journal, also while storage does not take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainload.core.errors import StorageError
+from trainload.launching.cluster.book import Book
+from trainload.launching.run.journal import LOGS, Event, Journal, log_name, read_events
+
+STEP = Event("step", {"step": 0, "loss": 1.5, "gradient_norm": 0.5, "seconds": 0.1}, 1.0)
+CHECKPOINT = Event("checkpoint", {"step": 1}, 2.0)
+
+
+@pytest.fixture
+def told() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def book(tmp_path: Path, told: list[Event]) -> Book:
+    return Book(tmp_path, told.append)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(journal: Journal, events: object) -> None:
+        raise StorageError("the journal cannot be written: No space left on device")
+
+    monkeypatch.setattr(Journal, "append", full)
+
+
+def test_what_is_taken_is_written_and_told(book: Book, told: list[Event], tmp_path: Path) -> None:
+    book.take([STEP, CHECKPOINT])
+    assert read_events(tmp_path) == told == [STEP, CHECKPOINT]
+    assert (book.written, book.stepped, book.has_checkpoint, book.ended) == (2, True, True, False)
+
+
+def test_what_storage_does_not_take_is_written_later_in_order(
+    book: Book, told: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book.take([STEP])
+    with monkeypatch.context() as patch:
+        refuse(patch)
+        book.take([CHECKPOINT])
+        book.take([STEP])
+        assert book.written == 1
+    book.take([])
+    assert read_events(tmp_path) == [STEP, CHECKPOINT, STEP]
+    assert book.written == 3
+    assert [event.kind for event in told] == ["step", "warning", "checkpoint", "step"]
+
+
+def test_the_drivers_own_words_are_none_of_the_workers(book: Book, tmp_path: Path) -> None:
+    book.write("waiting", message="for a node")
+    book.take([STEP])
+    assert book.written == 1
+    assert [event.kind for event in read_events(tmp_path)] == ["waiting", "step"]
+
+
+def test_a_new_checkpoint_is_told_of_once(book: Book) -> None:
+    assert not book.new_checkpoint()
+    book.take([CHECKPOINT])
+    assert book.new_checkpoint()
+    assert not book.new_checkpoint()
+
+
+def test_a_later_driver_knows_what_came_before(book: Book, tmp_path: Path) -> None:
+    book.take([STEP, CHECKPOINT])
+    later = Book(tmp_path, lambda event: None)
+    assert later.has_checkpoint
+    assert not later.stepped
+    assert (later.summary.step, later.summary.checkpoint) == (1, 1)
+
+
+def test_what_ranks_print_is_kept_by_rank(book: Book, tmp_path: Path) -> None:
+    book.keep({0: "one\n", 3: "two\n"})
+    book.keep({3: "three\n"})
+    assert (tmp_path / LOGS / log_name(0)).read_text() == "one\n"
+    assert (tmp_path / LOGS / log_name(3)).read_text() == "two\nthree\n"

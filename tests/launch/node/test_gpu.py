@@ -1,0 +1,204 @@
+"""Launches on a GPU: training is as in eager PyTorch, faults of data and memory are told. `make gpu` runs them where there is a GPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.launch.wide import ROWS as WIDE_ROWS
+from tests.launch.wide import WIDTH as WIDE_WIDTH
+from tests.launch.wide import wide_job
+from torch import Tensor, nn, optim
+from torch.nn import functional
+
+import trainload
+from trainload.core.errors import DataError, OutOfMemoryError
+from trainload.launching.api.request import Backend
+from trainload.launching.data.sampler import rows
+from trainload.launching.run.journal import Event, read_events
+from trainload.launching.worker.row_limit import free_bytes
+from trainload.packaging.package import Package
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+WORDS, LENGTH, WIDTH, ROWS, STEPS, SEED = 97, 16, 32, 8, 6, 3
+BAD = int(rows(SEED, ROWS * STEPS, ROWS, ROWS)[5])
+"""A row of the second step."""
+GIB = 2**30
+
+
+class Words(nn.Module):
+    """tokens (rows, LENGTH) -> logits (rows, LENGTH, WORDS), with attention, dropout left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.words(tokens)))
+        return logits
+
+
+def of_words(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    tokens = batch["tokens"]
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def in_bfloat16(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast(batch["tokens"].device.type, dtype=torch.bfloat16):
+        return of_words(model, batch)
+
+
+def adamw(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def job(loss: Any = of_words) -> trainload.Job:
+    torch.manual_seed(0)
+    batch = {"tokens": torch.randint(WORDS, (4, LENGTH + 1))}
+    return trainload.Job(Words(), batch, adamw, loss=loss, steps=STEPS, global_batch=ROWS, seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return trainload.freeze(job(), tmp_path_factory.mktemp("words") / "job.tl")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return trainload.freeze(wide_job(), tmp_path_factory.mktemp("wide") / "job.tl")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own
+            ray.init(address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(params=["local", "ray"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """The driver's own process, and Ray."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    found: Backend = request.param
+    return found
+
+
+def tokens(folder: Path, bad: int | None = None) -> Path:
+    values = np.random.default_rng(0).integers(0, WORDS, (ROWS * STEPS, LENGTH + 1))
+    if bad is not None:
+        values[BAD, 3] = bad
+    np.savez(folder / "rows.npz", tokens=values)
+    return folder / "rows.npz"
+
+
+def launched(package: Package, data: Path, folder: Path, backend: Backend, **options: Any) -> list[Event]:
+    plan = trainload.plan(package, trainload.Cluster(device="cuda"), "single")
+    trainload.launch(package, plan, data, run_dir=folder / "run", backend=backend, **options)
+    return list(read_events(folder / "run"))
+
+
+def losses(events: list[Event]) -> Tensor:
+    return torch.tensor([event.data["loss"] for event in events if event.kind == "step"])
+
+
+def eager(of: trainload.Job, data: Path) -> Tensor:
+    """The losses of a plain loop, in float32 on the GPU."""
+    model, values = copy.deepcopy(of.model).cuda(), torch.from_numpy(np.load(data)["tokens"]).cuda()
+    optimizer, found = adamw(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        chosen = torch.as_tensor(rows(SEED, len(values), step * ROWS, ROWS))
+        loss = of_words(model, {"tokens": values[chosen]})
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return torch.tensor(found)
+
+
+def warned(events: list[Event]) -> list[str]:
+    return [event.data["message"] for event in events if event.kind == "warning"]
+
+
+def test_a_run_trains_as_eager_and_no_graph_runs_interpreted(package: Package, tmp_path: Path, backend: Backend) -> None:
+    events = launched(package, tokens(tmp_path), tmp_path, backend)
+    torch.testing.assert_close(losses(events), eager(job(), tmp_path / "rows.npz"), rtol=1e-4, atol=0)
+    assert warned(events) == []
+
+
+def test_in_bfloat16_too(tmp_path: Path) -> None:
+    events = launched(trainload.freeze(job(in_bfloat16), tmp_path / "job.tl"), tokens(tmp_path), tmp_path, "local")
+    torch.testing.assert_close(losses(events), eager(job(), tmp_path / "rows.npz"), rtol=2e-2, atol=0)
+    assert warned(events) == []
+
+
+def test_a_resumed_run_is_the_same(package: Package, tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = losses(launched(package, tokens(tmp_path), tmp_path / "whole", backend))
+    launched(package, tmp_path / "rows.npz", tmp_path, backend, steps=3, checkpoint_every=2)
+    trainload.resume(tmp_path / "run", steps=STEPS, backend=backend)
+    assert torch.equal(losses(list(read_events(tmp_path / "run"))), whole)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
+def test_a_token_out_of_range_is_told_with_its_row(package: Package, tmp_path: Path, ray_cluster: None, compiled: bool) -> None:
+    # On Ray: a kernel's assertion leaves the process without its GPU.
+    with pytest.raises(DataError) as caught:
+        launched(package, tokens(tmp_path, WORDS), tmp_path, "ray", compile=compiled)
+    assert caught.value.where.startswith(f"step 2, row {BAD} of ")
+    assert f"the value {WORDS} of input 'tokens' is out of range" in caught.value.problem
+    assert [event.kind for event in read_events(tmp_path / "run")].count("start") == 1
+
+
+def but(room: int) -> Tensor:
+    """Hold all of the GPU's memory but so many bytes."""
+    torch.cuda.empty_cache()
+    return torch.empty(free_bytes(torch.device("cuda", 0)) - room, dtype=torch.uint8, device="cuda")
+
+
+def test_the_error_says_what_was_held_and_which_plan_needs_less(wide: Package, tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", x=np.zeros((WIDE_ROWS, WIDE_WIDTH), np.float32))
+    held = but(GIB // 2)
+    with pytest.raises(OutOfMemoryError) as caught:
+        launched(wide, tmp_path / "rows.npz", tmp_path, "local", compile=False)
+    del held
+    assert "rank 0 ran out of memory" in str(caught.value)
+    assert re.search(r"A plan with --strategy single .*--accumulate \d+ was estimated to need", str(caught.value))
+
+
+def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(wide: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "rows.npz", x=np.random.default_rng(0).standard_normal((WIDE_ROWS, WIDE_WIDTH), np.float32))
+    for number in range(2):  # the second one compares nothing
+        torch.cuda.reset_peak_memory_stats()
+        launched(wide, tmp_path / "rows.npz", tmp_path / f"free-{number}", "local")
+    room = int(1.25 * torch.cuda.max_memory_allocated()) + 2**27
+    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))  # so it compares again
+    held = but(room)
+    events = launched(wide, tmp_path / "rows.npz", tmp_path, "local")
+    assert warned(events) == [] and len(losses(events)) == 2
+    assert any(event.kind == "stage" and event.data["name"] == "compare compiled graphs" for event in events)
+    with pytest.raises(OutOfMemoryError):  # interpreted, all rows need more than that; the error keeps what was computed
+        launched(wide, tmp_path / "rows.npz", tmp_path / "interpreted", "local", compile=False)
+    del held

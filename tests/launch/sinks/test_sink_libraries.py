@@ -1,0 +1,36 @@
+"""The library of a sink that is not installed is missed before anything is written."""
+
+from __future__ import annotations
+
+import sys
+from typing import get_args
+
+import pytest
+
+from trainload.core.errors import StorageError
+from trainload.launching.settings.run_settings import SinkName
+from trainload.launching.sinks.sink import check_sink_libraries
+
+LIBRARIES: dict[SinkName, tuple[str, str]] = {
+    "tensorboard": ("tensorboardX", "tensorboard"),
+    "mlflow": ("mlflow", "mlflow"),
+    "prometheus": ("ray.util.metrics", "ray"),
+}
+"""Sink -> the module that it needs, the extra that has it."""
+
+
+def test_sinks_whose_libraries_are_there_are_taken() -> None:
+    check_sink_libraries(get_args(SinkName))
+
+
+def test_every_sink_has_a_library_that_may_be_missing() -> None:
+    assert LIBRARIES.keys() == set(get_args(SinkName))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_that_is_not_there_is_named_with_its_extra(name: SinkName, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, extra = LIBRARIES[name]
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"trainload.launching.sinks.{name}", raising=False)
+    with pytest.raises(StorageError, match=rf"sinks: {name} is not installed.*pip install 'trainload\[{extra}\]'"):
+        check_sink_libraries([*LIBRARIES])
