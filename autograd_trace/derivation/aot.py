@@ -481,7 +481,7 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
     """Makes process groups under the logical names that rewritten graphs use. Every rank must call it, with the same groups.
 
     With gloo all of them carry out one collective after another: on gloo's usual two threads functional all-gathers beside other
-    collectives in flight corrupt the heap (see ARCHITECTURE.md).
+    collectives in flight corrupt the heap.
 
     Args:
         groups: name -> the ranks of its groups; a rank is in one of each name, or in none.
