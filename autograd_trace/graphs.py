@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.export import ExportedProgram
 
 from trainload.capture.program import MAIN
+from trainload.core.records import LeanRecord
 
 
 class Role(StrEnum):
@@ -113,21 +114,6 @@ class UpdateGraph:
     def elementwise(self) -> bool:
         """Whether it may run on any slice."""
         return self.shape is None
-
-
-class LeanRecord(BaseModel):
-    """A record that leaves out those of its fields that came later, where they have their defaults: what lacked them keeps its bytes."""
-
-    later: ClassVar[frozenset[str]] = frozenset()
-
-    @model_serializer(mode="wrap")
-    def _lean(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = whole(self)
-        return {
-            k: v
-            for k, v in fields.items()
-            if k not in self.later or getattr(self, k) != type(self).model_fields[k].get_default(call_default_factory=True)
-        }
 
 
 class GroupRecipe(LeanRecord):

@@ -64,16 +64,16 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
     """What each process does until there were so many leases."""
     from trainload.core import processes
     from trainload.core.errors import ConflictError
+    from trainload.core.storage import lease
     from trainload.packaging.stores.store import Store
-    from trainload.retraining.ticks import lease
-    from trainload.retraining.ticks.lease import Held, Leases
+    from trainload.retraining.ticks.line_lease import Held, LineLeases
 
     chance = random.Random(seed)
     if far:
         real = processes.this_process
         processes.this_process = lease.this_process = lambda: real().replace(" ", "-far ", 1)  # another start of another machine
     place = Store(store)
-    line = Leases(place, "main", f"process {os.getpid()}")
+    line = LineLeases(place, "main", f"process {os.getpid()}")
     with log.open("a", buffering=1) as out:
 
         def act(held: Held, what: str) -> None:
@@ -84,7 +84,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
                 out.write(json.dumps([time.monotonic(), int(held.id), "knew that it had lost it"]) + "\n")
 
         while int(line.last() or 0) < leases:
-            held = line.take("20260101T000000Z", seconds)
+            held = line.take_for("20260101T000000Z", seconds)
             if not isinstance(held, Held):
                 time.sleep(chance.uniform(0.0, 0.02))
                 continue

@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from trainload.autograd_trace.graphs import LeanRecord
 from trainload.capture.guard import FixedValue, Guard, InputGuard
 from trainload.capture.guards.size_expressions import MAX_LENGTH, Expression, GrammarError, parse
 from trainload.core.errors import PackageError
+from trainload.core.records import Record
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 InputName = Annotated[str, Field(min_length=1, max_length=256)]
 GuardText = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH)]
 """A symbol, expression or condition in the grammar of capture/guards/size_expressions.py."""
-
-
-class Record(LeanRecord):
-    """An object of the manifest."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class FixedEntry(Record):

@@ -23,7 +23,8 @@ from trainload.capture.program import (
 )
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
-from trainload.packaging.format.guard_entries import GuardEntry, InputName, Record, Size, check_guard
+from trainload.core.records import Record
+from trainload.packaging.format.guard_entries import GuardEntry, InputName, Size, check_guard
 from trainload.packaging.format.upgrade import oldest_form, upgraded
 
 FORMAT_VERSION = 2

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainload.core.errors import StorageError
+from trainload.core.records import now
 from trainload.core.storage.interface import NO_OPTIONS, StoredFile
-from trainload.packaging.stores.leases import GRACE, GcGuard, push_leases
-from trainload.packaging.stores.releases import now
+from trainload.core.storage.lease import HeldLease, LeaseRecord
+from trainload.packaging.stores.leases import GRACE, gc_lease, push_leases
 from trainload.packaging.stores.store import Store
 
 _BLOB = re.compile(r"blobs/sha256/([0-9a-f]{2})/(\1[0-9a-f]{62})")
@@ -72,11 +73,11 @@ def gc(
     rule = None if keep is None else _Rule(keep, tuple(place.lines() if lines is None else lines), frozenset(spared))
     if dry_run:
         return _collect(place, None, rule, grace)
-    guard = GcGuard(place)
+    guard = gc_lease(place)
     try:
         return _collect(place, guard, rule, grace)
     finally:
-        guard.end()
+        guard.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class _Rule:
     spared: frozenset[tuple[str, str]]
 
 
-def _collect(store: Store, guard: GcGuard | None, rule: _Rule | None, grace: float) -> GcReport:
+def _collect(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | None, grace: float) -> GcReport:
     # The order matters: pushes before releases, since a push gives back its lease after its release was published.
     pushes = push_leases(store)
     began = time.time()
@@ -130,7 +131,7 @@ def _collect(store: Store, guard: GcGuard | None, rule: _Rule | None, grace: flo
     )
 
 
-def _retire(store: Store, guard: GcGuard | None, rule: _Rule) -> tuple[str, ...]:
+def _retire(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule) -> tuple[str, ...]:
     """Mark the releases whose files go. Returns: "LINE NUMBER" of each."""
     retired: list[str] = []
     for line in rule.lines:

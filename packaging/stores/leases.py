@@ -1,10 +1,8 @@
-"""What keeps `gc` from removing the blobs of a push that is under way.
+"""Leases that keep `gc` from removing the blobs of a push that is in progress.
 
-A push writes down which blobs it relies on before it asks which of them are there, and waits while `gc` is at work. `gc` says that it is at
-work before it reads what pushes have written down. So, whichever comes first, one of the two sees the other.
-
-Of two gcs one is at work: it has created the lock of the next number. The last lock stays when its time is over, so that no number is taken
-twice: who has found it over, and was slow, does not take one that another gc has had since.
+A push records which blobs it relies on before it looks which of them are in the store, and waits while a gc is at work. A gc takes its
+lease before it reads what pushes have recorded. So one of the two sees the other, whichever comes first. One gc works at a time: its
+lease is that of `trainload.core.storage.lease`, in the folder `gc`.
 """
 
 from __future__ import annotations
@@ -14,17 +12,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from trainload.core.errors import IntegrityError, StorageError
+from trainload.core.errors import StorageError
+from trainload.core.records import MAX_RECORD, Nonce, Sealed
+from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, LeaseTakenError, OtherLease
 from trainload.packaging.format.manifest import Sha256
-from trainload.packaging.stores.releases import MAX_RECORD, Nonce, ReleaseId, Sealed
 from trainload.packaging.stores.store import Store
 
-LOCKS = "gc"
+GC = "gc"
 PUSHES = "pushes"
 GRACE = 24 * 3600.0
 """Seconds after which a push that has said nothing is taken for dead."""
-LOCK_SECONDS = 600.0
-"""Seconds for which gc holds its lock before it must renew it."""
+GC_SECONDS = 120.0
+"""Seconds for which a gc may be silent before its lease is over."""
 _RENEW = 600.0
 _POLL = 0.2
 
@@ -37,16 +36,8 @@ class PushLease(Sealed):
     renewed: int
 
 
-class GcLock(Sealed):
-    """gc/ID.json: until `expires`, seconds since 1970, gc may be removing blobs. The last one holds."""
-
-    id: ReleaseId
-    nonce: Nonce
-    expires: int
-
-
-class Lease:
-    """A push's lease on blobs."""
+class PushedBlobs:
+    """Blobs that a push relies on, recorded in the store so that gc keeps them."""
 
     def __init__(self, store: Store, blobs: Iterable[str]) -> None:
         self._store = store
@@ -91,7 +82,7 @@ class Lease:
 
 
 @contextmanager
-def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -> Iterator[Lease]:
+def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -> Iterator[PushedBlobs]:
     """A lease on blobs, held from before the block until it has ended without an error.
 
     After an error the lease stays: the blobs that were sent wait for the push to be repeated.
@@ -101,67 +92,38 @@ def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -
         blobs: their sha256.
         on_wait: told, once, if gc is at work and has to be waited for.
     """
-    lease = Lease(store, blobs)
+    lease = PushedBlobs(store, blobs)
     told = False
-    while (lock := _last_lock(store)) is not None and lock.expires > time.time():
+    while (other := _gc_leases(store).other()) is not None:
         if not told:
-            on_wait(f"{store.url}: gc is at work; waiting for it, at most {max(1, round(lock.expires - time.time()))} s")
+            on_wait(f"{store.url}: gc is at work; waiting for it, at most {max(1, round(other.left))} s")
             told = True
         time.sleep(_POLL)
     yield lease
     lease.end()
 
 
-class GcGuard:
-    """gc's lock. `check` before every removal."""
+def gc_lease(store: Store) -> HeldLease[LeaseRecord]:
+    """Take the lease under which gc removes blobs. `check` it before every removal.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._nonce = secrets.token_hex(16)
-        self._expires = 0.0
-        last = _last_lock(store)
-        if last is not None and last.expires > time.time():
-            raise StorageError(
-                "another gc is at work",
-                where=store.url,
-                cure=f"Wait for it; if it was killed, its lock ends in {max(1, round(last.expires - time.time()))} s.",
-            )
-        self._id = f"{int(last.id) + 1 if last is not None else 1:08d}"
-        if not store.files.create(self._path, self._record(LOCK_SECONDS)):
-            raise StorageError("another gc has just begun", where=store.url, cure="Wait for it.")
-        for name in store.files.names(LOCKS):
-            if name < f"{self._id}.json":
-                store.files.delete(f"{LOCKS}/{name}")
+    Raises:
+        LeaseTakenError: another gc holds it.
+    """
+    leases = _gc_leases(store)
+    found = leases.take(GC_SECONDS)
+    if isinstance(found, OtherLease):
+        raise LeaseTakenError(
+            "another gc is at work",
+            where=store.url,
+            got=found.record.owner,
+            cure=f"Wait for it; if it was killed, its lease ends in {max(1, round(found.left))} s.",
+        )
+    leases.forget_before(found.id)
+    return found
 
-    def check(self) -> None:
-        """Renew the lock in time.
 
-        Raises:
-            StorageError: somebody else has it, or this process slept past its end.
-        """
-        left = self._expires - time.time()
-        if left > LOCK_SECONDS / 2:
-            return
-        if left <= LOCK_SECONDS / 10 or not self._is_last():
-            raise StorageError("gc lost its lock", where=self._store.url, got="a removal that took too long", cure="Run it again.")
-        self._store.files.replace(self._path, self._record(LOCK_SECONDS))
-
-    def end(self) -> None:
-        """Give the lock back."""
-        if self._is_last():
-            self._store.files.replace(self._path, self._record(0.0))
-
-    @property
-    def _path(self) -> str:
-        return f"{LOCKS}/{self._id}.json"
-
-    def _is_last(self) -> bool:
-        last = _last_lock(self._store)
-        return last is not None and last.nonce == self._nonce
-
-    def _record(self, seconds: float) -> bytes:
-        self._expires = time.time() + seconds
-        return GcLock(id=self._id, nonce=self._nonce, expires=int(self._expires)).to_bytes()
+def _gc_leases(store: Store) -> Leases[LeaseRecord]:
+    return Leases(store.files, GC, where=f"{store.url}, gc", kinds=PLAIN)
 
 
 def push_leases(store: Store) -> dict[str, PushLease]:
@@ -173,15 +135,3 @@ def push_leases(store: Store) -> dict[str, PushLease]:
         if data is not None:
             found[path] = PushLease.from_bytes(data, f"{store.url}/{path}")
     return found
-
-
-def _last_lock(store: Store) -> GcLock | None:
-    while names := store.files.names(LOCKS):
-        path = f"{LOCKS}/{names[-1]}"
-        data = store.files.read(path, MAX_RECORD)
-        if data is not None:  # else the next gc has removed it, and has a lock of its own
-            lock = GcLock.from_bytes(data, f"{store.url}/{path}")
-            if path != f"{LOCKS}/{lock.id}.json":
-                raise IntegrityError("a lock of gc is that of another number", where=f"{store.url}/{path}", got=lock.id)
-            return lock
-    return None

@@ -14,7 +14,7 @@ from trainload.packaging.format.assets import media_type_of
 from trainload.packaging.format.manifest import MANIFEST, FileEntry, Manifest, SafePath
 from trainload.packaging.format.package_files import walk
 from trainload.packaging.package import check_tree, read_manifest
-from trainload.packaging.stores.leases import Lease, leased
+from trainload.packaging.stores.leases import PushedBlobs, leased
 from trainload.packaging.stores.releases import TRAVELLING, Release, Verdict, check_files, shown
 from trainload.packaging.stores.store import Store, blob_path
 
@@ -169,7 +169,7 @@ def _promote(store: Store, release: Release, only_if: str | int | None, reason: 
         store.promote(release.line, release.name, only_if=only_if, reason=reason)
 
 
-def _check_whole(store: Store, release: Release, lease: Lease) -> None:
+def _check_whole(store: Store, release: Release, lease: PushedBlobs) -> None:
     """Check that gc did not take this push for dead just before its release appeared; withdraw the release if it did."""
     try:
         lease.check()
@@ -178,7 +178,7 @@ def _check_whole(store: Store, release: Release, lease: Lease) -> None:
         raise
 
 
-def _send(store: Store, local: LocalPackage, lease: Lease, on_progress: OnProgress) -> list[str]:
+def _send(store: Store, local: LocalPackage, lease: PushedBlobs, on_progress: OnProgress) -> list[str]:
     """Send the blobs that are not there. Returns: their digests."""
     blobs: dict[str, tuple[str, FileEntry]] = {}
     for path, entry in local.files.items():

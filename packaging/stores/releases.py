@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
-import time
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
-from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
-from trainload.packaging.format.guard_entries import Record
+from trainload.core.errors import StorageError, UnsafePackageError
+from trainload.core.records import Nonce, Sealed, Text, Time, check_finite
 from trainload.packaging.format.manifest import MANIFEST, FileEntry, SafePath, Sha256
 
-STORE_VERSION = 1
-"""History: 1 (2026-11-22) the first."""
-MAX_RECORD = 4 * 2**20
-"""Bytes of one record."""
 TRAVELLING = ("debug", "signatures")
 """Folders outside a package's identity that travel with it. derived/ is a cache of the machine that made it."""
-_DEPTH = 8
 _ID = re.compile(r"[0-9]{8}(-[0-9a-f]{16})?")
 _LINE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
@@ -32,63 +24,11 @@ def _line(name: str) -> str:
     return name
 
 
-def _finite(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number is not finite")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("a number does not fit into 64 bits")
-    return value
-
-
 Line = Annotated[str, AfterValidator(_line)]
 ReleaseId = Annotated[str, Field(pattern=rf"^{_ID.pattern}$")]
-Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Text = Annotated[str, Field(max_length=8192)]
-Time = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
 FactName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
-Fact = Annotated[bool | int | float | Text, AfterValidator(_finite)]
+Fact = Annotated[bool | int | float | Text, AfterValidator(check_finite)]
 Verdict = Literal["candidate", "rejected"]
-
-
-class Sealed(Record):
-    """A record of a store. Law: `from_bytes(r.to_bytes(), w) == r`.
-
-    It is canonical JSON of its fields and of `checksum`, the sha256 of the same without `checksum`.
-    """
-
-    format_version: Literal[1] = 1
-
-    def to_bytes(self) -> bytes:
-        """The file."""
-        fields = self.model_dump(mode="json")
-        return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Read the file, which may be hostile.
-
-        Raises:
-            IntegrityError: it is damaged.
-            UnsafePackageError: it is too large, too deep, or holds what the format does not allow.
-            StorageError: it is of a newer format.
-        """
-        raw = parse_canonical(data, where, max_bytes=MAX_RECORD, max_depth=_DEPTH)
-        if not isinstance(raw, dict):
-            raise IntegrityError("a record of the store is no object", where=where)
-        version = raw.get("format_version")
-        if isinstance(version, int) and not isinstance(version, bool) and version > STORE_VERSION:
-            raise StorageError(
-                "the store was written in a newer format", where=where, expected=f"format {STORE_VERSION}", got=f"format {version}",
-                cure="Update trainload.",
-            )  # fmt: skip
-        if raw.pop("checksum", None) != sha256_bytes(canonical_json(raw)):
-            raise IntegrityError("a record of the store is damaged: its checksum is another one", where=where)
-        try:
-            return cls.model_validate_json(canonical_json(raw))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise UnsafePackageError(f"the record's field {place} is wrong: {first['msg']}", where=where) from error
 
 
 class StoreInfo(Sealed):
@@ -200,11 +140,6 @@ def is_id(name: str) -> bool:
 def is_line(name: str) -> bool:
     """Whether a line may have this name."""
     return _LINE.fullmatch(name) is not None and not name.endswith(".")
-
-
-def now() -> str:
-    """The time, as records have it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def check_files(files: dict[str, FileEntry], where: str) -> None:

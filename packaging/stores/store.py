@@ -24,22 +24,20 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from trainload.core.errors import ConflictError, IntegrityError, StorageError
+from trainload.core.records import MAX_RECORD, Sealed, now
 from trainload.core.storage.interface import NO_OPTIONS
 from trainload.core.storage.open_files import open_files
 from trainload.packaging.format.manifest import FileEntry, Manifest
 from trainload.packaging.stores.releases import (
-    MAX_RECORD,
     Mark,
     Pointer,
     Release,
     ReleaseState,
-    Sealed,
     StoreInfo,
     Verdict,
     check_files,
     is_id,
     is_line,
-    now,
     release_id,
     shown,
 )

@@ -194,8 +194,8 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         7,
         "a scheduler that was paused can promote",
-        "src/trainload/retraining/ticks/lease.py",
-        "        if last is None or (beat is not None and beat.over):\n",
+        "src/trainload/retraining/ticks/line_lease.py",
+        "        if lease.previous is None or lease.previous_returned:\n",
         "        if True:\n",
         "../retraining/test_lease.py::test_an_owner_that_was_paused_cannot_promote_even_if_it_does_not_ask",
     ),
@@ -283,8 +283,8 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "the same tick elsewhere is asked to stop",
         "src/trainload/retraining/ticks/tick.py",
-        'if rules.taken == "replace" and found.tick < name and asked != found.id:',
-        'if rules.taken == "replace" and asked != found.id:',
+        'if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:',
+        'if rules.taken == "replace" and asked != found.record.id:',
         "../retraining/test_tick.py::test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop",
     ),
     Mutation(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.formatting import duration, size
 from trainload.sharding.plans.plan import Cluster
 

@@ -9,9 +9,9 @@ import json
 import sys
 
 from trainload.core.errors import TrainloadError
+from trainload.core.storage import lease
 from trainload.packaging.stores.store import Store
-from trainload.retraining.ticks import lease
-from trainload.retraining.ticks.lease import Held, Leases
+from trainload.retraining.ticks.line_lease import Held, LineLeases
 
 
 def say(value: object) -> None:
@@ -37,7 +37,7 @@ def main(url: str, line: str, seconds: str, tick: str, beats: int | None = None)
     if beats is not None:
         lease._BEATS = beats
     store = Store(url)
-    held = Leases(store, line, owner=f"child {tick}").take(tick, float(seconds))
+    held = LineLeases(store, line, owner=f"child {tick}").take_for(tick, float(seconds))
     if not isinstance(held, Held):
         say("other")
         return

@@ -15,6 +15,7 @@ import pytest
 from tests.packaging.places import retrained
 
 from trainload.core.errors import DivergedError, StorageError
+from trainload.core.storage import lease
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
@@ -22,7 +23,6 @@ from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import Config, checked
 from trainload.retraining.data.snapshot_records import Snapshot
-from trainload.retraining.ticks import lease
 from trainload.retraining.ticks.gate import Verdict, decide
 from trainload.retraining.ticks.tick import Scheduler, Trail
 from trainload.retraining.ticks.tick_records import Ended, Evaluated, Scores, Trained

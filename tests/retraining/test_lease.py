@@ -16,12 +16,13 @@ from tests.packaging.places import retrained
 from tests.retraining import leasing
 
 from trainload.core.errors import ConflictError, StorageError
+from trainload.core.storage import lease
 from trainload.core.storage.folder_files import FolderFiles
+from trainload.core.storage.lease import LeaseLostError, OtherLease
 from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
-from trainload.retraining.ticks import lease
-from trainload.retraining.ticks.lease import Held, LeaseLostError, Leases, Other
+from trainload.retraining.ticks.line_lease import Held, LineLeases
 
 LINE = "main"
 SHORT = 3.0
@@ -45,7 +46,7 @@ def store(pushed: Path, tmp_path: Path) -> Store:
 
 
 def taken(store: Store, owner: str, seconds: float = 30.0) -> Held:
-    held = Leases(store, LINE, owner).take("20261123T060000Z", seconds)
+    held = LineLeases(store, LINE, owner).take_for("20261123T060000Z", seconds)
     assert isinstance(held, Held)
     return held
 
@@ -77,9 +78,9 @@ def watched_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_process_has_the_lease(store: Store) -> None:
     first = taken(store, "first")
-    other = Leases(store, LINE, "second").take("20261123T070000Z", 30.0)
-    assert isinstance(other, Other)
-    assert (other.owner, other.tick) == ("first", "20261123T060000Z")
+    other = LineLeases(store, LINE, "second").take_for("20261123T070000Z", 30.0)
+    assert isinstance(other, OtherLease)
+    assert (other.record.owner, other.record.tick) == ("first", "20261123T060000Z")
     assert 0 < other.left <= 30.0
     first.close()
 
@@ -99,7 +100,7 @@ def test_after_one_that_was_given_back_the_history_of_current_does_not_go_on(sto
 
 def test_lines_have_leases_of_their_own(store: Store) -> None:
     first = taken(store, "first")
-    other = Leases(store, "another", "second").take("20261123T060000Z", 30.0)
+    other = LineLeases(store, "another", "second").take_for("20261123T060000Z", 30.0)
     first.close()
     assert isinstance(other, Held)
     other.close()
@@ -107,8 +108,8 @@ def test_lines_have_leases_of_their_own(store: Store) -> None:
 
 def test_an_owner_renews_its_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_BEATS", 1000)
-    leases = Leases(store, LINE, "first")
-    first = leases.take("20261123T060000Z", 30.0)
+    leases = LineLeases(store, LINE, "first")
+    first = leases.take_for("20261123T060000Z", 30.0)
     assert isinstance(first, Held)
     beats = [leases._heartbeat(first.id)]
     while len(beats) < 3:
@@ -132,7 +133,7 @@ def test_an_owner_of_another_machine_that_was_killed_is_replaced_when_its_time_i
         process.kill()
     monkeypatch.setattr(lease, "has_ended", lambda _process: False)
     clock_at(monkeypatch, -3600.0)
-    assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
+    assert isinstance(LineLeases(store, LINE, "second").take_for("20261123T070000Z", SHORT), OtherLease)
     clock_at(monkeypatch, 60.0)
     taken(store, "second").close()
 
@@ -185,13 +186,13 @@ def test_a_promotion_that_must_follow_another_entry_fails(store: Store) -> None:
 def test_a_living_lease_is_not_taken_by_a_clock_that_is_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with child(store, 12.0, beats=1000):
         clock_at(monkeypatch, 3600.0)
-        assert isinstance(Leases(store, LINE, "second").take("20261123T070000Z", SHORT), Other)
+        assert isinstance(LineLeases(store, LINE, "second").take_for("20261123T070000Z", SHORT), OtherLease)
 
 
 def test_an_owner_hears_that_it_is_asked_to_stop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_BEATS", 1000)
     first = taken(store, "first")
-    Leases(store, LINE, "second").ask_to_stop(first.id)
+    LineLeases(store, LINE, "second").ask_to_stop(first.id)
     while first.asked_to_stop is None:
         time.sleep(0.01)
     assert first.asked_to_stop == "second"
@@ -225,7 +226,7 @@ def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_ba
 
             patch.setattr(Store, "confirm", broken)
             with pytest.raises(StorageError):
-                Leases(store, LINE, "second").take("20261123T070000Z", SHORT)
+                LineLeases(store, LINE, "second").take_for("20261123T070000Z", SHORT)
         clock_at(monkeypatch, 60.0)
         taken(store, "third").close()
         process.send_signal(signal.SIGCONT)
@@ -235,4 +236,4 @@ def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_ba
 def test_a_store_that_cannot_keep_two_writers_apart_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FolderFiles, "exclusive", False)
     with pytest.raises(StorageError, match="cannot write under a condition"):
-        Leases(Store(store.url), LINE)
+        LineLeases(Store(store.url), LINE)

@@ -17,7 +17,7 @@ from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, s
 from trainload.core.errors import ConflictError, StorageError
 from trainload.packaging.package import Package
 from trainload.packaging.stores.store import Store, blob_path
-from trainload.retraining.ticks.lease import Held, Leases
+from trainload.retraining.ticks.line_lease import Held, LineLeases
 from trainload.retraining.ticks.lineage import ancestry, read_line, rollback
 from trainload.retraining.ticks.tick_records import name_of
 
@@ -107,7 +107,7 @@ class Line(RuleBasedStateMachine):
     @rule()
     def pause(self) -> None:
         """A process that has the lease, and is paused for longer than it holds."""
-        found = Leases(self.store, LINE, "paused").take("20260101T000000Z", 30.0)
+        found = LineLeases(self.store, LINE, "paused").take_for("20260101T000000Z", 30.0)
         assert isinstance(found, Held)
         found.leave()
         self.paused.append(found)

@@ -21,15 +21,17 @@ from tests.retraining.ticking import LINE, config_of, day, name, tick
 
 import trainload
 from trainload.core.errors import PackageError, RequestError, StorageError
+from trainload.core.storage import lease
+from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run.journal import Event, read_events
 from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import Config
 from trainload.retraining.migrate import migrate
-from trainload.retraining.ticks import lease, training
 from trainload.retraining.ticks import tick_stages as stages
-from trainload.retraining.ticks.lease import Held, LeaseLostError, Leases
+from trainload.retraining.ticks import training
+from trainload.retraining.ticks.line_lease import Held, LineLeases
 from trainload.retraining.ticks.lineage import ancestry, read_line, rollback
 from trainload.retraining.ticks.tick import Scheduler
 from trainload.retraining.ticks.tick_records import Decided, Ended, Evaluated, Ticks, Trained
@@ -136,7 +138,7 @@ def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Packag
 
     def heard(event: Event) -> None:
         if event.kind == "step" and event.data["step"] == 20:
-            Leases(store, LINE, "somebody").ask_to_stop("00000001")
+            LineLeases(store, LINE, "somebody").ask_to_stop("00000001")
 
     ended = Scheduler(config, Stages(Opening(), print, heard), print).tick(day(0))
     assert (ended.outcome, ended.reason) == ("replaced", "somebody asked it to stop")

@@ -14,12 +14,13 @@ import pytest
 from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, made_snapshot, scheduler, summary
 
 from trainload.core.errors import PackageError, RequestError, RunInterrupted, TrainingError, TrainloadError
+from trainload.core.storage import lease
+from trainload.core.storage.lease import LeaseLostError, LeaseTakenError
 from trainload.packaging.package import Package
 from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import Config
 from trainload.retraining.data.snapshot_records import Snapshot
-from trainload.retraining.ticks import lease, tick
-from trainload.retraining.ticks.lease import LeaseLostError, LeaseTakenError
+from trainload.retraining.ticks import tick
 from trainload.retraining.ticks.tick import Trail
 from trainload.retraining.ticks.tick_records import Begun, Decided, Ended, Pinned, Taken, Ticks, Trained, name_of
 

@@ -43,7 +43,7 @@ from trainload.cli.commands.shared import json_option
 from trainload.cli.commands.shared import libraries as named_libraries
 from trainload.cli.commands.shared import out as _out
 from trainload.cli.commands.shared import print_json as _print_json
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.errors import StorageError
 from trainload.core.redaction import redacted
 from trainload.core.versions import check_supported_torch

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from tests.packaging.places import Place, retrained
 
-from trainload.core.errors import IntegrityError, PackageError, StorageError
+from trainload.core.errors import ConflictError, IntegrityError, PackageError, StorageError
+from trainload.core.storage.lease import HeldLease, LeaseRecord
 from trainload.packaging.package import Package
 from trainload.packaging.stores import leases
 from trainload.packaging.stores.collect import GcReport, gc
-from trainload.packaging.stores.leases import GcGuard, Lease, PushLease, push_leases
+from trainload.packaging.stores.leases import PushedBlobs, PushLease, gc_lease, push_leases
 from trainload.packaging.stores.pull import pull
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import blob_path
@@ -159,12 +160,13 @@ def test_a_damaged_record_stops_gc_before_it_removes_anything(packaged: Package,
     before = set(Path(folder.url).rglob("*"))
     with pytest.raises(PackageError):
         clean(folder, keep=1, grace=0)
-    assert set(Path(folder.url).rglob("*")) == before | {Path(folder.url) / "gc", Path(folder.url) / "gc/00000001.json"}
+    after = {path for path in Path(folder.url).rglob("*") if "gc" not in path.relative_to(folder.url).parts}
+    assert after == before
 
 
 def test_a_push_waits_while_gc_is_at_work_and_then_sends_what_it_removed(packaged: Package, folder: Place) -> None:
     put(packaged, folder, line="old")
-    guard = GcGuard(folder.store())
+    guard = gc_lease(folder.store())
     waited: list[str] = []
     reports: list[Any] = []
     thread = threading.Thread(target=lambda: reports.append(put(packaged, folder, line="new", on_wait=waited.append)))
@@ -174,7 +176,7 @@ def test_a_push_waits_while_gc_is_at_work_and_then_sends_what_it_removed(package
     blob = blob_path(packaged.manifest.files["graphs/train.json"].sha256)
     folder.store().files.delete(blob)  # as gc might
     assert not reports
-    guard.end()
+    guard.close()
     thread.join(timeout=60)
     assert reports[0].sent_files == 1
     assert "gc is at work" in waited[0]
@@ -184,7 +186,7 @@ def test_gc_sees_a_push_that_began_before_it(packaged: Package, folder: Place) -
     put(packaged, folder)
     store = folder.store()
     store.mark("main", 1, "removed", "to be removed")
-    lease = Lease(store, [packaged.manifest.files["graphs/train.json"].sha256])
+    lease = PushedBlobs(store, [packaged.manifest.files["graphs/train.json"].sha256])
     report = clean(folder)
     assert report.kept_blobs == 1
     lease.end()
@@ -207,20 +209,20 @@ def test_a_push_that_gc_took_for_dead_does_not_publish(packaged: Package, folder
 @pytest.mark.matrix("folder", "memory")
 def test_two_gcs_do_not_run_at_once(packaged: Package, place: Place) -> None:
     put(packaged, place)
-    guard = GcGuard(place.store())
-    with pytest.raises(StorageError, match="another gc is at work"):
+    guard = gc_lease(place.store())
+    with pytest.raises(ConflictError, match="another gc is at work"):
         clean(place)
-    guard.end()
+    guard.close()
     assert clean(place).removed_blobs == 0
 
 
 def test_the_lock_of_a_gc_that_was_killed_ends(packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     put(packaged, folder)
-    monkeypatch.setattr(leases, "LOCK_SECONDS", -1.0)
-    GcGuard(folder.store())
+    monkeypatch.setattr(leases, "GC_SECONDS", -1.0)
+    gc_lease(folder.store())
     monkeypatch.undo()
     assert clean(folder).removed_blobs == 0
-    assert [path.name for path in (Path(folder.url) / "gc").iterdir()] == ["00000002.json"]
+    assert [path.name for path in (Path(folder.url) / "gc/leases").iterdir()] == ["00000002.json"]
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["at work", "over"])
@@ -231,34 +233,41 @@ def test_a_gc_does_not_take_the_place_of_one_that_began_since_it_looked(
     clean(folder)
     slow, others = folder.store(), folder.store()
     read = slow.files.read
+    begun: list[HeldLease[LeaseRecord]] = []
 
     def and_another_begins(path: str, limit: int) -> bytes | None:
         data = read(path, limit)
-        if path == "gc/00000001.json":
-            other = GcGuard(others)
+        if path == "gc/heartbeats/00000001.json" and not begun:
+            begun.append(gc_lease(others))
             if over:
-                other.end()
+                begun[0].close()
         return data
 
     monkeypatch.setattr(slow.files, "read", and_another_begins)
-    with pytest.raises(StorageError, match="another gc has just begun"):
-        GcGuard(slow)
+    if over:
+        held = gc_lease(slow)
+        assert held.id == "00000003"
+        held.close()
+    else:
+        with pytest.raises(ConflictError, match="another gc is at work"):
+            gc_lease(slow)
+        begun[0].close()
 
 
-def test_a_lock_of_another_number_is_refused(packaged: Package, folder: Place) -> None:
+def test_a_lease_of_another_number_is_refused(packaged: Package, folder: Place) -> None:
     put(packaged, folder)
     clean(folder)
-    lock = Path(folder.url) / "gc/00000001.json"
+    lock = Path(folder.url) / "gc/leases/00000001.json"
     lock.rename(lock.with_name("00000007.json"))
-    with pytest.raises(IntegrityError, match="a lock of gc is that of another number"):
+    with pytest.raises(IntegrityError, match="a lease is that of another number"):
         clean(folder)
 
 
-def test_a_gc_that_lost_its_lock_stops(packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gc_that_lost_its_lease_stops(packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     put(packaged, folder)
-    guard = GcGuard(folder.store())
-    monkeypatch.setattr(guard, "_expires", time.time() + 1)
-    with pytest.raises(StorageError, match="lost its lock"):
+    guard = gc_lease(folder.store())
+    monkeypatch.setattr(guard, "_sure_until", 0.0)
+    with pytest.raises(ConflictError, match="the lease is lost"):
         guard.check()
 
 

@@ -10,7 +10,7 @@ import click
 from rich.text import Text
 
 from trainload.cli.commands.shared import FAILED, json_option, out, print_json
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import PackageError
 from trainload.core.versions import check_supported_torch

@@ -11,7 +11,7 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import any_package_argument, json_option, located, out, print_json
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 

@@ -12,7 +12,7 @@ from rich.tree import Tree
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import json_option, out, print_json
 from trainload.cli.commands.store_commands import line_option, store_argument
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.versions import check_supported_torch
 

@@ -13,7 +13,7 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import FAILED, any_package_argument, err, json_option, located, out, package_argument, print_json
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, PolicyError
 from trainload.core.formatting import size
 from trainload.core.versions import check_supported_torch

@@ -25,7 +25,7 @@ from trainload.cli.commands.shared import (
     print_json,
     write_text,
 )
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.errors import PlanError, StorageError
 from trainload.sharding.plans.strategies import BATCH_NORMS, DIVIDES, RECOMPUTES, SCHEDULES, STRATEGIES
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from trainload.cli.commands.shared import json_option, out, print_json, show_record, write_text
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.errors import StorageError
 
 _FILE = "report.html"

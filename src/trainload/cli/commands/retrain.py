@@ -15,7 +15,7 @@ import click
 from trainload.cli.commands import shared
 from trainload.cli.commands.deploy import pod_options, pods_of
 from trainload.cli.commands.shared import DONE, FAILED, err, json_option, out, positive, print_json, write_text
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.errors import RequestError, StorageError
 from trainload.core.versions import check_supported_torch
 

@@ -19,8 +19,8 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.keeping import is_kept, keep, obey_keeper
 from trainload.cli.commands.planning import KINDS, make_plan
 from trainload.cli.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
-from trainload.cli.view import records as view
 from trainload.cli.view import run_progress as run_view
+from trainload.cli.view import tables as view
 from trainload.core.errors import ClusterError, LostClusterError, RunInterrupted, StorageError, TrainingError
 from trainload.core.versions import check_supported_torch
 from trainload.launching.settings.info import info_of

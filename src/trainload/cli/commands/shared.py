@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.formatting import size
 from trainload.core.versions import check_supported_torch

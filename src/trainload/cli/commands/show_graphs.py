@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import FAILED, err, json_option, out, package_argument, print_json
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import PackageError
 from trainload.core.versions import check_supported_torch

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from trainload.cli.commands.shared import json_option, out, package_argument, print_json
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError
 from trainload.core.versions import check_supported_torch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands.shared import Transfer, json_option, out, positive, print_json
-from trainload.cli.view import records as view
+from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.formatting import size
 from trainload.core.versions import check_supported_torch

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands.shared import err, json_option, out, positive, print_json, run_argument
-from trainload.cli.view import records as view
 from trainload.cli.view import run_progress as run_view
+from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import StorageError
 

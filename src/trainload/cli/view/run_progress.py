@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from trainload.cli.view.records import event_line, ranks_table, step_line
+from trainload.cli.view.tables import event_line, ranks_table, step_line
 from trainload.core.formatting import duration, size
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from trainload.core.records import Record
 from trainload.launching.data.columns import Array
-from trainload.packaging.format.guard_entries import Record
 
 Floats = npt.NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainload.packaging.format.guard_entries import Record
+from trainload.core.records import Record
 from trainload.retraining.data.drift import ColumnStatistics
 
 LONGEST_WORDS = 8192

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainload.packaging.format.guard_entries import Record
+from trainload.core.records import Record
 from trainload.retraining.config.expression import Expression, parse
 
 _FINITE = ("train.loss", "eval.loss")

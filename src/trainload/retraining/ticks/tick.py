@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import ConflictError, DivergedError, PackageError, RequestError, RunInterrupted, TrainloadError
+from trainload.core.storage.lease import LeaseLostError, LeaseTakenError, OtherLease
 from trainload.launching.api.request import versions
 from trainload.launching.node.cache import in_use, leave
 from trainload.packaging.stores.releases import Pointer, shown
@@ -23,7 +24,7 @@ from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import MOST_ATTEMPTS, OWN, Config, checked
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks.gate import Verdict
-from trainload.retraining.ticks.lease import Held, LeaseLostError, Leases, LeaseTakenError, Other
+from trainload.retraining.ticks.line_lease import Held, LineLeases
 from trainload.retraining.ticks.tick_records import (
     Begun,
     Decided,
@@ -120,7 +121,7 @@ class Scheduler:
         self._config, self._work, self._say, self._now = config, work, say, now
         self._store = Store(config.store, create=True)
         self._ticks = Ticks(self._store, config.line)
-        self._leases = Leases(self._store, config.line, owner)
+        self._leases = LineLeases(self._store, config.line, owner)
 
     def last_done(self) -> datetime | None:
         """The time of the last tick that was ended; None: there was none. One that was begun and not ended is still due."""
@@ -162,20 +163,20 @@ class Scheduler:
         rules = self._config.lease
         until = time.monotonic() + rules.patience.total_seconds()
         waits = False
-        while isinstance(found := self._leases.take(name, rules.seconds.total_seconds()), Other):
+        while isinstance(found := self._leases.take_for(name, rules.seconds.total_seconds()), OtherLease):
             if rules.taken == "forbid" or time.monotonic() > until:
                 raise LeaseTakenError(
                     "another tick is under way",
                     where=self._leases.where,
-                    got=f"tick {found.tick}, by {found.owner}",
+                    got=f"tick {found.record.tick}, by {found.record.owner}",
                     cure=f"Run this one again when it has ended; if its process is gone, in {max(1.0, found.left):.0f} s.",
                 )
-            if rules.taken == "replace" and found.tick < name and asked != found.id:
-                self._leases.ask_to_stop(found.id)
-                asked = found.id
-                self._say(f"tick {found.tick}, by {found.owner}, is asked to stop")
+            if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:
+                self._leases.ask_to_stop(found.record.id)
+                asked = found.record.id
+                self._say(f"tick {found.record.tick}, by {found.record.owner}, is asked to stop")
             elif not waits:
-                self._say(f"waiting for tick {found.tick}, by {found.owner}")
+                self._say(f"waiting for tick {found.record.tick}, by {found.record.owner}")
             waits = True
             time.sleep(min(_POLL_SECONDS, rules.seconds.total_seconds() / 4))
         return found

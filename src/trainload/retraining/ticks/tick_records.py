@@ -19,9 +19,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field
 
 from trainload.core.errors import IntegrityError, RequestError, StorageError
-from trainload.packaging.format.guard_entries import Record
+from trainload.core.records import MAX_RECORD, Nonce, Record, Sealed, Text, Time, now
 from trainload.packaging.format.manifest import Sha256
-from trainload.packaging.stores.releases import MAX_RECORD, Line, Nonce, ReleaseId, Sealed, Text, Time, now
+from trainload.packaging.stores.releases import Line, ReleaseId
 from trainload.packaging.stores.store import Store
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks.gate import Check

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainload.core.errors import RequestError
+from trainload.core.storage.lease import LeaseLostError
 from trainload.retraining.config.config import KEYS_ELSEWHERE, Config
 from trainload.retraining.data.snapshot import evaluation_source, train_source
 from trainload.retraining.data.snapshot_records import Snapshot
-from trainload.retraining.ticks.lease import LeaseLostError
 from trainload.retraining.ticks.tick import Say, Trail
 
 if TYPE_CHECKING:
