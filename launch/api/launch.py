@@ -32,7 +32,7 @@ from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.data.made_data import Data
 from trainload.launching.node.build import is_compiled
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.run.driver import check_no_driver, driving
+from trainload.launching.run.driver import CheckDriver, check_no_driver, driving
 from trainload.launching.run.journal import Event, followed, stream_events
 from trainload.launching.run.opening import frozen_package
 from trainload.launching.run.result import RunResult, check_output, finish
@@ -265,16 +265,18 @@ def _ignore(event: Event) -> None:
 
 
 @contextmanager
-def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[Callable[[Event], None]]:
-    """Within it this process drives a run, which has its folder, and what it says goes to its sinks too: what is to be told of its events.
-    `new`: the folder is made.
+def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[tuple[Callable[[Event], None], CheckDriver]]:
+    """Drive a run inside the block, with its folder made if it is new.
+
+    Yields:
+        What receives the run's events, for its sinks too; and the check that no other process drives the run.
     """
     run_dir = Path(spec.run_dir)
     if new:
         write_spec(spec)
-    with driving(run_dir), told(spec.sinks, run_dir, on_event) as tell:
+    with driving(run_dir) as check_driver, told(spec.sinks, run_dir, on_event) as tell:
         try:
-            yield tell
+            yield tell, check_driver
         except (StorageError, ClusterError) as error:
             error.work_began = any(event.kind == "step" for event in stream_events(run_dir))
             raise
@@ -289,16 +291,16 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
 
         place = check_torchrun(spec)
         if place.rank == 0:
-            with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
-                run_under_torchrun(spec, place)
+            with _recorded(spec, on_event, new=new) as (tell, check_driver), followed(Path(spec.run_dir), tell):
+                run_under_torchrun(spec, place, check_driver)
         else:
             run_under_torchrun(spec, place)
     else:
         from trainload.launching.worker.local_run import check_one_worker, run_in_process
 
         check_one_worker(spec)
-        with _recorded(spec, on_event, new=new) as tell, followed(Path(spec.run_dir), tell):
-            run_in_process(spec)
+        with _recorded(spec, on_event, new=new) as (tell, check_driver), followed(Path(spec.run_dir), tell):
+            run_in_process(spec, check_driver)
 
 
 def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
@@ -318,8 +320,8 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
         try:
             again()  # Ray would end this process, and its workers without a checkpoint
             check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
-            with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as tell:
-                Supervisor(spec, tell).run()
+            with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as (tell, check_driver):
+                Supervisor(spec, tell, check_driver).run()
         finally:
             if started:
                 ray.shutdown()

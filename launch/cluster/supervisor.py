@@ -27,6 +27,7 @@ from trainload.core.errors import (
     TrainloadError,
     first_line,
 )
+from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launching.cluster.book import Book
 from trainload.launching.cluster.mailbox import Beat, Mailbox
@@ -34,6 +35,7 @@ from trainload.launching.cluster.nodes import Leave, Node, nodes_of, resource_of
 from trainload.launching.cluster.tasks import Questions, end_workers, last_line, on_node
 from trainload.launching.run.activity import Phase
 from trainload.launching.run.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
+from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launching.run.monitor import Hang, Monitor, in_words
 from trainload.launching.run.run_spec import RunSpec, least_plan, resume_command
@@ -70,9 +72,11 @@ class Supervisor:
     Args:
         spec: the run. Its folder holds run.json.
         on_event: told everything that happens, after it is in the journal.
+        check_driver: raises LeaseLostError if another process drives the run.
     """
 
-    def __init__(self, spec: RunSpec, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, spec: RunSpec, on_event: Callable[[Event], None], check_driver: CheckDriver) -> None:
+        self._check_driver = check_driver
         self._run_dir = Path(spec.run_dir)
         self._book = Book(self._run_dir, on_event)
         self._spec = spec
@@ -102,19 +106,26 @@ class Supervisor:
             RunInterrupted: the run was asked to stop.
             TrainingError: workers failed too often without a new checkpoint between.
             ClusterError: nodes were missing for too long.
+            LeaseLostError: another process drives the run; journal, state and requests are left to it.
             TrainloadError: what a worker raised.
         """
         asked = asked_since_lost(self._run_dir)
         try:
             clear_requests(self._run_dir)  # of an attempt that was ended before it could stop
             self._run(asked)
+        except LeaseLostError:
+            raise
         except BaseException as error:
             self._book.say(last_word(error))
+            self._leave()
             raise
-        finally:
-            with suppress(OSError):
-                take_back(self._run_dir)
-            self._tell_state(over=True)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Say that the run has no driver any more."""
+        with suppress(OSError):
+            take_back(self._run_dir)
+        self._tell_state(over=True)
 
     def _run(self, asked: bool) -> None:
         """All attempts. `asked`: the run was asked to stop before there is one."""
@@ -146,6 +157,7 @@ class Supervisor:
     def _attempt(self) -> bool:
         """Whether the run has ended."""
         self._await_storage()
+        self._check_driver()
         plan, places = self._find_seats()
         if plan.world_size != self._spec.plan.world_size:
             self._book.write("resize", message=f"{self._spec.plan.world_size} -> {plan.world_size} ranks", world=plan.world_size)
@@ -186,6 +198,7 @@ class Supervisor:
                 failure = self._listen(monitor) or failure
                 if time.monotonic() - told > STATE_SECONDS:
                     told = time.monotonic()
+                    self._check_driver()
                     self._tell_state()
                     self._heed(leave)
                 if until == float("inf") and failure is not None:

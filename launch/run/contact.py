@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainload.core.errors import LostClusterError, StorageError
+from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run.activity import Activity
+from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event, Journal, last_word
 from trainload.launching.run.run_state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state
 
@@ -98,10 +100,12 @@ class FileContact:
         run_dir: the run's folder.
         rank: this worker's. Rank 0 also leaves word of the run for `trainload status`, from a thread.
         summary: what the run's events come to so far.
+        check_driver: of rank 0: raises LeaseLostError if another process drives the run. Nothing is written then.
     """
 
-    def __init__(self, run_dir: Path, rank: int, summary: Summary) -> None:
+    def __init__(self, run_dir: Path, rank: int, summary: Summary, check_driver: CheckDriver | None = None) -> None:
         self._run_dir, self._rank = run_dir, rank
+        self._check_driver = check_driver
         self._journal = Journal(run_dir)
         self._summary = summary
         self._activity: Activity | None = None
@@ -130,7 +134,7 @@ class FileContact:
     def part(self, error: BaseException) -> None:
         """Says with what the run ends. Where storage fails, there is the error alone."""
         if self._rank == 0:
-            with suppress(StorageError):
+            with suppress(StorageError, LeaseLostError):
                 self._take(last_word(error))
 
     def close(self) -> None:
@@ -141,6 +145,8 @@ class FileContact:
             self._leave_word(over=True)
 
     def _take(self, event: Event) -> None:
+        if self._check_driver is not None:
+            self._check_driver()
         self._summary.take(event)
         self._journal.append([event])
 
@@ -153,5 +159,7 @@ class FileContact:
         ranks = {}
         if self._activity is not None:
             ranks = {self._rank: RankSeen.of(socket.gethostname(), os.getpid(), 0.0, self._activity.now())}
-        with suppress(OSError):  # storage that fails misses one of them
+        with suppress(OSError, LeaseLostError):  # storage that fails misses one of them
+            if self._check_driver is not None:
+                self._check_driver()
             write_state(self._run_dir, 1, self._summary, ranks, over=over)

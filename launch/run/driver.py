@@ -1,64 +1,108 @@
-"""Who drives a run: one process at a time, which says so in the run's state."""
+"""The driver of a run: one process at a time, which holds the lease in the run's folder.
+
+driver/leases/00000003.json   the run's third driver; see `trainload.core.storage.lease`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from trainload.core.errors import StorageError
-from trainload.launching.run.run_state import STATE_FILE, RunState, Summary, put_state, read_state, write_state
+from trainload.core.storage.folder_files import FolderFiles
+from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
+from trainload.launching.run.run_state import FRESH_SECONDS, STATE_FILE, RunState, Summary, put_state, read_state, write_state
 
-LOCK_FILE = "driver.lock"
-"""Held by whoever looks whether a run has a driver, and becomes it."""
-_LOCK_SECONDS = 10.0
+FOLDER = "driver"
+CheckDriver = Callable[[], None]
+"""Raises LeaseLostError if another process drives the run now."""
 
 
-def check_no_driver(run_dir: Path) -> RunState | None:
-    """Check that no driver owns a run. Return the state that its last driver wrote, if any. Raises: StorageError with the driver's name."""
-    state = read_state(run_dir)
-    if state is not None and state.of_another:
-        raise _going_on(run_dir, f"its driver is process {state.pid} on {state.host}")
-    return state
+def other_driver(run_dir: Path) -> str | None:
+    """Return who drives a run, for people; None if nobody else does. Raises: StorageError: its folder cannot be read."""
+    leases = _leases(run_dir)
+    if leases.last() is None:
+        return _driver_without_lease(run_dir)
+    other = leases.other()
+    return None if other is None else other.record.owner
+
+
+def check_no_driver(run_dir: Path) -> None:
+    """Check that nobody drives a run. Raises: StorageError: somebody does, or its folder cannot be read."""
+    owner = other_driver(run_dir)
+    if owner is not None:
+        raise _is_driven(run_dir, owner)
 
 
 @contextmanager
-def driving(run_dir: Path) -> Iterator[None]:
-    """Within it this process is a run's driver: of several that ask at the same moment, one is.
+def driving(run_dir: Path) -> Iterator[CheckDriver]:
+    """Drive a run inside the block. If several processes try concurrently, exactly one does.
 
-    What does the run replaces the state from then on; where it never came to that, it is left as it was before. Where storage takes
-    nothing now, nothing is said: who drives the run waits for it.
+    What runs inside replaces the run's state; if it never does, the state is left as it was before. If storage cannot be written now, no
+    lease is taken: what runs inside waits for the storage.
+
+    Yields:
+        A function that raises LeaseLostError if another process drives the run now.
 
     Raises:
-        StorageError: another process is.
+        StorageError: another process drives the run.
     """
-    before, said = _claim(run_dir)
+    held = _claimed(run_dir)
+    before = read_state(run_dir)
+    said = None
+    with suppress(OSError):
+        summary = Summary() if before is None else before.summary
+        said = write_state(run_dir, 0, summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}), {})
     try:
-        yield
+        yield _nobody_else if held is None else held.check
     finally:
         if said is not None and read_state(run_dir) == said:
-            with suppress(OSError):  # as if this process had been killed
-                if before is None:
-                    (run_dir / STATE_FILE).unlink()
-                else:
-                    put_state(run_dir, before)
+            _restore(run_dir, before)
+        if held is not None:
+            held.close()
 
 
-def _claim(run_dir: Path) -> tuple[RunState | None, RunState | None]:
-    """Says in a run's state that this process drives it. Returns: what was said there before, and what is now. Raises: as `driving`."""
+def _claimed(run_dir: Path) -> HeldLease[LeaseRecord] | None:
+    """Take the lease; None if storage cannot be written. Raises: StorageError: another process holds it."""
+    leases = _leases(run_dir)
+    if leases.last() is None and (owner := _driver_without_lease(run_dir)) is not None:
+        raise _is_driven(run_dir, owner)
     try:
-        with FileLock(run_dir / LOCK_FILE, timeout=_LOCK_SECONDS):
-            before = check_no_driver(run_dir)
-            summary = Summary() if before is None else before.summary
-            return before, write_state(run_dir, 0, summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}), {})
-    except Timeout:
-        raise _going_on(run_dir, f"another process has held {LOCK_FILE} for {_LOCK_SECONDS:.0f} s") from None
-    except OSError:
-        return None, None
+        found = leases.take(FRESH_SECONDS)
+        if isinstance(found, OtherLease):
+            raise _is_driven(run_dir, found.record.owner)
+        leases.forget_before(found.id)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            return None
+        raise
+    return found
 
 
-def _going_on(run_dir: Path, who: str) -> StorageError:
+def _driver_without_lease(run_dir: Path) -> str | None:
+    """Return who drives a run that was begun before drivers had leases."""
+    state = read_state(run_dir)
+    return f"process {state.pid} on {state.host}" if state is not None and state.of_another else None
+
+
+def _restore(run_dir: Path, before: RunState | None) -> None:
+    with suppress(OSError):  # as if this process had been killed
+        if before is None:
+            (run_dir / STATE_FILE).unlink()
+        else:
+            put_state(run_dir, before)
+
+
+def _leases(run_dir: Path) -> Leases[LeaseRecord]:
+    hint = "Another process drives the run: watch it with `trainload status`."
+    return Leases(FolderFiles(run_dir), FOLDER, where=str(run_dir), kinds=PLAIN, hint=hint, regains=True)
+
+
+def _nobody_else() -> None:
+    """Stand in for the check of a lease that could not be taken."""
+
+
+def _is_driven(run_dir: Path, owner: str) -> StorageError:
     cure = "Watch it with `trainload status`, or end it with `trainload stop`."
-    return StorageError("the run is going on", where=str(run_dir), got=who, cure=cure)
+    return StorageError("the run is going on", where=str(run_dir), got=f"its driver is {owner}", cure=cure)

@@ -16,6 +16,7 @@ from trainload.core.processes import in_main_thread, is_nobodys
 from trainload.core.redaction import redacted
 from trainload.launching.node.process_groups import leave_groups
 from trainload.launching.run.contact import FileContact, Request, clear_requests, take_back
+from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import append_log, stream_events, tracebacks_to
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.run_state import Summary
@@ -36,16 +37,16 @@ def check_one_worker(spec: RunSpec) -> None:
         )
 
 
-def run_in_process(spec: RunSpec) -> None:
-    """Trains with one worker, in this process; run.json is there. Raises: what `run_worker` raises."""
+def run_in_process(spec: RunSpec, check_driver: CheckDriver) -> None:
+    """Train with one worker, in this process; run.json exists. Raises: what `run_worker` raises."""
     with _stop_on_interrupt(Path(spec.run_dir)):
-        _work(spec, Place(0, 1, 1))
+        _work(spec, Place(0, 1, 1), check_driver)
 
 
-def _work(spec: RunSpec, place: Place) -> None:
+def _work(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None:
     before = Summary.of(stream_events(Path(spec.run_dir)))  # the same on every rank: none goes on before all have read it
     spec = spec.model_copy(update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None})
-    contact = FileContact(Path(spec.run_dir), place.rank, before)
+    contact = FileContact(Path(spec.run_dir), place.rank, before, check_driver)
     try:
         with tracebacks_to(lambda text: append_log(Path(spec.run_dir), place.rank, redacted(text))):
             run_worker(spec, place, contact)
@@ -88,15 +89,15 @@ def check_torchrun(spec: RunSpec) -> Place:
     return place
 
 
-def run_under_torchrun(spec: RunSpec, place: Place) -> None:
-    """Trains as one of torchrun's workers; where rank 0 is, run.json is there."""
+def run_under_torchrun(spec: RunSpec, place: Place, check_driver: CheckDriver | None = None) -> None:
+    """Train as one of torchrun's workers; run.json exists where rank 0 is, which alone has `check_driver`."""
     gpu = spec.plan.cluster.device == "cuda"
     if gpu:
         _see_one_gpu()
     dist.init_process_group("nccl" if gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
-            _work(spec, place)
+            _work(spec, place, check_driver)
     finally:
         leave_groups()
 

@@ -123,7 +123,7 @@ def gc_lease(store: Store) -> HeldLease[LeaseRecord]:
 
 
 def _gc_leases(store: Store) -> Leases[LeaseRecord]:
-    return Leases(store.files, GC, where=f"{store.url}, gc", kinds=PLAIN)
+    return Leases(store.files, GC, where=f"{store.url}, gc", kinds=PLAIN, hint="Run it again.")
 
 
 def push_leases(store: Store) -> dict[str, PushLease]:

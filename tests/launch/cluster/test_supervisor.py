@@ -12,12 +12,13 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from trainload.core.errors import RunInterrupted, StorageError, TrainingError
+from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.cluster import supervisor as module
 from trainload.launching.cluster.mailbox import Beat
 from trainload.launching.cluster.supervisor import Supervisor, _Failed
 from trainload.launching.run.activity import Doing, Phase
 from trainload.launching.run.contact import Request
-from trainload.launching.run.journal import Event, read_events
+from trainload.launching.run.journal import JOURNAL, Event, read_events
 from trainload.launching.run.monitor import Monitor
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.run_state import STATE_FILE, Summary, read_state, write_state
@@ -67,7 +68,7 @@ def supervisor(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     monkeypatch.setattr("ray.kill", lambda actor: None)
     spec = RunSpec.model_construct(run_dir=str(tmp_path), storage_patience=PATIENCE, max_failures=3)
-    return Supervisor(spec, lambda event: None)
+    return Supervisor(spec, lambda event: None, lambda: None)
 
 
 def lost(run_dir: Path, *, over: bool = False, error: str = "") -> None:
@@ -261,3 +262,14 @@ def test_a_run_that_has_not_stepped_yet_does_not_go(supervisor: Supervisor, tmp_
     leave.another = True
     supervisor._heed(leave)
     assert not supervisor._moving
+
+
+def test_a_driver_that_was_replaced_leaves_journal_and_state_to_the_other(supervisor: Supervisor, tmp_path: Path) -> None:
+    def check_driver() -> None:
+        raise LeaseLostError("the lease is lost")
+
+    supervisor._check_driver = check_driver
+    with pytest.raises(LeaseLostError):
+        supervisor.run()
+    assert not (tmp_path / JOURNAL).exists()
+    assert read_state(tmp_path) is None

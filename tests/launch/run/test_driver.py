@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from tests.launch.forked import talking
 from tests.launch.run.test_state import ended_process, state_of
 
 from trainload.core.errors import StorageError
+from trainload.core.storage import lease
+from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run import driver
-from trainload.launching.run.driver import LOCK_FILE, check_no_driver, driving
+from trainload.launching.run.driver import CheckDriver, check_no_driver, driving
 from trainload.launching.run.run_state import STATE_FILE, Summary, read_state, write_state
 
 
@@ -44,13 +46,45 @@ def test_a_run_whose_driver_was_killed_is_resumed_at_once(tmp_path: Path) -> Non
 def test_of_several_that_begin_at_once_one_drives(tmp_path: Path) -> None:
     with ExitStack() as stack:
         several = [stack.enter_context(talking(drive, tmp_path)) for _ in range(4)]
-        with FileLock(tmp_path / LOCK_FILE):
-            assert [each.hear() for each in several] == ["here"] * 4
+        assert [each.hear() for each in several] == ["here"] * 4
         said = sorted(each.hear() for each in several)
         for each in several:
             each.end_input()
             assert each.hear_all() == []
     assert [line.partition("(")[0] for line in said] == [f"{tmp_path}: the run is going on "] * 3 + ["drives"]
+
+
+def test_a_run_whose_driver_holds_its_lease_is_not_resumed(tmp_path: Path) -> None:
+    with talking(drive, tmp_path) as child:
+        assert [child.hear(), child.hear()] == ["here", "drives"]
+        with pytest.raises(StorageError, match=r"the run is going on.*its driver is .*, process [0-9]+"):
+            check_no_driver(tmp_path)
+        child.end_input()
+        assert child.hear_all() == []
+    check_no_driver(tmp_path)
+
+
+def check_for_a_minute(check_driver: CheckDriver) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        check_driver()
+        time.sleep(0.05)
+
+
+def test_a_driver_that_was_replaced_notices(tmp_path: Path) -> None:
+    with driving(tmp_path) as check_driver:
+        check_driver()
+        newer = tmp_path / "driver/leases/00000002.json"
+        newer.write_bytes((tmp_path / "driver/leases/00000001.json").read_bytes())
+        with pytest.raises(LeaseLostError, match=r"lease 2 was taken.*Another process drives the run"):
+            check_for_a_minute(check_driver)
+
+
+def test_a_driver_whose_storage_failed_for_long_still_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with driving(tmp_path) as check_driver:
+        monkeypatch.setattr(lease, "_SURE", -1.0)  # as if it had been silent for too long
+        check_driver()
+        check_driver()
 
 
 def test_who_drives_a_run_says_so_at_once(tmp_path: Path) -> None:
@@ -78,20 +112,12 @@ def test_what_a_run_came_to_stays(tmp_path: Path) -> None:
     assert (state.phase, state.over) == ("ended", True)
 
 
-def test_who_holds_the_lock_for_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_LOCK_SECONDS", 0.1)
-    with (
-        FileLock(tmp_path / LOCK_FILE),
-        pytest.raises(StorageError, match=r"going on \(got another process has held driver\.lock"),
-        driving(tmp_path),
-    ):
-        pass
-
-
 def test_storage_that_takes_nothing_is_left_to_who_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(driver, "write_state", full)
-    with driving(tmp_path):
+    monkeypatch.setattr("trainload.core.storage.folder_files.create_file", full)
+    with driving(tmp_path) as check_driver:
+        check_driver()
         assert read_state(tmp_path) is None

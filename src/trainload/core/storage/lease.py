@@ -8,7 +8,7 @@ A lease is taken by creating the file of the next number, which exactly one proc
 been silent for as long as the lease allows. A holder that was paused for that long cannot know, between checking and acting, that
 another one has taken its place: what must not happen twice compares the number where it acts.
 
-    leases = Leases(files, "gc", where="the store", kinds=PLAIN)
+    leases = Leases(files, "gc", where="the store", kinds=PLAIN, hint="Run it again.")
     held = leases.take(120.0)
     if isinstance(held, OtherLease): ...     # held.left seconds until it is over, unless it is renewed
     held.check()                             # before each action
@@ -156,13 +156,17 @@ class HeldLease(Generic[R]):
             LeaseLostError: it does not, or cannot be sure.
         """
         if not self._lost and _seconds() > self._sure_until:
-            self._lost = f"nothing could be written for {self._record.seconds:g} s, or this process was paused"
+            if self._leases.regains:
+                with suppress(StorageError, IntegrityError):
+                    self._look()
+            else:
+                self._lost = f"nothing could be written for {self._record.seconds:g} s, or this process was paused"
         if self._lost:
             raise LeaseLostError(
                 "the lease is lost",
                 where=f"{self._leases.where}, lease {int(self.id)}",
                 got=self._lost,
-                cure="Whoever has it now goes on with the tick; or run it again.",
+                cure=self._leases.hint,
             )
 
     @property
@@ -184,12 +188,11 @@ class HeldLease(Generic[R]):
 
     def _keep(self) -> None:
         while not self._over.wait(self._record.seconds / _BEATS):
-            if _seconds() > self._sure_until:
+            if _seconds() > self._sure_until and not self._leases.regains:
                 return  # check() reports it
             try:
-                last = self._leases.last()
-                if last is not None and last != self.id:
-                    self._lost = f"lease {int(last)} was taken"
+                self._look()
+                if self._lost:
                     return
                 self._renew()
                 stop = self._leases.stop_of(self.id)
@@ -197,6 +200,12 @@ class HeldLease(Generic[R]):
                 continue
             if stop is not None:
                 self._stop = stop.who
+
+    def _look(self) -> None:
+        """Notice that another process has taken the lease."""
+        last = self._leases.last()
+        if last is not None and last != self.id:
+            self._lost = f"lease {int(last)} was taken"
 
     def _renew(self) -> None:
         began = _seconds()
@@ -217,8 +226,11 @@ class Leases(Generic[R]):
         folder: path of the folder in it.
         where: what messages call it.
         kinds: classes of the records; `PLAIN` has no further fields.
+        hint: what the error of a lost lease advises.
         fields: values of the further fields that all records of these leases have.
         owner: name of this process. Default: its host and number.
+        regains: a holder that was silent for too long holds the lease again if nobody has taken it meanwhile. For work that outlives
+            failures of its storage, and checks the lease often.
     """
 
     def __init__(
@@ -228,11 +240,13 @@ class Leases(Generic[R]):
         *,
         where: str,
         kinds: Kinds[R],
+        hint: str,
         fields: Mapping[str, Any] = NOTHING,
         owner: str | None = None,
+        regains: bool = False,
     ) -> None:
         self._files, self._folder, self._kinds, self._fields = files, folder, kinds, dict(fields)
-        self.where = where
+        self.where, self.hint, self.regains = where, hint, regains
         self.owner = owner or f"{socket.gethostname()}, process {os.getpid()}"
 
     def last(self) -> str | None:

@@ -70,7 +70,15 @@ class LineLeases(Leases[LineLease]):
             )
         self._store, self._line = store, line
         where = f"{store.url}, line {line}"
-        super().__init__(store.files, f"lines/{line}", where=where, kinds=_KINDS, fields={"line": line}, owner=owner)
+        super().__init__(
+            store.files,
+            f"lines/{line}",
+            where=where,
+            kinds=_KINDS,
+            hint="Whoever has it now goes on with the tick; or run it again.",
+            fields={"line": line},
+            owner=owner,
+        )
 
     def take_for(self, tick: str, seconds: float) -> Held | Other:
         """Take the lease for a tick, if nobody holds it. seconds: how long this process may be silent.
