@@ -69,8 +69,8 @@ def evaluate(package: Package, plan: Plan, data: Data, request: EvaluationReques
     options = {name: getattr(request, name) for name in request.model_fields_set - {"run_dir"}}
     with _folder(request.run_dir, request.address) as run_dir:
         run = RunRequest(run_dir=run_dir, eval_data=data, **options)
-        with checked(package, plan, data, run, evaluates_only=True) as (spec, _):
-            run_spec(spec, request.backend, request.address, request.on_event or _ignore, new=True)
+        with checked(package, plan, data, run, evaluates_only=True) as evaluation:
+            run_spec(evaluation.spec, request.backend, request.address, request.on_event or _ignore, new=True)
         found = [event for event in stream_events(run_dir) if event.kind == "eval"]
     if not found:
         raise TrainingError("nothing was evaluated", where=str(data))

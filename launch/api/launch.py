@@ -78,9 +78,9 @@ def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> Run
         RunInterrupted: Ctrl-C; the run can be resumed.
         TrainingError: the workers failed too often, or a loss or gradient is not finite.
     """
-    with checked(package, plan, data, request) as (spec, _):
-        run_spec(spec, request.backend, request.address, request.on_event or _ignore, new=True)
-        return _finished(spec, package, request.backend)
+    with checked(package, plan, data, request) as run:
+        run_spec(run.spec, request.backend, request.address, request.on_event or _ignore, new=True)
+        return _finished(run.spec, package, request.backend)
 
 
 @neutrally
@@ -90,9 +90,9 @@ def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Pa
 
     Args: as of `launch`. Returns: the folder. Raises: as `launch`, but for what the cluster and the training raise.
     """
-    with checked(package, plan, data, request) as (spec, _):
-        write_spec(spec)
-        return Path(spec.run_dir)
+    with checked(package, plan, data, request) as run:
+        write_spec(run.spec)
+        return Path(run.spec.run_dir)
 
 
 class ResumeRequest(RunSettings, ExecutionOptions):
@@ -143,8 +143,7 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
     check_sinks(spec.sinks, backend)
     if leading:
         check_sink_libraries(spec.sinks)
-    check_package(package, spec)
-    check_rows(package, spec)
+    check_rows(check_package(package, spec), spec)
     check_output(spec, new=False)
     run_spec(spec, backend, request.address, request.on_event or _ignore, new=False)
     return _finished(spec, package, backend)
@@ -157,8 +156,7 @@ def change(run_dir: Path, settings: RunSettings) -> RunSpec:
     spec = _changed(before, settings)
     check_sink_libraries(spec.sinks)
     package = frozen_package(spec)
-    check_package(package, spec)
-    check_rows(package, spec)
+    check_rows(check_package(package, spec), spec)
     if spec.output is not None and Path(spec.output).exists():
         raise StorageError(
             "the run has written its result, and would come to another one", where=spec.output, cure="Move it away, and resume the run."
@@ -208,13 +206,13 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
     """
     seconds: dict[str, float] = {}
     began = time.perf_counter()
-    with checked(package, plan, data, request) as (spec, (rows, eval_rows)):
+    with checked(package, plan, data, request) as run:
+        spec = run.spec
         seconds["checks"] = time.perf_counter() - began
         began = time.perf_counter()
-        changed = spec.overrides.apply(package, spec.steps)
-        simulate(changed, plan)
+        simulate(run.package, plan)
         seconds["simulate"] = time.perf_counter() - began
-        already = plan.cluster.device == "cpu" and is_compiled(changed, plan, default_cache_dir(), evaluates=spec.evaluates)
+        already = plan.cluster.device == "cpu" and is_compiled(run.package, plan, default_cache_dir(), evaluates=spec.evaluates)
         trial = _tried_out(spec, request.backend, request.address)
         if trial is not None:
             seconds |= {name: value for name, value in asdict(trial).items() if name not in ("compiled", "interpreted")}
@@ -224,8 +222,8 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
             strategy=plan.strategy,
             workers=plan.world_size,
             steps=spec.steps,
-            rows=rows,
-            eval_rows=eval_rows,
+            rows=run.rows,
+            eval_rows=run.eval_rows,
             parameter_bytes_per_worker=plan.estimate.parameter_bytes,
             optimizer_bytes_per_worker=plan.estimate.optimizer_bytes,
             compiled_already=already,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -155,11 +156,25 @@ def versions() -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A requested run that can start.
+
+    Attributes:
+        spec: the run.
+        package: what is trained: the frozen package with the run's overrides.
+        rows, eval_rows: numbers of rows of the data and of the held-out data.
+    """
+
+    spec: RunSpec
+    package: Package
+    rows: int
+    eval_rows: int | None
+
+
 @contextmanager
-def checked(
-    package: Package, plan: Plan, data: Data, request: RunRequest, *, evaluates_only: bool = False
-) -> Iterator[tuple[RunSpec, tuple[int, int | None]]]:
-    """Yield the requested run and what `check_rows` returns, once the package may be run and fits plan and data.
+def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, evaluates_only: bool = False) -> Iterator[CheckedRun]:
+    """Yield the requested run, once the package may be run and fits plan and data.
 
     Inside, the run is made; otherwise the files that were made for its data are removed. With `evaluates_only` the run has no steps.
     """
@@ -175,11 +190,12 @@ def checked(
     steps = 0 if evaluates_only else request.steps or package.recipe.steps
     spec = spec_of(package, plan, given, request, steps=steps)
     check_runnable(package, spec.policies)
-    check_package(package, spec)
+    trained = check_package(package, spec)
     if leads(backend):  # torchrun's other ranks may find it made already
-        check_place(package, spec)
+        check_place(trained, spec)
     with written(given, run_dir):
-        yield spec, check_rows(package, spec)
+        rows, eval_rows = check_rows(trained, spec)
+        yield CheckedRun(spec, trained, rows, eval_rows)
 
 
 def _in_order(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -210,11 +226,11 @@ def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strate
     return plan
 
 
-def check_package(package: Package, spec: RunSpec) -> None:
-    """Everything that can be known of package and plans before anything starts."""
-    check_weights(package)
-    package.check_contents()
-    frozen, package = package, spec.overrides.apply(package, spec.steps)
+def check_package(frozen: Package, spec: RunSpec) -> Package:
+    """Check a run's package and plans. Returns: the package that is trained: the frozen one with the run's overrides."""
+    check_weights(frozen)
+    frozen.check_contents()
+    package = spec.overrides.apply(frozen, spec.steps)
     for each in spec.plans or (spec.plan,):
         if each.package == frozen.digest != package.digest:
             raise PlanError(
@@ -225,13 +241,13 @@ def check_package(package: Package, spec: RunSpec) -> None:
                 cure="Make it with the same settings: trainload plan --set, or trainload.plan(overrides.apply(package), ...).",
             )
         check_plan(each, package)
+    return package
 
 
 def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
-    """Everything that can be known of the data. Returns: rows of the data and of the held-out data."""
+    """Check a run's data. package: what is trained. Returns: numbers of rows of the data and of the held-out data."""
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
         raise DataError("an evaluation was asked for without held-out data", where="eval_data", cure="Give --eval-data.")
-    package = spec.overrides.apply(package, spec.steps)
     count = spec.plan.rows_per_call
     rows = check_run_data(spec.data, package, count)
     eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
@@ -256,14 +272,14 @@ def leads(backend: Backend) -> bool:
 
 
 def check_place(package: Package, spec: RunSpec) -> None:
-    """Check that a new run can be made, with room for its checkpoints and for the one that is written beside them. What must be
-    written later is tried now.
+    """Check that a new run can be made, with room for its checkpoints and the one that is being written. package: what is trained.
+
+    What must be written later is tried now.
     """
     check_new_run(Path(spec.run_dir))
     place = place_of(Path(spec.run_dir), spec.checkpoints)
     place.check_new()
     check_output(spec, new=True)
-    package = spec.overrides.apply(package, spec.steps)
     states, mean = state_counts(package), package.recipe.keeps_mean
     one = sum(b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean)) for b in spec.plan.buckets)
     spacing = spec.checkpoint_every

@@ -24,6 +24,14 @@ _RUNS = 2
 """The number of runs; the greatest distance counts."""
 _FACTOR = 10.0
 """A compiled graph may differ by this many times that distance: a sum of many terms rounds more than once."""
+_FURTHER_RUNS = 6
+"""The number of further runs before a graph is said to differ, with errors that are `_FACTOR` times as large.
+
+By chance both runs may move a value of few elements hardly at all. And a value may jump: the gradient of a ReLU whose input is zero but
+for rounding takes another branch, in one run or another, and in the compiled graph.
+"""
+_FURTHER_FACTOR = 3.0
+"""A compiled graph may differ by this many times the distance of a further run."""
 _CANCELLED = 0.1
 """Above this distance a value consists of rounding errors: what it is computed from has cancelled, as in the mean of a normalised batch."""
 _FACTOR_CANCELLED = 1000.0
@@ -31,7 +39,7 @@ _FACTOR_CANCELLED = 1000.0
 
 
 class Rounding(Interpreter):
-    """Runs a graph with each element of a floating-point result changed by one unit in its last place, up, down or not at all.
+    """Runs a graph with each element of a floating-point result changed by up to some units in its last place, up or down.
 
     Results that share memory with an input are left as they are: they are views, or are written in place. So are those of collectives,
     which are not complete before a wait.
@@ -39,14 +47,15 @@ class Rounding(Interpreter):
     Args:
         module: the graph.
         seed: of the random changes.
+        units: the greatest change.
 
     Example:
         Rounding(graph, 0).run(*arguments)
     """
 
-    def __init__(self, module: GraphModule, seed: int) -> None:
+    def __init__(self, module: GraphModule, seed: int, units: int = 1) -> None:
         super().__init__(module)
-        self._seed = seed
+        self._seed, self._units = seed, units
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def run_node(self, node: Node) -> Any:
@@ -62,7 +71,7 @@ class Rounding(Interpreter):
             return value
         if value.device not in self._generators:
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
-        steps = torch.randint(-1, 2, value.shape, generator=self._generators[value.device], device=value.device)
+        steps = torch.randint(-self._units, self._units + 1, value.shape, generator=self._generators[value.device], device=value.device)
         return value * (1 + torch.finfo(value.dtype).eps * steps).to(value.dtype)
 
 
@@ -70,29 +79,35 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
-def rounded_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+def rounded_runs(
+    module: GraphModule, given: Callable[[], Sequence[Tensor]], *, further: bool = False
+) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Yield the arguments and results of each run, one at a time.
 
     Args:
         module: the graph. Every rank that its collectives name must take all runs.
         given: makes the arguments of a run, which may be written in place.
+        further: the further runs, instead of the first ones.
     """
-    for seed in range(_RUNS):
+    for seed in range(_RUNS, _RUNS + _FURTHER_RUNS) if further else range(_RUNS):
         arguments = given()
         with torch.no_grad():
-            results = Rounding(module, seed).run(*arguments)
+            results = Rounding(module, seed, int(_FACTOR) if further else 1).run(*arguments)
         yield arguments, results
 
 
-def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]]) -> list[float]:
+def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], *, further: bool = False) -> list[float]:
     """Return the greatest relative distance that rounding explains, of each value.
 
     Args:
         expected: values of the interpreted graph.
         runs: the same values of `rounded_runs`.
+        further: they are of the further runs.
     """
-    return [max(EXPLAINED, *(_explained(relative_distance(value, run[at])) for run in runs)) for at, value in enumerate(expected)]
+    return [max(EXPLAINED, *(_explained(relative_distance(value, run[at]), further) for run in runs)) for at, value in enumerate(expected)]
 
 
-def _explained(distance: float) -> float:
+def _explained(distance: float, further: bool) -> float:
+    if further:
+        return _FURTHER_FACTOR * _explained(distance / _FACTOR, further=False)
     return distance * (_FACTOR if distance < _CANCELLED else _FACTOR_CANCELLED)

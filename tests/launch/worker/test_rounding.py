@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from trainload.launching.worker.rounding import EXPLAINED, explained_distances
+import torch
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+
+from trainload.launching.worker.rounding import EXPLAINED, explained_distances, rounded_runs
 
 
 def noise(seed: int, size: float) -> Tensor:
@@ -29,3 +32,31 @@ def test_a_value_with_digits_may_differ_by_ten_times_its_rounding() -> None:
 def test_a_value_of_rounding_errors_may_differ_by_many_times_itself() -> None:
     """Such as the mean of what a BatchNorm has normalised: 1e-16 in float64, 1e-7 to 3e-6 in float32, by the order of the sum."""
     assert 100 < explained(noise(0, 1e-7), 1e-7) < 1e4
+
+
+def results(run: Any) -> list[Tensor]:
+    """The results of a run of a graph with one output."""
+    return [run]
+
+
+class Kinked(nn.Module):
+    """The gradient of ReLU, at an input that is zero but for rounding: 1 or 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1.0 - 1.0 > 0).to(torch.float32)
+
+
+def test_a_jump_that_rounding_may_cause_is_explained_by_further_runs() -> None:
+    graph = symbolic_trace(Kinked())
+    given = torch.full((8,), 1e-7)  # 1 + 1e-7 is 1 + one unit in the last place
+    value = graph(given)
+    (distance,) = explained_distances(
+        [value], [results(run) for _, run in rounded_runs(graph, lambda: [given], further=True)], further=True
+    )
+    assert distance > 0.5
+
+
+def test_a_smooth_value_may_differ_by_no_more_in_further_runs() -> None:
+    value = noise(0, 1.0)
+    (distance,) = explained_distances([value], [[value + noise(seed, 1e-3)] for seed in range(6)], further=True)
+    assert 1e-3 < distance < 1e-2

@@ -56,12 +56,14 @@ class Trail:
 
     Attributes:
         line, name: the tick's. scheduled: its time.
+        store: the line's store.
         config: as it was pinned, but for what is each machine's own. pinned, held: its record; the lease that it is run under.
         began: when this process began with it, as `time.monotonic` has it.
     """
 
     line: str
     name: str
+    store: Store
     config: Config
     pinned: Pinned
     held: Held
@@ -201,7 +203,7 @@ class Scheduler:
         config, unreadable = self._begun_with(pinned)
         if config != self._config:
             self._say(f"tick {name} goes on with the configuration that it was begun with")
-        trail = Trail(self._config.line, name, config, pinned, held)
+        trail = Trail(self._config.line, name, self._store, config, pinned, held)
         if self._ticks.read(Decided, name) is None and (why := unreadable or self._hopeless(trail)):
             return self._end(trail, "failed", why)
         number = self._ticks.begin(name, held.id, held.owner).number

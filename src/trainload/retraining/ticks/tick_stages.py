@@ -113,7 +113,7 @@ class Stages:
         if run.first_step is not None:
             seconds["first step"] = round(run.first_step - trail.began, 3)
         return {
-            "release": Store(config.store).release(config.line, report.release).id,
+            "release": trail.store.release(config.line, report.release).id,
             "package": report.digest,
             "run_dir": str(run.folder),
             "checkpoint": str(result.checkpoint),
@@ -243,7 +243,7 @@ class Stages:
 
     def _first_release(self, trail: Trail) -> str:
         """The first release of the line that has the parent's program."""
-        store = Store(trail.config.store)
+        store = trail.store
         program = store.release(trail.line, shown(trail.pinned.parent)).program
         for each in store.release_ids(trail.line):
             if store.release(trail.line, shown(each)).program == program:
@@ -252,7 +252,7 @@ class Stages:
 
     def _made_by(self, trail: Trail, release: str) -> str | None:
         """The tick that made a release; None: none did."""
-        found: Release = Store(trail.config.store).release(trail.line, shown(release))
+        found: Release = trail.store.release(trail.line, shown(release))
         tick = found.facts.get(TICK)
         return tick if isinstance(tick, str) else None
 
@@ -369,4 +369,4 @@ def _all_finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _ticks(trail: Trail) -> Ticks:
-    return Ticks(Store(trail.config.store), trail.line)
+    return Ticks(trail.store, trail.line)
