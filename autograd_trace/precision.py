@@ -49,7 +49,7 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
             "the graph has control flow, whose bodies were captured for values of their dtypes",
             where=where,
             got=f"{control.target} at {place_of_node(control)}",
-            cure=_REFREEZE,
+            hint=_REFREEZE,
         )
     _forget_dtypes(module)
     before = [dtype_of(node) for node in calls_in(module)]
@@ -67,7 +67,7 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
             f"a value stays in {str(dtype_of(strange)).removeprefix('torch.')}: it was made so otherwise than by autocast",
             where=where,
             got=f"{strange.target} at {place_of_node(strange)}",
-            cure=_REFREEZE,
+            hint=_REFREEZE,
         )
     return _in_region(module, capture, declared, dtype) if low else module
 
@@ -115,7 +115,7 @@ class _Retyped(Interpreter):
                 f"an operator does not take what it would be given: {first_line(error)}",
                 where=self._where,
                 got=f"{n.target} at {place_of_node(n)}",
-                cure=_REFREEZE,
+                hint=_REFREEZE,
             ) from error
         if n.op != "output":
             n.meta["val"] = _retyped(n.meta.get("val"), value)

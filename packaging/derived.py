@@ -203,7 +203,7 @@ def _read_step(root: Path, key: str, seal: Seal) -> bytes:
     with open_inside(root, where) as file:
         data = file.read(min(seal.size, MAX_BYTES) + 1)
     if len(data) != seal.size or sha256_bytes(data) != seal.sha256:
-        raise IntegrityError("a derived graph is not the one that its seal names", where=where, cure="Remove its folder.")
+        raise IntegrityError("a derived graph is not the one that its seal names", where=where, hint="Remove its folder.")
     return data
 
 

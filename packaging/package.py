@@ -290,7 +290,7 @@ def check_weights(package: Package) -> None:
         raise PackageError(
             "this package is abstract: it has shapes and no weights, so it can be shown and planned, and cannot be run",
             where=str(package.path),
-            cure="Freeze the job with its weights, where they fit: trainload freeze without --abstract.",
+            hint="Freeze the job with its weights, where they fit: trainload freeze without --abstract.",
         )
 
 
@@ -363,17 +363,17 @@ def check_tree(path: Path, manifest: Manifest) -> None:
             continue
         entry = left.pop(file, None)
         if entry is None:
-            raise IntegrityError("a file is not in the manifest", where=file, cure="Remove it, or fetch the package again.")
+            raise IntegrityError("a file is not in the manifest", where=file, hint="Remove it, or fetch the package again.")
         if status.st_size != entry.size:
             raise IntegrityError(
                 "a file has another size than the manifest says",
                 where=file,
                 expected=f"{entry.size} bytes",
                 got=str(status.st_size),
-                cure="Fetch the package again.",
+                hint="Fetch the package again.",
             )
     if left:
-        raise IntegrityError("files of the package are missing", where=min(left), cure="Fetch the package again.")
+        raise IntegrityError("files of the package are missing", where=min(left), hint="Fetch the package again.")
 
 
 def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
@@ -388,7 +388,7 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
             raise UnsafePackageError(
                 f"the package calls operators of another library, {namespace}, from {told_library(entry)}",
                 where=MANIFEST,
-                cure=f"If you trust it, {ways_to_allow(namespace, entry)}.",
+                hint=f"If you trust it, {ways_to_allow(namespace, entry)}.",
             )
     wrong = [each for each in compare_operators(manifest) if not each.fits]
     if wrong:
@@ -403,7 +403,7 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
         raise PackageError(
             f"{len(wrong)} of the package's operators are not those of torch {torch.__version__}; the worst is {worst.name}: {worst.told}",
             where=MANIFEST,
-            cure=f"`trainload ops PKG --compat` lists all. {advice}",
+            hint=f"`trainload ops PKG --compat` lists all. {advice}",
         )
 
 

@@ -202,7 +202,7 @@ def with_program(
         written = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
         for file in kept:
             if written[file] != package.manifest.files[file]:
-                raise IntegrityError("a file is not the one that the manifest lists", where=file, cure="Fetch the package again.")
+                raise IntegrityError("a file is not the one that the manifest lists", where=file, hint="Fetch the package again.")
         graphs.check(root)
         told = {name: document for name in _OF_THE_FREEZE if (document := read_debug(package.path, name)) is not None}
         write_debug(root, {**told, **graphs.debug(SourceMap(package.path).files)})

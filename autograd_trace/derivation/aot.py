@@ -261,7 +261,7 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
         raise CaptureError(
             "a gradient flows into a buffer or parameter that forward writes to",
             where=f"graph {name}",
-            cure="Write buffers under torch.no_grad(), with detached values; do not write to parameters.",
+            hint="Write buffers under torch.no_grad(), with detached values; do not write to parameters.",
         )
     tangent = tangents[0] if tangents else None
     for node in joint.graph.nodes:
@@ -309,7 +309,7 @@ def _forget_check(node: Node, graph: str) -> None:
         raise CaptureError(
             f"the operator {effect} has a side effect beside its result, which a step graph cannot have",
             where=f"graph {graph}",
-            cure="Keep it out of forward: `if not torch.compiler.is_exporting(): ...`.",
+            hint="Keep it out of forward: `if not torch.compiler.is_exporting(): ...`.",
         )
 
 
@@ -332,7 +332,7 @@ def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tup
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if target[0] == "b":
                 port = module.port_of(target)
             case InputMutationAOTOutput(mutated_input=written):
-                raise CaptureError("forward writes to what is no buffer", where=f"{written}", cure="Keep what changes in a buffer.")
+                raise CaptureError("forward writes to what is no buffer", where=f"{written}", hint="Keep what changes in a buffer.")
             case _:
                 raise AssertionError(f"unforeseen output of a joint graph: {description}")
         found.append(port)

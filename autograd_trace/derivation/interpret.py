@@ -115,7 +115,7 @@ class GraphInterpreter(Interpreter):
                 raise CaptureError(
                     f"the random operator {target} has no stateless form, so its values could not be repeated after a restart",
                     where=self.where(),
-                    cure="Draw with dropout, torch.rand, torch.randn or torch.bernoulli instead.",
+                    hint="Draw with dropout, torch.rand, torch.randn or torch.bernoulli instead.",
                 )
             target = self._retargeted_view(target, self._node)
             args = tuple(self._retarget(a) for a in args)
@@ -142,7 +142,7 @@ class GraphInterpreter(Interpreter):
             raise CaptureError(
                 f"a body of {target} draws random numbers, for which it has no stateless form",
                 where=self.where(),
-                cure="Draw the random tensor before it and pass it in as an operand.",
+                hint="Draw the random tensor before it and pass it in as an operand.",
             )
         return KEYED[target](self, target, self._node, *args)
 

@@ -75,7 +75,7 @@ def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
         raise PackageError(f"{cause}, and cannot be traced again: {first_line(error)}", where=where, got=", ".join(own)) from error
     left = own_operators(traced)
     if left:
-        raise PackageError(_CAUSE, where=where, got=", ".join(left), cure="Export a graph without them: --graph.")
+        raise PackageError(_CAUSE, where=where, got=", ".join(left), hint="Export a graph without them: --graph.")
     return traced
 
 

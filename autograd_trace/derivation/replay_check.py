@@ -40,7 +40,7 @@ def check_replays(job: Job, program: Program) -> None:
                 try:
                     variant = dispatcher_of(program.graphs, program.variants, first).pick(target.batch)
                 except DataError as error:
-                    raise JobError(error.problem, where=f"Job.replays[{number}], graph {first}", cure="Add it to Job.variants.") from error
+                    raise JobError(error.problem, where=f"Job.replays[{number}], graph {first}", hint="Add it to Job.variants.") from error
                 captured = program.graphs[graph_name(target.graph, target.mode, variant)]
                 leaves = {name: leaf.detach().contiguous() for name, leaf in leaves_of(target.batch).items()}
                 target.function.differentiates = eager_gradients

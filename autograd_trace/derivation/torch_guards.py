@@ -89,7 +89,7 @@ def _check_order(graphs: Mapping[str, GraphCapture], targets: Sequence[Target]) 
                 where=f"Job.variants[{variant!r}]",
                 expected="another input, constant or shape than in the variants before it",
                 got=f"a batch that {f'the variant {other!r}' if other else 'the first variant, of Job.batch,'} takes",
-                cure="Leave it out, or put it first (Job.batch) if its graph is the one to run.",
+                hint="Leave it out, or put it first (Job.batch) if its graph is the one to run.",
             )
 
 

@@ -58,14 +58,14 @@ def bound(
             f"the optimizer makes state in __init__, and cannot be made again for other tensors: {error}",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="a constructor that takes (params, **options)",
-            cure="Make the state in the first step.",
+            hint="Make the state in the first step.",
         ) from error
     if not made.state:
         raise JobError(
             "the optimizer has done steps already, and a package holds none of its state",
             where="Job.optimizer",
             expected="a new optimizer",
-            cure="Make it in the function.",
+            hint="Make it in the function.",
         )
     return made
 
@@ -94,7 +94,7 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
                 "the optimizer wraps another one that has parameter groups or state of its own already",
                 where=f"Job.optimizer: {type(optimizer).__name__}.{name}",
                 expected="the same groups, and no state before the first step",
-                cure="Write both updates in the step() of one class.",
+                hint="Write both updates in the step() of one class.",
             )
         made_of[id(inner)] = _copied(inner, made_of)
     made = object.__new__(type(optimizer))
@@ -115,5 +115,5 @@ def step(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> None:
             f"the optimizer cannot update a parameter of shape {shape}: {type(error).__name__}: {error}",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
-            cure="Give these parameters to another optimizer, such as AdamW or SGD.",
+            hint="Give these parameters to another optimizer, such as AdamW or SGD.",
         ) from error

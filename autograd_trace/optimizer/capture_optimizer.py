@@ -66,7 +66,7 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
                     where=f"{trainer.where}: group {number}",
                     expected="one dtype",
                     got=str(sorted(kinds)),
-                    cure="Make one parameter group for each dtype.",
+                    hint="Make one parameter group for each dtype.",
                 )
             shapes = {n: tuple(specs[n].shape) for n in names}
             table = rates[number].factors
@@ -104,27 +104,27 @@ def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
             "the optimizer calls a closure, which runs the model as often as it likes, so it has no fixed update",
             where=f"{where}: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
-            cure="Use AdamW or SGD.",
+            hint="Use AdamW or SGD.",
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise CaptureError(
             "the optimizer evaluates the model with other weights than it trains (its train() and eval())",
             where=f"{where}: {type(optimizer).__name__}",
             expected="weights that are what the updates leave",
-            cure="Use AdamW or SGD with Job.ema, whose mean is what evaluations see and the trained package holds.",
+            hint="Use AdamW or SGD with Job.ema, whose mean is what evaluations see and the trained package holds.",
         )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise CaptureError(
             "the optimizer has no learning rate",
             where=f"{where}: {type(optimizer).__name__}",
             expected='"lr" among the options of each group',
-            cure="Give it one. transformers' Adafactor takes one with relative_step=False.",
+            hint="Give it one. transformers' Adafactor takes one with relative_step=False.",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise CaptureError(
             "the optimizer wants sparse gradients, and a step graph's gradients are dense",
             where=f"{where}: SparseAdam",
-            cure="Use Adam; it updates the rows of an embedding that were not looked up as well, by their moments.",
+            hint="Use Adam; it updates the rows of an embedding that were not looked up as well, by their moments.",
         )
 
 

@@ -70,7 +70,7 @@ def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, o
             where="Job.schedule",
             expected="learning rates that follow from the step",
             got="ReduceLROnPlateau",
-            cure="Use a schedule of the step; evaluate, and resume with another package where it does not suit.",
+            hint="Use a schedule of the step; evaluate, and resume with another package where it does not suit.",
         )
     rates: list[list[float]] = [[] for _ in options]
     for step in range(updates):
@@ -86,7 +86,7 @@ def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, o
                     where=f"Job.schedule at step {step}",
                     expected="learning rates alone",
                     got=f"{driven[0]} = {group[driven[0]]}, was {before[driven[0]]}",
-                    cure="Give the scheduler cycle_momentum=False.",
+                    hint="Give the scheduler cycle_momentum=False.",
                 )
     return rates
 

@@ -38,7 +38,7 @@ def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequen
                     "holds a tensor that is no parameter of the model",
                     where=f"{where}: group {number}",
                     got=f"shape {tuple(parameter.shape)}",
-                    cure="Build the optimizer from the model that the function is given.",
+                    hint="Build the optimizer from the model that the function is given.",
                 )
             if name in seen:
                 raise JobError("a parameter is in two groups", where=f"{where}: group {number}", got=name)
@@ -47,7 +47,7 @@ def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequen
         seen.update(found)
         groups.append(sorted(found))
     if not seen:
-        raise JobError("the optimizer trains no parameter", where=where, cure="Give it model.parameters().")
+        raise JobError("the optimizer trains no parameter", where=where, hint="Give it model.parameters().")
     return groups
 
 

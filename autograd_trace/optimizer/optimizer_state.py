@@ -73,7 +73,7 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
         step(stepped, shape)
         if stepped.param_groups[0]["lr"] != rate * factor:
             raise CaptureError(
-                "step() changes the learning rate, which the job's schedule gives", where=kind, cure="Say it in Job.schedule."
+                "step() changes the learning rate, which the job's schedule gives", where=kind, hint="Say it in Job.schedule."
             )
         states.append(_own(stepped, param))
         shared.append(_shared(stepped))
@@ -83,7 +83,7 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
             where=kind,
             expected=", ".join(sorted(states[-1])) or "none",
             got=", ".join(sorted(states[0])) or "none",
-            cure="Make all of the state in the first step, and let none of it grow.",
+            hint="Make all of the state in the first step, and let none of it grow.",
         )
     changing = {n: _changes(f"{kind}: state {n!r}", [s[n] for s in states]) for n in sorted(states[-1])}
     moved = [n for n in sorted(shared[-1]) if any(not _same(before.get(n), each.get(n)) for each in shared)]
@@ -151,5 +151,5 @@ def _changes(where: str, values: Sequence[Any]) -> bool:
         where=where,
         expected="tensors and numbers in self.state[param]",
         got=", ".join(dict.fromkeys(type(v).__name__ for v in values)),
-        cure="Keep it as tensors, each under a name of its own.",
+        hint="Keep it as tensors, each under a name of its own.",
     )

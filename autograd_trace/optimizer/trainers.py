@@ -86,7 +86,7 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
             "the first graph that trains does not run in every round, and its loss is the run's",
             where="Job.loop",
             expected=f"a turn of {main!r} in every round",
-            cure="Put another graph first in Job.graphs, or let a round be every so many turns of the others.",
+            hint="Put another graph first in Job.graphs, or let a round be every so many turns of the others.",
         )
     return tuple(turns)
 
@@ -188,7 +188,7 @@ def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.
         raise
     except Exception as error:  # the user's own code may raise anything
         place = place_of_error(error)
-        raise JobError(f"{where} fails: {raised(error)}", where="" if place is None else str(place), cure=_cure(job.model)) from error
+        raise JobError(f"{where} fails: {raised(error)}", where="" if place is None else str(place), hint=_cure(job.model)) from error
     optimizers = tuple(given) if isinstance(given, Sequence) else (given,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -216,11 +216,11 @@ def _check_own_methods(optimizer: torch.optim.Optimizer, where: str) -> None:
                 "makes a learning rate scheduler, which nobody would step",
                 where=where,
                 expected="an optimizer alone",
-                cure="Give it as Job.schedule: schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000).",
+                hint="Give it as Job.schedule: schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000).",
             )
         raise JobError(
             f"returns an optimizer whose {name} was replaced",
             where=f"{where}: {type(optimizer).__name__}.{name}",
             expected="the method of its class",
-            cure="Write it as a method of a class of your own: class Mine(torch.optim.SGD).",
+            hint="Write it as a method of a class of your own: class Mine(torch.optim.SGD).",
         )

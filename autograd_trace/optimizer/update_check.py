@@ -48,7 +48,7 @@ def check_update(
             where=f"{type(optimizer).__name__}, {update.group}",
             expected=f"at most {tolerance:g}",
             got=f"{float((captured.view(shape) - real).abs().max()):.2g} after {steps} steps",
-            cure="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
+            hint="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
         )
     own = kept(after, real)
     different = next(
@@ -59,7 +59,7 @@ def check_update(
             f"the captured update leaves another {different!r} than the optimizer on a parameter of shape {shape}",
             where=f"{type(optimizer).__name__}, {update.group}",
             expected=f"at most {tolerance:g} of its size",
-            cure="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
+            hint="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
         )
     if update.elementwise and flat.numel() > 1:
         cut = flat.numel() // 3
@@ -68,7 +68,7 @@ def check_update(
             raise CaptureError(
                 "the update of a slice is not that part of the whole parameter's update",
                 where=f"{type(optimizer).__name__}, {update.group}",
-                cure="Let the update of an element depend on that element alone.",
+                hint="Let the update of an element depend on that element alone.",
             )
 
 
@@ -94,7 +94,7 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
             got=f"another {differs[0]!r} beside another parameter" if differs else "another parameter beside another one",
-            cure="Give each parameter an update of its own; the gradient's norm over all of them is clipped by Job.clip_norm.",
+            hint="Give each parameter an update of its own; the gradient's norm over all of them is clipped by Job.clip_norm.",
         )
 
 
@@ -152,7 +152,7 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
             "the optimizer moves a parameter otherwise than another tensor of its shape in its group",
             where=f"Job.optimizer: {type(optimizer).__name__}, {apart[0]}",
             expected="an update of (parameter, gradient, state, options of the group)",
-            cure="Put it into a group of its own, and tell groups apart by their options, not parameters by their names or attributes.",
+            hint="Put it into a group of its own, and tell groups apart by their options, not parameters by their names or attributes.",
         )
 
 

@@ -106,7 +106,7 @@ def _state_specs(names: StateNames, param: Tensor, state: Sequence[Tensor], kind
                 where=where,
                 expected="as many elements at every step",
                 got=str(tuple(value.shape)),
-                cure="Keep a mask of the parameter's shape in place of indices.",
+                hint="Keep a mask of the parameter's shape in place of indices.",
             )
         others = () if like_parameter else tuple(value.shape)
         specs.append(StateSpec(entry, str(value.dtype).removeprefix("torch."), like_parameter, others))
@@ -124,7 +124,7 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
         raise CaptureError(
             f"the update of {type(update._parts[0]).__name__} cannot be captured: {first_line(error)}",
             where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
-            cure=_cure_of(update._parts[0]),
+            hint=_cure_of(update._parts[0]),
         ) from error
 
 
@@ -154,5 +154,5 @@ def _check_constants(exported: ExportedProgram, optimizer: torch.optim.Optimizer
                 where=f"{type(optimizer).__name__}, {name}",
                 expected="constants of one element at most",
                 got=str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__,
-                cure="Keep it in self.state[param].",
+                hint="Keep it in self.state[param].",
             )

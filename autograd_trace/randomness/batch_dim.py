@@ -54,7 +54,7 @@ def find_batch_dim(shape: Sequence[Size], batch: torch.SymInt, where: str) -> in
                 raise CaptureError(
                     f"a random value's dim {dim} has {size} entries, which is not a whole number for each of the {batch} rows",
                     where=where,
-                    cure="Draw the random tensor with the batch as a dim of its own.",
+                    hint="Draw the random tensor with the batch as a dim of its own.",
                 )
             return dim
     return None
@@ -92,7 +92,7 @@ class Layout:
                 f"a random value's dim {dim} has the batch as an inner part of its {shape[dim]} entries, so that its numbers would depend "
                 "on how the batch is split over workers",
                 where=where,
-                cure="Merge dims with the batch first (x.transpose(0, 1).flatten(0, 1)), or apply the dropout before they are merged.",
+                hint="Merge dims with the batch first (x.transpose(0, 1).flatten(0, 1)), or apply the dropout before they are merged.",
             )
         return Rows(dim, stacks)
 

@@ -122,7 +122,7 @@ def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]
                     where=f"graph {graph}",
                     expected=f"{len(answers)} calls in the checkpoint",
                     got=f"{len(made)}",
-                    cure="Have the policy decide by the operator alone.",
+                    hint="Have the policy decide by the operator alone.",
                 )
             for node, answer in zip(made, answers, strict=True):
                 if answer == "1":

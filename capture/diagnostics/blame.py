@@ -95,7 +95,7 @@ def capture_error(
         problem,
         where=_where(first.place),
         got=_gist(error),
-        cure=first.advice,
+        hint=first.advice,
         findings=findings,
     )
 
@@ -111,7 +111,7 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
     return CaptureError(
         f"{by} fails on {rows} rows of the example batch in the {captured.name} graph: {raised(error)}",
         where=_where(place) or f"graph {captured.name}",
-        cure=cause.advice,
+        hint=cause.advice,
         findings=[_finding(cause, place, str(error), captured.inputs[0].name)],
     )
 
@@ -121,7 +121,7 @@ def _nested_transforms(graph: str, error: Exception) -> CaptureError:
     problem = "a transform of torch.func inside of another, which a graph cannot hold"
     advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) in place of vmap over the jvp of a row."
     finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
-    return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(error), cure=advice, findings=[finding])
+    return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(error), hint=advice, findings=[finding])
 
 
 def own_generator() -> CaptureError:
@@ -130,7 +130,7 @@ def own_generator() -> CaptureError:
     problem = "forward draws from a generator of its own, whose state is no part of the model"
     advice = "Leave out `generator`: what a graph draws follows from the run's seed, the step and the row."
     finding = Finding(GLOBAL.anchor, problem, advice, "noise = torch.rand(size, device=x.device)  # no generator", place)
-    return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
+    return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
 
 
 def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
@@ -159,10 +159,10 @@ def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], c
             if findings:
                 break
         else:
-            findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.cure)]
+            findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.hint)]
         where = error.where
     found = list(_unique(findings))
-    return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, cure=error.cure, findings=found)
+    return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, hint=error.hint, findings=found)
 
 
 def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]) -> CaptureError | None:
@@ -174,7 +174,7 @@ def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]
     if error_of_eager is None:
         return None
     finding = _of_eager(error_of_eager)
-    return CaptureError(error.problem, where=_where(finding.place), cure=EAGER.advice, findings=[finding])
+    return CaptureError(error.problem, where=_where(finding.place), hint=EAGER.advice, findings=[finding])
 
 
 def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
@@ -186,7 +186,7 @@ def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
             return None
         problem = f"the captured graph fails on the example batch, and the model does not: {raised(error.__cause__)}"
         finding = Finding(DIFFERENCE.anchor, problem, BREAK.advice, rewrite.custom_operator(), None)
-        return CaptureError(problem, where=error.where, cure=BREAK.advice, findings=[finding])
+        return CaptureError(problem, where=error.where, hint=BREAK.advice, findings=[finding])
     return None
 
 
@@ -210,19 +210,19 @@ def _of_eager(error: Exception) -> Finding:
 def unfollowed(problem: str, advice: str) -> CaptureError:
     """Return the report for an operation in forward that a graph cannot represent. Call it below the user's frame."""
     place = place_here()
-    return CaptureError(problem, where=_where(place), cure=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
+    return CaptureError(problem, where=_where(place), hint=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
 
 
 def of_hook(problem: str, advice: str) -> CaptureError:
     """Return the report for a hook of the model that a graph cannot represent."""
-    return CaptureError(problem, where="Job.model", cure=advice, findings=[Finding(BACKWARD.anchor, problem, advice)])
+    return CaptureError(problem, where="Job.model", hint=advice, findings=[Finding(BACKWARD.anchor, problem, advice)])
 
 
 def own_backward(problem: str, advice: str) -> CaptureError:
     """The page for something in the model's backward that has no place in a graph. To be called below the user's line."""
     place = place_here()
     finding = Finding(BACKWARD.anchor, problem, advice, rewrite.custom_operator(), place)
-    return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
+    return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
 
 
 def no_gradient(job: Job) -> CaptureError:
@@ -231,7 +231,7 @@ def no_gradient(job: Job) -> CaptureError:
     place = place_of_function(function)
     code = "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the parameters and here"
     finding = Finding(NO_GRADIENT.anchor, NO_GRADIENT.sentence, NO_GRADIENT.advice, code, place)
-    return CaptureError(NO_GRADIENT.sentence, where=_where(place) or "Job.loss", cure=NO_GRADIENT.advice, findings=[finding])
+    return CaptureError(NO_GRADIENT.sentence, where=_where(place) or "Job.loss", hint=NO_GRADIENT.advice, findings=[finding])
 
 
 # From exceptions and deeds to findings

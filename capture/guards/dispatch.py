@@ -117,7 +117,7 @@ class Dispatcher:
                 where=f"graph {self._graph}",
                 expected=", ".join(sorted(self.names)),
                 got=", ".join(sorted({*leaves, *constants})),
-                cure="Leave it out.",
+                hint="Leave it out.",
             )
         return self.pick_facts({name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}, constants)
 
@@ -127,12 +127,12 @@ class Dispatcher:
             return DataError(
                 f"the graph does not take this batch: {said[0].partition(': ')[2]}",
                 where=f"graph {self._graph}",
-                cure="`trainload inspect` lists what it takes; another freeze, with Job.dynamic or Job.variants, takes more.",
+                hint="`trainload inspect` lists what it takes; another freeze, with Job.dynamic or Job.variants, takes more.",
             )
         return DataError(
             f"none of the {len(said)} variants takes this batch, the nearest first: {'; '.join(said)}",
             where=f"graph {self._graph}",
-            cure="`trainload inspect` lists what each takes; another freeze, with one more in Job.variants, takes more.",
+            hint="`trainload inspect` lists what each takes; another freeze, with one more in Job.variants, takes more.",
         )
 
 

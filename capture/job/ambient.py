@@ -107,7 +107,7 @@ def _check_no_torch_modes() -> None:
             "torch's operators do something else here than in a fresh process, and what surrounds the call is no part of the job",
             expected="no mode of torch and no transform of torch.func around the call",
             got=", ".join(modes),
-            cure="Leave it before the call; what belongs to the job is entered in Job.loss or in the model's forward.",
+            hint="Leave it before the call; what belongs to the job is entered in Job.loss or in the model's forward.",
         )
 
 

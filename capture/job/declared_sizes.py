@@ -50,7 +50,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
             where="Job.batch",
             expected="2 rows or more",
             got=f"{count}",
-            cure="Give more rows, or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+            hint="Give more rows, or fix the size with dynamic={name: {0: Dim.STATIC}}.",
         )
     for dims in shapes.values():
         dims[0] = rows
@@ -110,12 +110,12 @@ def _check_rows(leaves: Mapping[str, Tensor]) -> None:
                 where=f"Job.batch: {name}",
                 expected="one dim or more",
                 got="0 dims",
-                cure=f"If it is the same for all rows, declare shared=[{name!r}]; else give it a leading batch dim.",
+                hint=f"If it is the same for all rows, declare shared=[{name!r}]; else give it a leading batch dim.",
             )
     rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
     if len(set(rows.values())) != 1:
         raise JobError(
-            "inputs differ in their number of rows", where="Job.batch", expected="one leading size", got=str(rows), cure=_cure(leaves)
+            "inputs differ in their number of rows", where="Job.batch", expected="one leading size", got=str(rows), hint=_cure(leaves)
         )
 
 
@@ -169,12 +169,12 @@ def _checked(spec: Any, size: int, where: str) -> Any:
     if type(spec) is int:
         if spec != size:
             raise JobError(
-                "fixes another size than the example has", where=where, expected=str(size), got=str(spec), cure="Let both be the same."
+                "fixes another size than the example has", where=where, expected=str(size), got=str(spec), hint="Let both be the same."
             )
         return Dim.STATIC
     if not isinstance(spec, Dim) and not is_hint(spec):
-        cure = f"Write Dim({spec!r})." if isinstance(spec, str) and spec.isidentifier() else ""
-        raise JobError("this declares no dim", where=where, expected=_WORDS, got=repr(spec), cure=cure)
+        hint = f"Write Dim({spec!r})." if isinstance(spec, str) and spec.isidentifier() else ""
+        raise JobError("this declares no dim", where=where, expected=_WORDS, got=repr(spec), hint=hint)
     if hasattr(spec, "root"):
         factor, offset = affine(spec)
         if factor * int(spec.root.min) + offset < 0:
@@ -183,7 +183,7 @@ def _checked(spec: Any, size: int, where: str) -> Any:
                 where=where,
                 expected="0 or more",
                 got=f"{spec.root.__name__} from {int(spec.root.min)}",
-                cure=f"Give the root a least size: Dim({spec.root.__name__!r}, min={-(offset // factor)}).",
+                hint=f"Give the root a least size: Dim({spec.root.__name__!r}, min={-(offset // factor)}).",
             )
     least, most = limits_of(spec)
     if (least is not None and size < least) or (most is not None and size > most):
@@ -192,7 +192,7 @@ def _checked(spec: Any, size: int, where: str) -> Any:
             where=where,
             expected=f"{least or 0} to {'any size' if most is None else most}",
             got=str(size),
-            cure="Widen the range, or give another example.",
+            hint="Widen the range, or give another example.",
         )
     return Dim.STATIC if is_hint(spec) and spec.type.name == "STATIC" else spec
 
@@ -208,7 +208,7 @@ def _batch_dim(shapes: Shapes) -> Any:
             where="Job.dynamic",
             expected="one Dim for dim 0",
             got=", ".join(map(spelled, said.values())),
-            cure="Every input has the same rows: declare dim 0 once.",
+            hint="Every input has the same rows: declare dim 0 once.",
         )
     if not said:
         return Dim("batch", min=1)
@@ -219,7 +219,7 @@ def _batch_dim(shapes: Shapes) -> Any:
             where=where,
             expected="a dim that takes any number of rows",
             got=spelled(spec),
-            cure="Rows are dealt out in any number. Give each row a dim more: (rows, 2, ...) in place of (2*rows, ...).",
+            hint="Rows are dealt out in any number. Give each row a dim more: (rows, 2, ...) in place of (2*rows, ...).",
         )
     return spec
 
@@ -241,7 +241,7 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
                     where=where,
                     expected="a name of its own",
                     got=spelled(spec),
-                    cure="Rows are dealt out in any number, so no row can have a length that depends on it.",
+                    hint="Rows are dealt out in any number, so no row can have a length that depends on it.",
                 )
             other, known = ranges.setdefault(root.__name__, (where, root))
             if spelled(known) != spelled(root):
@@ -262,5 +262,5 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
                     where=where,
                     expected=f"{known_length}, as in {other}",
                     got=f"{length}",
-                    cure="Give the dims names of their own, or an example that fits.",
+                    hint="Give the dims names of their own, or an example that fits.",
                 )

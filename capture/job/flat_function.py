@@ -104,7 +104,7 @@ class StepFunction(Traced):
                 where=self._where,
                 expected="a 0-dim floating-point tensor, or trainload.Loss with one",
                 got=_described(value),
-                cure="Reduce it with .mean(), or give loss=... a function that returns the scalar.",
+                hint="Reduce it with .mean(), or give loss=... a function that returns the scalar.",
             )
         outputs = [OutputSpec("loss", OutputRole.LOSS)]
         values: list[Any] = [value]
@@ -208,5 +208,5 @@ def _check_stateless(function: object, where: str) -> None:
             where=where,
             expected="a function of the model and the batch",
             got=f"a {type(function).__name__} with state",
-            cure="Make it a part of Job.model, and reach it there: model.criterion(...).",
+            hint="Make it a part of Job.model, and reach it there: model.criterion(...).",
         )

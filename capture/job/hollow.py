@@ -64,7 +64,7 @@ def _sparse_file(size: int) -> Iterator[str]:
             os.truncate(file.fileno(), size)
     except OSError as error:
         raise StorageError(
-            f"no sparse file of {size:,} bytes can be made: {error.strerror}", where=tempfile.gettempdir(), cure="Set TMPDIR."
+            f"no sparse file of {size:,} bytes can be made: {error.strerror}", where=tempfile.gettempdir(), hint="Set TMPDIR."
         ) from error
     try:
         yield file.name

@@ -54,7 +54,7 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
         CaptureError: a tensor is of a class with behaviour of its own, not dense, or without values.
     """
     if not batch:
-        raise JobError("the example batch is empty", where="Job.batch", cure="Give one real batch, input name -> tensor.")
+        raise JobError("the example batch is empty", where="Job.batch", hint="Give one real batch, input name -> tensor.")
     found: dict[str, Tensor] = {}
     for name, value in _entries("", batch):
         if isinstance(value, Tensor):
@@ -67,14 +67,14 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
                 where=f"Job.batch: {name}",
                 expected="a tensor, None, a number, a string, an Enum's member, or a dict, list, tuple, named tuple or dataclass of these",
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
-                cure="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
+                hint="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
                 "See docs/capture.md#unsupported-input.",
             )
     if not found:
         raise JobError(
             "the example batch holds no tensor",
             where="Job.batch",
-            cure="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
+            hint="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
         )
     check_tensors(("input", name, leaf) for name, leaf in sorted(found.items()) if values or has_values(leaf))
     return dict(sorted(found.items()))
@@ -173,7 +173,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
                 where="Job.batch",
                 expected=f"the fields {', '.join(parts)} alone",
                 got=", ".join(beside),
-                cure="Make it a field, or a property.",
+                hint="Make it a field, or a property.",
             )
         return parts
     return None

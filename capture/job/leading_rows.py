@@ -64,7 +64,7 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
             raise JobError(
                 "an input that all rows share has the sizes of the example",
                 where=f"Job.dynamic[{sized[0]!r}]",
-                cure="Leave it out there, or in Job.shared.",
+                hint="Leave it out there, or in Job.shared.",
             )
         found |= names
     if found and found >= set(examples):

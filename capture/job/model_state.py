@@ -33,14 +33,14 @@ def check_model(model: object) -> nn.Module:
         (torch.jit.ScriptModule,),
         "a scripted module, which torch.export does not follow",
         expected="a module of Python",
-        cure="Give the module that was scripted or traced: torch.jit has no use here.",
+        hint="Give the module that was scripted or traced: torch.jit has no use here.",
     )
     _check_no_modules(
         model,
         _wrappers(),
         "a wrapper that spreads the model over ranks, which is decided by the plan of a launch",
         expected="the module that was wrapped",
-        cure="Give model.module.",
+        hint="Give model.module.",
     )
     check_names(model)
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
@@ -52,12 +52,12 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
-def _check_no_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, cure: str) -> None:
+def _check_no_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, hint: str) -> None:
     """Raise CaptureError if one of the model's modules is of one of these classes."""
     for path, module in model.named_modules():
         if isinstance(module, kinds):
             where = f"Job.model: {path}" if path else "Job.model"
-            raise CaptureError(problem, where=where, expected=expected, got=type(module).__name__, cure=cure)
+            raise CaptureError(problem, where=where, expected=expected, got=type(module).__name__, hint=hint)
 
 
 def _wrappers() -> tuple[type, ...]:
@@ -76,7 +76,7 @@ def _check_not_inference(model: nn.Module) -> None:
                     f"the {kind} was made in inference mode, so it cannot be changed in training",
                     where=f"Job.model: {name}",
                     expected="a model made outside of torch.inference_mode()",
-                    cure="Make the model outside of inference mode, or give copy.deepcopy(model).",
+                    hint="Make the model outside of inference mode, or give copy.deepcopy(model).",
                 )
 
 
@@ -90,7 +90,7 @@ def _check_floating(model: nn.Module) -> None:
                 where=f"Job.model: {name}",
                 expected="float32, bfloat16, float16 or float64",
                 got=str(parameter.dtype).removeprefix("torch."),
-                cure=f"Nothing trains it, so make it a buffer: {owner or 'self'}.register_buffer({own!r}, value).",
+                hint=f"Nothing trains it, so make it a buffer: {owner or 'self'}.register_buffer({own!r}, value).",
             )
 
 
@@ -152,7 +152,7 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
                 raise CaptureError(
                     f"the model cannot be put into {'train' if training else 'eval'} mode: {raised(error)}",
                     where=str(place_of_error(error) or "Job.model"),
-                    cure="Give the module itself, in place of what torch.export made of it." if isinstance(model, GraphModule) else "",
+                    hint="Give the module itself, in place of what torch.export made of it." if isinstance(model, GraphModule) else "",
                 ) from error
         if training:
             for module in kept_in_eval:
@@ -184,7 +184,7 @@ def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]
             where=f"Job.model: {changed[0]}",
             expected="train() and eval() that set modes alone, since a run calls neither",
             got="other values after a change of mode",
-            cure="Merge or change the weights elsewhere (for LoRA layers: merge_weights=False).",
+            hint="Merge or change the weights elsewhere (for LoRA layers: merge_weights=False).",
         )
 
 

@@ -37,5 +37,5 @@ def check_names(model: nn.Module) -> None:
                 where=f"Job.model: {name[:80]!r}",
                 expected=f"at most {LONGEST} characters, none of which is a control or format character",
                 got=f"{len(name)} characters" if len(name) > LONGEST else repr(name[:80]),
-                cure="Name the module, parameter or buffer otherwise.",
+                hint="Name the module, parameter or buffer otherwise.",
             )

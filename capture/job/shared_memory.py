@@ -70,7 +70,7 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
                 where=f"Job.model: {name}",
                 expected="a tensor with memory for every element",
                 got=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
-                cure="Clone it: nn.Parameter(value.expand(...).clone()).",
+                hint="Clone it: nn.Parameter(value.expand(...).clone()).",
             )
     place = {name: number for number, name in enumerate([*changing, *fixed])}
     pairs = [sorted(pair, key=place.__getitem__) for pair in _overlaps({**fixed, **changing})]
@@ -82,7 +82,7 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
             where=f"Job.model: {other}",
             expected="memory of its own",
             got="shared memory",
-            cure=_cure(one, other),
+            hint=_cure(one, other),
         )
 
 
@@ -153,5 +153,5 @@ def check_same_memory(exported: ExportedProgram) -> None:
                 where=place_of_node(node),
                 expected="a write of values",
                 got=f"{node.target} of {node.args[0]}",
-                cure="Write the values of a buffer with copy_; a size that changes is kept in a mask or a number.",
+                hint="Write the values of a buffer with copy_; a size that changes is kept in a mask or a number.",
             )

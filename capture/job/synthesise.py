@@ -101,7 +101,7 @@ def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Te
         if dtype == torch.bool:
             return torch.rand(shape, generator=generator) < 0.5
         if not dtype.is_floating_point:
-            raise DataError("the package does not say which values an input takes", where=f"input {spec.name}", cure=_CURE)
+            raise DataError("the package does not say which values an input takes", where=f"input {spec.name}", hint=_CURE)
         return torch.randn(shape, generator=generator).to(dtype)
     held = np.asarray(spec.quantiles)
     rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (len(held) - 1)

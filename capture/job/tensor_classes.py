@@ -114,7 +114,7 @@ def check_traceable_arguments(function: Any, arguments: Iterable[Any], model: nn
 def _error(findings: list[Finding], tensor: Tensor, where: str) -> CaptureError:
     expected = "torch.Tensor or torch.nn.Parameter, dense, with values"
     first = findings[0]
-    return CaptureError(first.sentence, where=where, expected=expected, got=_described(tensor), cure=first.advice, findings=findings)
+    return CaptureError(first.sentence, where=where, expected=expected, got=_described(tensor), hint=first.advice, findings=findings)
 
 
 def _finding(what: str, name: str, tensor: Tensor, special: _Special, place: Place | None = None) -> Finding:

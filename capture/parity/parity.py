@@ -77,7 +77,7 @@ def check_parity(
             where=first.where,
             expected="state in buffers",
             got=f"a value that changes with every {captured.name} call",
-            cure="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
+            hint="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
         )
     if captured.training and not finite:
         nan = [f"the parameter {name}" for name, value in function.model.named_parameters() if bool(value.isnan().any())]
@@ -134,7 +134,7 @@ def _compare(
                 where=f"the {captured.name} graph on {rows} rows of the example batch",
                 expected="a finite number, 0 or more",
                 got=f"{value.item():g}",
-                cure="It is the number of what the loss is the mean of, such as tokens that are not padding.",
+                hint="It is the number of what the loss is the mean of, such as tokens that are not padding.",
             )
     eager_buffers = dict(model.named_buffers(remove_duplicate=False))
     differentiable = sorted(name for name, value in eager_buffers.items() if value.requires_grad)
@@ -142,7 +142,7 @@ def _compare(
         raise CaptureError(
             "forward writes a value that requires a gradient into a buffer",
             where=f"buffer {differentiable[0]}",
-            cure="Write it under torch.no_grad(), or write value.detach().",
+            hint="Write it under torch.no_grad(), or write value.detach().",
         )
     eager_buffers = {name: updated.get(name, value).clone() for name, value in eager_buffers.items()}
     check_sharing(model, captured.exported, {n for n, value in before.items() if n in eager_buffers and not _same(value, eager_buffers[n])})
@@ -206,7 +206,7 @@ def _compare(
         _check(f"{spec.role} {spec.name!r}", a, b.detach(), tolerance, captured, rows, where, allowed)
     for name, value in eager_buffers.items():
         if name not in replayed:
-            raise CaptureError("forward registers a buffer", where=f"buffer {name}", cure="Register it in the constructor.")
+            raise CaptureError("forward registers a buffer", where=f"buffer {name}", hint="Register it in the constructor.")
         allowed, place = partial(allows, "buffer", name, value, replayed[name]), partial("buffer {}".format, name)
         _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, place, allowed)
     allowed_gradient = partial(allows, "gradient")
@@ -239,7 +239,7 @@ def _check_no_python_draws(modules: Sequence[str]) -> None:
         raise CaptureError(
             f"forward draws from {' and '.join(modules)}, and the graph would always use the number that was drawn during capture",
             where="Job.model",
-            cure="Draw with torch, and choose by torch.where or torch.cond; or pass the number in the batch.",
+            hint="Draw with torch, and choose by torch.where or torch.cond; or pass the number in the batch.",
         )
 
 
@@ -264,7 +264,7 @@ def _check_no_writes(captured: GraphCapture, names: set[str], what: str) -> None
             where=min(names).removeprefix(f"{captured.name}/"),
             expected="a step that changes buffers only",
             got=f"a write in place to {', '.join(sorted(names)[:4])}",
-            cure="Keep what changes in a buffer (register_buffer); constrain a parameter with torch.nn.utils.parametrize.",
+            hint="Keep what changes in a buffer (register_buffer); constrain a parameter with torch.nn.utils.parametrize.",
         )
 
 
@@ -282,7 +282,7 @@ def _check_constants_unwritten(names: set[str], captured: GraphCapture) -> None:
         where=place_of_node(writers[0]) if writers else f"graph {captured.name}",
         expected="a step that changes buffers only",
         got=f"a write in place to {', '.join(sorted(targets)[:4])}",
-        cure="Keep what changes in a buffer (register_buffer), or write to a clone of it.",
+        hint="Keep what changes in a buffer (register_buffer), or write to a clone of it.",
     )
 
 
@@ -318,7 +318,7 @@ def _eager_gradients(
                 where=f"Job.model: {name}",
                 expected="torch.strided",
                 got=str(gradient.layout),
-                cure="Make the embedding with sparse=False.",
+                hint="Make the embedding with sparse=False.",
             )
     return {name: parameters[name].grad for name in owners.values()}
 
@@ -356,7 +356,7 @@ def _check(
             where=where() or f"graph {captured.name}",
             expected=f"at most {tolerance:g}",
             got=f"{distance:.2g}",
-            cure="The model does something that capture does not see: counters or attributes changed in forward, buffers that are assigned "
+            hint="The model does something that capture does not see: counters or attributes changed in forward, buffers that are assigned "
             "anew instead of written with copy_, hooks, branches on the batch size, or as_strided of a tensor that is not contiguous."
             + default_dtype_hint(),
         )
@@ -393,7 +393,7 @@ def _check_gradients(
             where=where() or f"module {module}",
             expected=f"a relative difference of at most {tolerance:g}",
             got=f"{wrong[last]:.2g} for {last}",
-            cure="There the model uses something that torch.export drops without a word: a torch.autograd.Function, a tensor "
+            hint="There the model uses something that torch.export drops without a word: a torch.autograd.Function, a tensor "
             "or module hook, torch.utils.checkpoint, or no_grad around a control-flow operator. "
             "Express it with plain operators or a custom op.",
         )

@@ -187,5 +187,5 @@ def _check_rows(shapes: Shapes, graph: str) -> None:
                     where=f"Job.dynamic[{name!r}][{dim}]",
                     expected="a model that takes any number of rows",
                     got=f"the batch dim {spelled(rows)}" if dim == 0 else f"{spelled(spec)} beside the batch dim {spelled(rows)}",
-                    cure="Change the model; `trainload freeze --explain-shapes` names the line.",
+                    hint="Change the model; `trainload freeze --explain-shapes` names the line.",
                 )

@@ -120,4 +120,4 @@ def _raw(name: str, place: Place | None) -> CaptureError:
 
 def _error(sentence: str, advice: str, code: str, place: Place | None, said: str = "") -> CaptureError:
     finding = Finding(OWN_KERNEL.anchor, sentence, advice, code, place)
-    return CaptureError(sentence, where="" if place is None else str(place), got=said, cure=advice, findings=[finding])
+    return CaptureError(sentence, where="" if place is None else str(place), got=said, hint=advice, findings=[finding])

@@ -47,7 +47,7 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
         raise JobError(
             "an abstract job's graphs cannot feed one another: what feeds them would have to be computed",
             where="Job.graphs",
-            cure="Freeze it with weights.",
+            hint="Freeze it with weights.",
         )
     with hollow(job.model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".* parameters get no gradient from the loss")  # said of the reduced job
@@ -63,7 +63,7 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
             where=found.where,
             expected=f"as in the reduced job: {found.reduced}",
             got=found.abstract,
-            cure="Make the reduced job of the same code and settings, so that it takes every branch that the abstract one takes: "
+            hint="Make the reduced job of the same code and settings, so that it takes every branch that the abstract one takes: "
             "smaller sizes, fewer layers of each kind, the same ratios (heads to key-value heads) where code depends on them.",
         )
     return program, AbstractProof(parameter_count(reduced), structure_of(program))

@@ -184,7 +184,7 @@ def _mark_in_words(mark: Any, args: tuple[Any, ...]) -> str:
 
 
 def _lost(what: str, place: Place | None) -> CaptureError:
-    return CaptureError(f"torch.export's strict mode would lose something: {what}", where="" if place is None else str(place), cure=_CURE)
+    return CaptureError(f"torch.export's strict mode would lose something: {what}", where="" if place is None else str(place), hint=_CURE)
 
 
 # What came of it
@@ -238,4 +238,4 @@ def _words(text: str) -> set[str]:
 
 
 def _unsound(what: str) -> CaptureError:
-    return CaptureError(f"torch.export's strict mode does not do for this model: {what}", cure=_CURE)
+    return CaptureError(f"torch.export's strict mode does not do for this model: {what}", hint=_CURE)

@@ -51,12 +51,12 @@ def graphs_of(job: Job) -> dict[str, Graph]:
     """
     if not job.graphs:
         if job.optimizer is None:
-            raise JobError("the job has no optimizer", where="Job.optimizer", cure="Give a function of the model that makes one.")
+            raise JobError("the job has no optimizer", where="Job.optimizer", hint="Give a function of the model that makes one.")
         if job.loop is not None:
-            raise JobError("a loop without graphs", where="Job.loop", cure='Give Job(graphs={"name": Graph(loss=...)}).')
+            raise JobError("a loop without graphs", where="Job.loop", hint='Give Job(graphs={"name": Graph(loss=...)}).')
         return {MAIN: Graph(loss=job.loss)}
     if job.loss is not None:
-        raise JobError("a loss beside graphs", where="Job.loss", cure="Make it the loss of one of the graphs.")
+        raise JobError("a loss beside graphs", where="Job.loss", hint="Make it the loss of one of the graphs.")
     before: dict[str, Graph] = {}
     for name, graph in job.graphs.items():
         where = f"Job.graphs[{name!r}]"
@@ -65,12 +65,12 @@ def graphs_of(job: Job) -> dict[str, Graph]:
             raise JobError("a graph has a loss or computes tensors for others", where=where, expected="one of loss and compute")
         trained = [option for option in ("optimizer", "schedule", "clip_norm", "clip_value", "ema") if getattr(graph, option) is not None]
         if graph.compute is not None and trained:
-            raise JobError("a graph without a loss trains nothing", where=f"{where}.{trained[0]}", cure="Leave it out.")
+            raise JobError("a graph without a loss trains nothing", where=f"{where}.{trained[0]}", hint="Leave it out.")
         if graph.loss is not None and graph.optimizer is None and job.optimizer is None:
-            raise JobError("no optimizer trains on this loss", where=f"{where}.optimizer", cure="Give it one, or the job.")
+            raise JobError("no optimizer trains on this loss", where=f"{where}.optimizer", hint="Give it one, or the job.")
         if graph.schedule is not None and graph.optimizer is None:
             raise JobError(
-                "a schedule for an optimizer that other graphs share", where=f"{where}.schedule", cure="Give the graph its own optimizer."
+                "a schedule for an optimizer that other graphs share", where=f"{where}.schedule", hint="Give the graph its own optimizer."
             )
         for entry, source in graph.feeds.items():
             if not entry.isidentifier() or any(entry in batch for batch in (job.batch, *job.variants.values())):
@@ -84,7 +84,7 @@ def graphs_of(job: Job) -> dict[str, Graph]:
                 )
         before[name] = graph
     if all(graph.loss is None for graph in before.values()):
-        raise JobError("no graph has a loss", where="Job.graphs", cure="Give one: Graph(loss=...).")
+        raise JobError("no graph has a loss", where="Job.graphs", hint="Give one: Graph(loss=...).")
     return before
 
 

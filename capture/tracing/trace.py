@@ -121,7 +121,7 @@ def _check_variants(graphs: Iterable[GraphCapture]) -> None:
                 where=f"Job.variants[{captured.variant!r}]: graph {captured.graph}",
                 expected=", ".join(f"{o.role} {o.name}" for o in other.outputs),
                 got=", ".join(f"{o.role} {o.name}" for o in captured.outputs),
-                cure="Return the same loss, weight, metrics and outputs for every batch.",
+                hint="Return the same loss, weight, metrics and outputs for every batch.",
             )
 
 
@@ -163,7 +163,7 @@ def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
             f"torch.export's strict mode cannot capture the {target.name} graph",
             where=str(place_of_error(error) or f"graph {target.name}"),
             got=raised(error),
-            cure="Leave strict out: the non-strict mode takes most models, and says more of those that it does not.",
+            hint="Leave strict out: the non-strict mode takes most models, and says more of those that it does not.",
         ) from error
 
 
@@ -357,7 +357,7 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                 raise CaptureError(
                     "a trained tensor stands outside the model, so its gradient would be lost",
                     where=spec.target,
-                    cure="Make it an nn.Parameter of Job.model, or freeze it with requires_grad_(False).",
+                    hint="Make it an nn.Parameter of Job.model, or freeze it with requires_grad_(False).",
                 )
             found[f"{name}/{spec.target}"] = value.detach().cpu().clone()
         elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
@@ -366,6 +366,6 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                 where=str(spec.target),
                 expected="a tensor",
                 got=str(spec.kind),
-                cure="Pass tensors only; keep other objects as attributes of the model that forward does not hand on.",
+                hint="Pass tensors only; keep other objects as attributes of the model that forward does not hand on.",
             )
     return found

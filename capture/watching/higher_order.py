@@ -120,7 +120,7 @@ def _place_of_use(used: Sequence[int], bits: int) -> int:
             where="trainload_backward_by_use",
             expected=f"sets of outputs {', '.join(map(bin, used))}",
             got=bin(bits),
-            cure="Have its backward take None for each output that may go unused, or use all of them in the loss.",
+            hint="Have its backward take None for each output that may go unused, or use all of them in the loss.",
         )
     return list(used).index(bits)
 

@@ -50,4 +50,4 @@ def check_no_leaks(outputs: Sequence[Tensor], function: nn.Module, batch: dict[s
     with contextlib.suppress(Exception), mode:  # only where is asked
         function(dict(batch))
     finding = Finding(GLOBAL.anchor, _SENTENCE, _ADVICE, _REWRITE, mode.place)
-    raise CaptureError(_SENTENCE, where=str(mode.place or "Job.model"), cure=_ADVICE, findings=[finding])
+    raise CaptureError(_SENTENCE, where=str(mode.place or "Job.model"), hint=_ADVICE, findings=[finding])

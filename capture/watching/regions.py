@@ -190,7 +190,7 @@ def _forget_removed(graph: Graph) -> None:
                 raise CaptureError(
                     "a tensor hook is removed after a gradient was taken through it",
                     where=place_of_node(removal),
-                    cure="Register it on a copy of the tensor (x.view_as(x)) that this gradient alone passes.",
+                    hint="Register it on a copy of the tensor (x.view_as(x)) that this gradient alone passes.",
                 )
             graph.erase_node(hook)
         graph.erase_node(removal)
@@ -240,7 +240,7 @@ def _place_hooks(graph: Graph) -> None:
             raise CaptureError(
                 "a tensor hook uses a value that is computed after the tensor that it is registered on",
                 where=place_of_node(hook),
-                cure="Use an autograd function whose backward does what the hook does.",
+                hint="Use an autograd function whose backward does what the hook does.",
             )
         for node in moved:
             place.append(node)
@@ -516,7 +516,7 @@ def _check_no_writes(region: _Region) -> None:
                 raise CaptureError(
                     "a branch of torch.cond writes to a tensor that is no buffer of the model",
                     where=place_of_node(node),
-                    cure="Return the new value from both branches, or keep it in a buffer (register_buffer).",
+                    hint="Return the new value from both branches, or keep it in a buffer (register_buffer).",
                 )
 
 

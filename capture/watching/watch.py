@@ -192,7 +192,7 @@ def _buffers_written(model: nn.Module) -> Iterator[None]:
                 where=f"buffer {name} of {type(module).__name__}",
                 expected=f"shape {tuple(value.shape)}, {value.dtype}",
                 got=f"shape {tuple(now.shape)}, {now.dtype}",
-                cure="Give the buffer its final shape and dtype in the constructor.",
+                hint="Give the buffer its final shape and dtype in the constructor.",
             )
         with torch.no_grad():
             value.copy_(now)

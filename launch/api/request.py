@@ -142,7 +142,7 @@ def _state_of(source: str | Path | None, package: Package) -> str | None:
             where=str(source),
             expected=f"a run of package {package.manifest.parent or package.digest}",
             got=made_from,
-            cure="Name the run whose output the package is, or leave the optimizer to begin anew.",
+            hint="Name the run whose output the package is, or leave the optimizer to begin anew.",
         )
     return str(usable.path)
 
@@ -180,7 +180,7 @@ def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, ev
     """
     backend = request.backend
     if not request.run_dir:
-        raise RequestError("is missing", where="run_dir", expected="a folder for the run", cure="Give it: run_dir='runs/first'.")
+        raise RequestError("is missing", where="run_dir", expected="a folder for the run", hint="Give it: run_dir='runs/first'.")
     check_backend(backend, request.address)
     run_dir = Path(request.run_dir).absolute()
     check_sinks(request.sinks, backend)
@@ -214,14 +214,14 @@ def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strate
     Raises: PlanError: the run's losses would be others; workers or strategy are given beside it.
     """
     if workers is not None or strategy is not None:
-        raise PlanError("a plan says the number of workers and the strategy itself", where="resume", cure="Give the plan alone.")
+        raise PlanError("a plan says the number of workers and the strategy itself", where="resume", hint="Give the plan alone.")
     if plan.global_batch != before.global_batch:
         raise PlanError(
             "the plan has another global batch than the run",
             where="plan.global_batch",
             expected=str(before.global_batch),
             got=str(plan.global_batch),
-            cure="Make a plan with the run's: its losses depend on it.",
+            hint="Make a plan with the run's: its losses depend on it.",
         )
     return plan
 
@@ -238,7 +238,7 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
                 where="plan.package",
                 expected=package.digest,
                 got=each.package,
-                cure="Make it with the same settings: trainload plan --set, or trainload.plan(overrides.apply(package), ...).",
+                hint="Make it with the same settings: trainload plan --set, or trainload.plan(overrides.apply(package), ...).",
             )
         check_plan(each, package)
     return package
@@ -247,7 +247,7 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
 def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Check a run's data. package: what is trained. Returns: numbers of rows of the data and of the held-out data."""
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
-        raise DataError("an evaluation was asked for without held-out data", where="eval_data", cure="Give --eval-data.")
+        raise DataError("an evaluation was asked for without held-out data", where="eval_data", hint="Give --eval-data.")
     count = spec.plan.rows_per_call
     rows = check_run_data(spec.data, package, count)
     eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
@@ -259,7 +259,7 @@ def check_backend(backend: Backend, address: str | None) -> None:
     if backend not in get_args(Backend):
         raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
     if backend != "ray" and address is not None:
-        raise RequestError("an address is one of a Ray cluster", where="address", got=f"backend {backend}", cure="Leave one of them out.")
+        raise RequestError("an address is one of a Ray cluster", where="address", got=f"backend {backend}", hint="Leave one of them out.")
 
 
 def leads(backend: Backend) -> bool:
@@ -291,5 +291,5 @@ def check_place(package: Package, spec: RunSpec) -> None:
             where=place.where,
             expected=f"{count} x {one:,} bytes",
             got=f"{free:,} bytes free",
-            cure="Make room, keep fewer checkpoints, or choose another place for them.",
+            hint="Make room, keep fewer checkpoints, or choose another place for them.",
         )

@@ -68,7 +68,7 @@ class FolderPlace:
                 "there are checkpoints here already",
                 where=self.where,
                 got=f"step {', '.join(map(str, there))}",
-                cure="Continue their run, or choose another place for those of a new one.",
+                hint="Continue their run, or choose another place for those of a new one.",
             )
         self.check_writable()
 

@@ -174,7 +174,7 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
                 where=where,
                 expected=f"sha256 {value['sha256']}",
                 got=digest,
-                cure="Resume from an earlier checkpoint.",
+                hint="Resume from an earlier checkpoint.",
             )
         version = value["content"].get("version")
         if version not in _READABLE:
@@ -183,7 +183,7 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
                 where=where,
                 expected=f"version {' or '.join(map(str, _READABLE))}",
                 got=f"version {version}",
-                cure="Use the trainload that wrote it.",
+                hint="Use the trainload that wrote it.",
             )
         return CheckpointIndex.model_validate(value["content"])
     except (PackageError, ValidationError) as error:
@@ -192,5 +192,5 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
             f"the index cannot be read: {problem}",
             where=where,
             expected="the bytes that were written",
-            cure="Resume from an earlier checkpoint.",
+            hint="Resume from an earlier checkpoint.",
         ) from error

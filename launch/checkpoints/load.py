@@ -29,7 +29,7 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: 
             where=str(checkpoint.path),
             expected=f"package {plan.package}",
             got=checkpoint.index.package,
-            cure="Begin a new run, or resume with the package that the run began with.",
+            hint="Begin a new run, or resume with the package that the run began with.",
         )
     _check_parameters(checkpoint, plan)
     flats: dict[str, dict[str, torch.Tensor]] = {}

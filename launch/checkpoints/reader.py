@@ -53,7 +53,7 @@ class Checkpoint:
         try:
             data = files_at(path).read(INDEX)
         except (OSError, UnsafePackageError) as error:
-            raise CheckpointError("the index cannot be read", where=file, got=str(error), cure=CURE) from error
+            raise CheckpointError("the index cannot be read", where=file, got=str(error), hint=CURE) from error
         return cls(path, decode_index(data, file))
 
     def verify(self, rank: int = 0, world: int = 1) -> None:

@@ -94,7 +94,7 @@ class ShardReader:
 
     def _place(self, name: str) -> Place:
         if name not in self._places:
-            raise CheckpointError("a shard lacks a tensor that the index lists", where=self._path, expected=name, cure=CURE)
+            raise CheckpointError("a shard lacks a tensor that the index lists", where=self._path, expected=name, hint=CURE)
         return self._places[name]
 
     def _read_header(self) -> dict[str, Place]:
@@ -114,10 +114,10 @@ class ShardReader:
         try:
             yield
         except (OSError, PackageError) as error:
-            raise CheckpointError("a shard cannot be read", where=self._path, got=str(error), cure=CURE) from error
+            raise CheckpointError("a shard cannot be read", where=self._path, got=str(error), hint=CURE) from error
 
     def _damaged(self, number: int) -> CheckpointError:
         return self._changed(f"sha256 {self._record.chunks[number]} of bytes from {number * self._record.chunk}", "another")
 
     def _changed(self, expected: str, got: str) -> CheckpointError:
-        return CheckpointError("a shard has changed since it was written", where=self._path, expected=expected, got=got, cure=CURE)
+        return CheckpointError("a shard has changed since it was written", where=self._path, expected=expected, got=got, hint=CURE)

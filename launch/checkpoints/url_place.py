@@ -165,7 +165,7 @@ class UrlPlace:
                 "there are checkpoints here already, or a run that writes some",
                 where=self.where,
                 got=", ".join(there[:5]),
-                cure="Continue their run, or choose another place for those of a new one.",
+                hint="Continue their run, or choose another place for those of a new one.",
             )
         self.check_writable()
 
@@ -186,7 +186,7 @@ class UrlPlace:
                 where=self.where,
                 expected=what,
                 got=error.problem,
-                cure="Check the URL, the credentials and their rights: they must list, write, read and remove.",
+                hint="Check the URL, the credentials and their rights: they must list, write, read and remove.",
             ) from error
 
 
@@ -242,7 +242,7 @@ class UrlDraft:
                     where=f"{self._place.url}/{self._final}/{file.name}",
                     expected=f"{file.size} bytes",
                     got="nothing" if size is None else f"{size} bytes",
-                    cure="See whether another process carries on the same run, or somebody cleans up there.",
+                    hint="See whether another process carries on the same run, or somebody cleans up there.",
                 )
 
     def publish(self, index: CheckpointIndex) -> None:

@@ -292,7 +292,7 @@ class CheckpointWriter:
                 "a rank did not write its part of the checkpoint",
                 where=draft.where,
                 expected=f"rank {missing[0]} within {self._timeout:g} s",
-                cure="See that rank's log; all nodes must reach the place of the checkpoints.",
+                hint="See that rank's log; all nodes must reach the place of the checkpoints.",
             )
         for rank, told in failed.items():
             raise _error_of(told, draft.where, f"rank {rank}")
@@ -308,7 +308,7 @@ class CheckpointWriter:
             draft.withdraw(self._rank, shard)
             raise _error_of(notice, draft.where, "rank 0")
         if not draft.published(self._attempt):
-            raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, cure="See rank 0's log.")
+            raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, hint="See rank 0's log.")
 
     def _awaited(self, ask: Callable[[], bool]) -> bool:
         """Waits until something is so. Returns: whether it was, in time. A place that cannot be reached is asked again.
@@ -377,6 +377,6 @@ def _storage_error(error: OSError, where: str) -> StorageError | CheckpointError
             where=where,
             expected="room for a checkpoint more than are kept",
             got=str(error),
-            cure="Make room or keep fewer checkpoints; earlier ones are as they were.",
+            hint="Make room or keep fewer checkpoints; earlier ones are as they were.",
         )
     return CheckpointError("the checkpoint could not be written", where=where, got=str(error), expected="a folder to write to")

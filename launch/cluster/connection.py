@@ -55,7 +55,7 @@ def connect(address: str | None) -> bool:
             "no Ray cluster answers",
             where=f"address {address or 'local'}",
             got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
-            cure="Start one with `ray start --head`, or leave out --address for a local one.",
+            hint="Start one with `ray start --head`, or leave out --address for a local one.",
         ) from error
     return True
 
@@ -76,7 +76,7 @@ def turned_away(address: str, error: AuthenticationError) -> ClusterError:
         "the cluster turns away who does not show its token",
         where=f"address {address}",
         got=first_line(error),
-        cure="Give the cluster's token as RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.",
+        hint="Give the cluster's token as RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.",
     )
 
 

@@ -48,14 +48,14 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             "the cluster has a job of this name already" if taken else "the cluster does not take the job",
             where=f"{address}, job {name}",
             got="" if taken else first_line(error),
-            cure="Choose another --run-dir: the job has the name of its last part." if taken else "",
+            hint="Choose another --run-dir: the job has the name of its last part." if taken else "",
         ) from error
     except OSError as error:
         raise LostClusterError(
             "the cluster has not said whether it takes the job",
             where=f"{address}, job {name}",
             got=first_line(error),
-            cure=f"Look among its jobs, or ask `trainload status {shlex.quote(str(run_dir))}`.",
+            hint=f"Look among its jobs, or ask `trainload status {shlex.quote(str(run_dir))}`.",
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
     while time.monotonic() < until and read_state(run_dir) == before:
@@ -102,5 +102,5 @@ def _client(address: str) -> Any:
             "no Ray cluster takes jobs there",
             where=f"address {address}",
             got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
-            cure="Give the address of its dashboard, http://HOST:8265; `ray start --head` says it.",
+            hint="Give the address of its dashboard, http://HOST:8265; `ray start --head` says it.",
         ) from error

@@ -110,7 +110,7 @@ def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, i
             where=f"{len(nodes)} nodes with {name}s",
             expected=f"1 free {name}",
             got=", ".join(f"{node.free} of {node.devices}" for node in nodes),
-            cure="Try again when one is free. A launch waits for them.",
+            hint="Try again when one is free. A launch waits for them.",
         )
     return place, places.count(place)
 
@@ -175,12 +175,12 @@ def check_seats(plan: Plan, nodes: Sequence[Node]) -> None:
             where=f"{len(nodes)} nodes with {name}s",
             expected=f"{wanted} {name}s for {wanted} workers",
             got=f"{there} {name}s",
-            cure=f"Plan for at most {there} workers, or join more nodes.",
+            hint=f"Plan for at most {there} workers, or join more nodes.",
         )
     raise ClusterError(
         "the cluster's nodes do not fit the plan",
         where=f"{len(nodes)} nodes with {name}s",
         expected=f"{wanted} {name}s of one kind" + (f", by {unit} on a node" if unit > 1 else ""),
         got=spread,
-        cure="Make a plan for these nodes: a run is on nodes of one kind, and its tensor axis inside a node.",
+        hint="Make a plan for these nodes: a run is on nodes of one kind, and its tensor axis inside a node.",
     )

@@ -149,7 +149,7 @@ class Supervisor:
             "the cluster does not answer any more",
             where=str(self._run_dir),
             got=first_line(error),
-            cure=f"When it does, continue with: {self._how_to_resume()}",
+            hint=f"When it does, continue with: {self._how_to_resume()}",
         )
 
     # One attempt
@@ -182,7 +182,7 @@ class Supervisor:
         attempt.end()
         if failed is None:
             if self._stop_asked and not self._book.ended:
-                raise RunInterrupted("the run was interrupted", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
+                raise RunInterrupted("the run was interrupted", where=str(self._run_dir), hint=f"Continue with: {self._how_to_resume()}")
             return self._book.ended or not self._moving
         self._go_on_after(failed)
         return False
@@ -324,7 +324,7 @@ class Supervisor:
                 where=str(self._run_dir),
                 expected=f"at most {self._spec.max_failures} failures in a row without a new checkpoint",
                 got="one more",
-                cure=f"{'Continue from the last checkpoint' if self._book.has_checkpoint else 'Begin again'} with: {self._how_to_resume()}",
+                hint=f"{'Continue from the last checkpoint' if self._book.has_checkpoint else 'Begin again'} with: {self._how_to_resume()}",
             ) from failed.cause
         again = self._failures + self._storage_failures - 1
         if again > 0:
@@ -342,7 +342,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _asked_to_stop(self) -> RunInterrupted:
-        return RunInterrupted("the run was asked to stop", where=str(self._run_dir), cure=f"Continue with: {self._how_to_resume()}")
+        return RunInterrupted("the run was asked to stop", where=str(self._run_dir), hint=f"Continue with: {self._how_to_resume()}")
 
     def _how_to_resume(self) -> str:
         return resume_command(self._run_dir)
@@ -395,7 +395,7 @@ class Supervisor:
                     raise StorageError(
                         f"the run's folder cannot be written: {error.strerror}",
                         where=str(self._run_dir),
-                        cure=f"When it can, continue with: {self._how_to_resume()}",
+                        hint=f"When it can, continue with: {self._how_to_resume()}",
                     ) from error
                 if time.monotonic() - said > _SAY_SECONDS:
                     said = time.monotonic()
@@ -433,7 +433,7 @@ class Supervisor:
                     where=str(self._run_dir),
                     expected=f"{least.world_size} free {name}s within {self._spec.node_patience:g} s",
                     got=free,
-                    cure=f"Continue on what there is with: {self._how_to_resume()} --workers N",
+                    hint=f"Continue on what there is with: {self._how_to_resume()} --workers N",
                 )
             if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
                 said = time.monotonic()

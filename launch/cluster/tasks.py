@@ -45,7 +45,7 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
             where=f"node {place}",
             expected=f"one within {spec.start_timeout:g} s",
             got="none",
-            cure="See who uses the node, or allow more: --set start_timeout=SECONDS.",
+            hint="See who uses the node, or allow more: --set start_timeout=SECONDS.",
         ) from error
     except RayError as error:
         raise TrainingError("the step that was tried out failed", where=f"node {place}", got=last_line(str(error))) from error

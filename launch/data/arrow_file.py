@@ -90,8 +90,8 @@ def _array(value: Any, where: str) -> Array:
         raise DataError("a column is no array", where=where, got=str(error)) from error
     if array.dtype.name not in DTYPES:
         got = array.dtype.name
-        cure = "Rows of different lengths must be padded or cut." if got == "object" else ""
-        raise DataError("a column has a dtype that data files do not hold", where=where, expected=", ".join(DTYPES), got=got, cure=cure)
+        hint = "Rows of different lengths must be padded or cut." if got == "object" else ""
+        raise DataError("a column has a dtype that data files do not hold", where=where, expected=", ".join(DTYPES), got=got, hint=hint)
     if not array.ndim or 0 in array.shape[1:]:
         raise DataError("a column has no rows with values", where=where, expected="(n, *dims), each dim 1 or more", got=str(array.shape))
     return native(array)

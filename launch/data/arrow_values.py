@@ -24,7 +24,7 @@ def column_types(schema: Any, where: str) -> dict[str, ColumnType]:
     """The columns of an Arrow schema. Raises: DataError, where two have one name."""
     columns = {field.name: _column_type(field) for field in schema}
     if len(columns) < len(schema):
-        raise DataError("two columns have one name", where=where, cure="Rename one of them.")
+        raise DataError("two columns have one name", where=where, hint="Rename one of them.")
     return columns
 
 
@@ -151,7 +151,7 @@ def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) 
             where=f"{place}, row {start + int(wrong[0])}",
             expected=f"{wanted} values, shape {shape}",
             got=f"{int(lengths[wrong[0]])} values",
-            cure="Write the file again.",
+            hint="Write the file again.",
         )
     return _values(flat, [len(storage), *shape], place, start)
 
@@ -182,5 +182,5 @@ def _check_no_nulls(column: Any, place: str, start: int, entries_per_row: int) -
             where=f"{place}, row {start + first // max(1, entries_per_row)}",
             expected="a value in every place",
             got=f"{column.null_count} nulls in one block of rows",
-            cure="Fill them in or leave the rows out.",
+            hint="Fill them in or leave the rows out.",
         )

@@ -102,7 +102,7 @@ class Sizes:
                 where=where,
                 expected=f"length {wanted} in dim {dim}" + ("" if isinstance(symbol, int) else f" ({symbol}, as in the rows before)"),
                 got=f"length {length}",
-                cure="All rows of a data set have one shape: pad, cut or leave out the others.",
+                hint="All rows of a data set have one shape: pad, cut or leave out the others.",
             )
 
     def bind(self, name: str, dim: int, length: int) -> int:
@@ -119,14 +119,14 @@ def check_inputs(inputs: Sequence[InputSpec]) -> None:
                 f"input {spec.name!r} has a dtype that data files do not hold",
                 expected=", ".join(DTYPES),
                 got=spec.dtype,
-                cure="Let the job take one of these and convert inside the model.",
+                hint="Let the job take one of these and convert inside the model.",
             )
         if not spec.shape:
             raise DataError(
                 f"input {spec.name!r} has no batch dim, so no row of a data set can give it",
                 expected="a shape that begins with the batch dim",
                 got="()",
-                cure="Freeze the job again with this input declared in Job.shared, or with a batch dim.",
+                hint="Freeze the job again with this input declared in Job.shared, or with a batch dim.",
             )
 
 
@@ -141,7 +141,7 @@ def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) ->
             where=schema.name,
             expected=expected,
             got=got,
-            cure="Name the columns as the package's inputs (`trainload inspect` lists them).",
+            hint="Name the columns as the package's inputs (`trainload inspect` lists them).",
         )
     extra = sorted(set(schema.columns) - names)
     if extra:
@@ -150,7 +150,7 @@ def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) ->
             where=schema.name,
             expected=expected,
             got=got,
-            cure=f"Write the file with these columns alone: {expected}.",
+            hint=f"Write the file with these columns alone: {expected}.",
         )
     for spec in inputs:
         _check_column(spec, schema.columns[spec.name], sizes, f"{schema.name}, column {spec.name!r}")
@@ -163,7 +163,7 @@ def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str)
             where=where,
             expected=spec.dtype,
             got=column.dtype,
-            cure=f"Nothing is cast silently: write the column as {spec.dtype}.",
+            hint=f"Nothing is cast silently: write the column as {spec.dtype}.",
         )
     if len(column.dims) != len(spec.shape) - 1:
         raise DataError(
@@ -171,7 +171,7 @@ def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str)
             where=where,
             expected=f"rows of {len(spec.shape) - 1} dims, shape ({_shape(spec.shape)})",
             got=f"rows of {len(column.dims)} dims",
-            cure="A row's dims are nested lists in Parquet and Arrow files, and trailing dims of arrays.",
+            hint="A row's dims are nested lists in Parquet and Arrow files, and trailing dims of arrays.",
         )
     for dim, length in enumerate(column.dims, start=1):
         if length is not None:
@@ -194,11 +194,11 @@ def one_length(rows: Mapping[str, int], where: str) -> int:
             where=where,
             expected="one length of the leading dim",
             got=", ".join(f"{name}: {count}" for name, count in sorted(rows.items())),
-            cure="Write arrays whose rows belong together.",
+            hint="Write arrays whose rows belong together.",
         )
     return next(iter(rows.values()), 0)
 
 
 def unreadable(file: DataFile, kind: str, error: Exception) -> DataError:
     """The error for a file whose bytes are not what its name says; `kind`: of file, with its article."""
-    return DataError("the file cannot be read", where=file.name, expected=kind, got=f"{error}", cure="Write it again, or leave it out.")
+    return DataError("the file cannot be read", where=file.name, expected=kind, got=f"{error}", hint="Write it again, or leave it out.")

@@ -79,7 +79,7 @@ def make_cached(
             where=str(cache_dir),
             expected="room for the data set, uncompressed" if full else "a folder that this process may write to",
             got=str(error),
-            cure="Make room or choose another cache folder.",
+            hint="Make room or choose another cache folder.",
         ) from error
 
 

@@ -172,5 +172,5 @@ def _other_columns(where: str, row: str, expected: Mapping[str, object], got: Ma
         where=f"{where}, row {row!r}",
         expected=", ".join(sorted(expected)),
         got=", ".join(sorted(got)),
-        cure="Write each row's files one after another, all rows with the same endings.",
+        hint="Write each row's files one after another, all rows with the same endings.",
     )

@@ -182,7 +182,7 @@ def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
     names = [file.name for file in files]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
-        raise DataError("a file is named twice", where=spelled(source), got=", ".join(twice), cure="Name it once.")
+        raise DataError("a file is named twice", where=spelled(source), got=", ".join(twice), hint="Name it once.")
     return tuple(files)
 
 
@@ -230,7 +230,7 @@ def _check_exists(path: Path) -> None:
         if path.exists():
             return
         link = f"a link to {path.readlink()}" if path.is_symlink() else "no file"
-    raise MissingDataError("a file of the data is not there", where=str(path), got=link, cure="Restore it, or remove the link.")
+    raise MissingDataError("a file of the data is not there", where=str(path), got=link, hint="Restore it, or remove the link.")
 
 
 def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
@@ -272,7 +272,7 @@ def _no_files(where: str, endings: Collection[str]) -> MissingDataError:
         where=where,
         expected=f"a file that ends in {', '.join(sorted(endings))}, a folder that holds some, or a pattern that matches some",
         got="no file",
-        cure="Check the path; relative ones start at the current folder.",
+        hint="Check the path; relative ones start at the current folder.",
     )
 
 

@@ -107,7 +107,7 @@ def _files(source: Source) -> tuple[DataFile, ...]:
             where=spelled(source),
             expected="names that all end in one of " + ", ".join(READERS),
             got=", ".join(kind or "no ending" for kind in sorted({file.suffix for file in files})),
-            cure="Convert the files or name some of them only.",
+            hint="Convert the files or name some of them only.",
         )
     return files
 

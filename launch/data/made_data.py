@@ -78,7 +78,7 @@ def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool =
         raise DataError(
             "only a process that launches a run alone can make its data, and torchrun has one for each rank",
             where=", ".join(made.values()),
-            cure="Write the rows into a file first, with trainload.write_rows.",
+            hint="Write the rows into a file first, with trainload.write_rows.",
         )
     files = {name: made_file(run_dir, name) if name in sources else _path(each) for name, each in given.items()}
     return InFiles(files["data"], files.get("eval_data"), made, sources)
@@ -118,7 +118,7 @@ def _path(data: Data) -> str | Path:
         "this is no data",
         expected=f"a path, a URL, {_FORM}, a function, or a ray.data.Dataset",
         got=type(data).__name__,
-        cure="Rows in memory: give a function that returns them, or write them with trainload.write_rows.",
+        hint="Rows in memory: give a function that returns them, or write them with trainload.write_rows.",
     )
 
 

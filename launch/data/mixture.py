@@ -85,12 +85,12 @@ def parts_of(source: Source) -> tuple[Part, ...]:
             f"this is no mixture: {place + ': ' if place else ''}{first['msg']}",
             where=str(path),
             expected=json.dumps({"parts": [{"data": "rows.parquet", "constants": {}, "weight": 1.0}]}),
-            cure="See docs/variants.md#mixtures.",
+            hint="See docs/variants.md#mixtures.",
         ) from error
     names = [part.name for part in mixture.parts if part.name is not None]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise DataError("two parts of a mixture have one name", where=str(path), got=", ".join(twice), cure="Give each one of its own.")
+        raise DataError("two parts of a mixture have one name", where=str(path), got=", ".join(twice), hint="Give each one of its own.")
     return tuple(
         Part(
             source=[_placed(path, each) for each in part.data] if isinstance(part.data, list) else _placed(path, part.data),

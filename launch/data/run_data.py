@@ -149,12 +149,12 @@ def _variant(part: Part, package: Package, rows: int) -> str:
             where=_where(part),
             expected=", ".join(sorted(dispatcher.names)),
             got=", ".join(sorted({*facts, *constants})),
-            cure="Leave it out of the columns, and of the mixture's constants.",
+            hint="Leave it out of the columns, and of the mixture's constants.",
         )
     try:
         return dispatcher.pick_facts(facts, constants)
     except DataError as error:
-        raise DataError(error.problem, where=_where(part), cure=error.cure) from error
+        raise DataError(error.problem, where=_where(part), hint=error.hint) from error
 
 
 def _where(part: Part) -> str:

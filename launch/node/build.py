@@ -249,7 +249,7 @@ def _no_room_told(cache_dir: Path) -> Iterator[None]:
             where=str(cache_dir),
             expected="room and permission to write",
             got=error.strerror or str(error),
-            cure="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
+            hint="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
         ) from error
 
 

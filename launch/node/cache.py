@@ -51,7 +51,7 @@ def private_folder(path: Path) -> Path:
             where=str(path),
             expected="a folder of your own, mode 0700",
             got=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
-            cure="Set TRAINLOAD_CACHE_DIR to a folder of your own.",
+            hint="Set TRAINLOAD_CACHE_DIR to a folder of your own.",
         )
     return path
 

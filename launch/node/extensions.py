@@ -102,7 +102,7 @@ def _fitting(namespace: str, entry: OpLibraryEntry) -> str:
         where=", ".join(tags),
         expected=running_tag(),
         got=", ".join(sorted(frozenset[str]().union(*tags.values()))),
-        cure=f"Else {ways_to_allow(namespace, entry.model_copy(update={'wheels': ()}))}.",
+        hint=f"Else {ways_to_allow(namespace, entry.model_copy(update={'wheels': ()}))}.",
     )
 
 
@@ -120,7 +120,7 @@ def _import(namespace: str, name: str, wheel: str, folder: Path) -> None:
             where=f"{wheel}, module {name}",
             expected=f"one in {folder}",
             got=str(file),
-            cure=f"Use that one instead: trainload --library {namespace}={name} COMMAND.",
+            hint=f"Use that one instead: trainload --library {namespace}={name} COMMAND.",
         )
 
 
@@ -153,7 +153,7 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
             raise StorageError(
                 f"the wheel cannot be unpacked: {error.strerror}",
                 where=str(root),
-                cure="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
+                hint="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
             ) from error
     return final
 
@@ -167,5 +167,5 @@ def _check_requirements(folder: Path, wheel: str) -> None:
             "an operator library that the package brings requires what is not installed here",
             where=wheel,
             got=", ".join(missing),
-            cure="Install it on every node.",
+            hint="Install it on every node.",
         )

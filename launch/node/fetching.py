@@ -108,7 +108,7 @@ def _is_there(folder: Path, digest: str) -> bool:
             where=str(folder),
             expected=digest,
             got=found,
-            cure="Remove that folder; it is fetched again.",
+            hint="Remove that folder; it is fetched again.",
         )
     return True
 

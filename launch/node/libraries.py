@@ -89,7 +89,7 @@ def open_for_run(
                 where=str(path),
                 expected=expected,
                 got=package.digest,
-                cure="Put the package back, or launch a new run.",
+                hint="Put the package back, or launch a new run.",
             )
     return package
 
@@ -120,7 +120,7 @@ def _import(namespace: str, location: str) -> None:
             importlib.import_module(location)
         except ImportError as error:
             raise PackageError(
-                f"it cannot be imported: {error}", where=where, got=location, cure="Install it on every node, or give a .py file."
+                f"it cannot be imported: {error}", where=where, got=location, hint="Install it on every node, or give a .py file."
             ) from error
         return
     path = Path(location).absolute()
@@ -132,7 +132,7 @@ def _import(namespace: str, location: str) -> None:
         return
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise PackageError("there is no such file", where=where, got=str(path), cure="Put it where every node finds it.")
+        raise PackageError("there is no such file", where=where, got=str(path), hint="Put it where every node finds it.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -67,7 +67,7 @@ def clear_requests(run_dir: Path) -> None:
             f"what the run was asked for before cannot be removed: {error.strerror}",
             where=str(run_dir),
             expected=f"no files {' and '.join(_FILES.values())}, or a folder that can be written",
-            cure="Remove them, and resume the run.",
+            hint="Remove them, and resume the run.",
         ) from error
 
 

@@ -104,5 +104,5 @@ def _nobody_else() -> None:
 
 
 def _is_driven(run_dir: Path, owner: str) -> StorageError:
-    cure = "Watch it with `trainload status`, or end it with `trainload stop`."
-    return StorageError("the run is going on", where=str(run_dir), got=f"its driver is {owner}", cure=cure)
+    hint = "Watch it with `trainload status`, or end it with `trainload stop`."
+    return StorageError("the run is going on", where=str(run_dir), got=f"its driver is {owner}", hint=hint)

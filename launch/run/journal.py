@@ -112,8 +112,8 @@ class Journal:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            cure = "Make room, and resume the run." if error.errno == errno.ENOSPC else ""
-            raise StorageError(f"the journal cannot be written: {error.strerror}", where=str(self._path), cure=cure) from error
+            hint = "Make room, and resume the run." if error.errno == errno.ENOSPC else ""
+            raise StorageError(f"the journal cannot be written: {error.strerror}", where=str(self._path), hint=hint) from error
 
 
 def _ends_whole(descriptor: int) -> bool:

@@ -108,11 +108,11 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
     check_name(Path(spec.output))
     folder = Path(spec.output).parent
     if not folder.is_dir():
-        raise StorageError("there is no such folder", where=str(folder), cure="Make it, or choose another --output.")
+        raise StorageError("there is no such folder", where=str(folder), hint="Make it, or choose another --output.")
     check_writable_folder(folder, "the trained package cannot be written there", "Choose another --output.")
     if not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
         return
-    raise StorageError("it exists already", where=spec.output, cure="Choose another --output, or remove it.")
+    raise StorageError("it exists already", where=spec.output, hint="Choose another --output, or remove it.")
 
 
 def _parent(path: Path) -> str | None:
@@ -146,7 +146,7 @@ def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str,
                 "the run's result cannot be written: something else lies there",
                 where=str(output),
                 expected=f"nothing, or the package {again.digest}",
-                cure="Move it away, and resume the run.",
+                hint="Move it away, and resume the run.",
             )
     return open_package(output, namespaces=package.namespaces)
 

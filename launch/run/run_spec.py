@@ -116,7 +116,7 @@ def _taken(run_dir: Path) -> StorageError:
     return StorageError(
         "there is a run here already",
         where=str(run_dir),
-        cure=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
+        hint=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
     )
 
 
@@ -139,7 +139,7 @@ def write_spec(spec: RunSpec) -> None:
             for path in made:
                 path.rmdir()
         raise StorageError(
-            f"the run's folder cannot be written: {error.strerror}", where=str(folder), cure="Choose another --run-dir."
+            f"the run's folder cannot be written: {error.strerror}", where=str(folder), hint="Choose another --run-dir."
         ) from error
     if not made_here:
         raise _taken(folder)
@@ -160,7 +160,7 @@ def read_spec(run_dir: Path) -> RunSpec:
             where=str(path),
             expected="what this trainload writes",
             got=first_line(error),
-            cure="Resume with the trainload that launched it.",
+            hint="Resume with the trainload that launched it.",
         ) from error
     own: dict[str, str] = {name: str(made_file(run_dir.absolute(), name)) for name in spec.made}
     return spec.model_copy(update={"run_dir": str(run_dir.absolute()), **own})

@@ -57,7 +57,7 @@ class Adapters(BaseModel):
                 "the package has a parameter of an adapter's name",
                 where="adapters.layers",
                 got=clash,
-                cure="It was frozen with adapters: choose other layers, or freeze it with the adapters merged.",
+                hint="It was frozen with adapters: choose other layers, or freeze it with the adapters merged.",
             )
         return found
 
@@ -75,7 +75,7 @@ class Adapters(BaseModel):
                 "a parameter gets an adapter and is trained as well",
                 where="adapters.also",
                 got=both[0],
-                cure="Name it in adapters.layers or in adapters.also.",
+                hint="Name it in adapters.layers or in adapters.also.",
             )
         return found
 
@@ -88,7 +88,7 @@ class Adapters(BaseModel):
                 f"{entry.name} and {other} are one parameter, and an adapter of it would be in both places",
                 where="adapters.layers",
                 got=entry.name,
-                cure="Leave it out of the pattern, or train it as it is: adapters.also.",
+                hint="Leave it out of the pattern, or train it as it is: adapters.also.",
             )
         if len(entry.shape) != 2:
             raise JobError(
@@ -96,7 +96,7 @@ class Adapters(BaseModel):
                 where="adapters.layers",
                 expected="parameters of two dims (out, in)",
                 got=f"shape {tuple(entry.shape)}",
-                cure="Match the weights alone: '*.q_proj.weight'.",
+                hint="Match the weights alone: '*.q_proj.weight'.",
             )
         if self.rank > min(entry.shape):
             raise JobError(
@@ -119,6 +119,6 @@ def _matched(patterns: Sequence[str], names: Sequence[str], like: Sequence[str],
                 f"no {'trained ' if where == 'adapters.also' else ''}parameter has a name like {pattern!r}",
                 where=where,
                 expected=", ".join(near) + (", ..." if len(like) > len(near) else ""),
-                cure="Patterns are those of a shell: `*.q_proj.weight`. `trainload inspect --json` lists the names.",
+                hint="Patterns are those of a shell: `*.q_proj.weight`. `trainload inspect --json` lists the names.",
             )
     return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))

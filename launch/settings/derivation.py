@@ -134,7 +134,7 @@ def _change_precision(made: _Made, precision: Precision) -> None:
             f"it would change nothing: all that autocast would have in {_spelled(dtype)} was frozen so",
             where="precision",
             got=precision,
-            cure="Leave it out.",
+            hint="Leave it out.",
         )
     made.program = replace(made.program, graphs=graphs)
     made.passes.append(_entry("change_precision", {"precision": precision}))
@@ -187,7 +187,7 @@ def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozense
         raise JobError(
             f"the graph {idle} would have nothing to train",
             where="adapters.layers",
-            cure="Give parameters that it trains adapters as well, or name them in adapters.also.",
+            hint="Give parameters that it trains adapters as well, or name them in adapters.also.",
         )
     return recipe.model_copy(update={"groups": tuple(groups), "graphs": graphs})
 
@@ -204,7 +204,7 @@ def _home(package: Package, weights: set[str]) -> str:
         f"{min(weights)} was frozen with the job, and no group's update can be its adapter's",
         where="adapters.layers",
         expected="a job of one graph, with a group of the parameter's dtype whose update works element by element",
-        cure="Freeze the job with the parameter among its optimizer's.",
+        hint="Freeze the job with the parameter among its optimizer's.",
     )
 
 
@@ -216,7 +216,7 @@ def _check_elementwise(package: Package, group: GroupRecipe) -> None:
             where="adapters.layers",
             expected="an update that works element by element, which takes parameters of any shape",
             got=f"one that was captured for whole parameters of shape {update.shape}, as it mixes their elements",
-            cure="Freeze the job with AdamW, SGD or another such optimizer for these parameters.",
+            hint="Freeze the job with AdamW, SGD or another such optimizer for these parameters.",
         )
 
 
@@ -233,10 +233,10 @@ def _check_linear(program: Program, adapter: LowRank) -> None:
                 where=f"adapters.layers, graph {name}",
                 expected="aten.linear.default(x, weight, bias)",
                 got=f"{strange.operator} at {strange.place}",
-                cure="Leave it out of the pattern, or train it as it is: adapters.also.",
+                hint="Leave it out of the pattern, or train it as it is: adapters.also.",
             )
     if not used:
-        raise JobError(f"no graph that trains uses {adapter.weight}", where="adapters.layers", cure="Leave it out of the pattern.")
+        raise JobError(f"no graph that trains uses {adapter.weight}", where="adapters.layers", hint="Leave it out of the pattern.")
 
 
 def _placeholders(capture: GraphCapture, parameter: str) -> list[Node]:
@@ -276,7 +276,7 @@ def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
             raise JobError(
                 f"{lacking[0]} gets no gradient from graph {name}",
                 where="adapters.layers",
-                cure="It is used under torch.no_grad(), or what it makes is detached: leave it out of the pattern.",
+                hint="It is used under torch.no_grad(), or what it makes is detached: leave it out of the pattern.",
             )
 
 

@@ -80,7 +80,7 @@ def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestErr
             "there is no such option",
             where=name,
             expected=f"one of {', '.join(sorted(model.model_fields))}",
-            cure=f"Perhaps {alike[0]} is meant." if alike else "What of the training is changed goes into overrides.",
+            hint=f"Perhaps {alike[0]} is meant." if alike else "What of the training is changed goes into overrides.",
         )
     if first["type"] == "missing":
         return RequestError("is missing", where=name, expected=field.description or "a value")

@@ -147,7 +147,7 @@ class Overrides(BaseModel):
                     f"no trained parameter has a name like {pattern!r}",
                     where="frozen",
                     expected=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-                    cure="Patterns are those of a shell: `layers.0.*`. `trainload inspect` lists the names.",
+                    hint="Patterns are those of a shell: `layers.0.*`. `trainload inspect` lists the names.",
                 )
         held = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.frozen))
         if not held:
@@ -177,7 +177,7 @@ class Overrides(BaseModel):
         peaks = {group.name: max(_table(recipe, group)) for group in recipe.groups}
         first = peaks[recipe.groups[0].name]
         if self.lr is not None and first == 0:
-            raise JobError("the first group's learning rate is zero throughout, and cannot be scaled", where="lr", cure="Give lr.GROUP.")
+            raise JobError("the first group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Give lr.GROUP.")
         scale = 1.0 if self.lr is None else self.lr / first
         wanted = {name: self.group_lr.get(name, peak * scale) for name, peak in peaks.items()}
         if self.schedule is not None and recipe.loop:
@@ -185,7 +185,7 @@ class Overrides(BaseModel):
                 "a job of several graphs keeps its schedules",
                 where="schedule",
                 got=self.schedule,
-                cure="Its updates are counted graph by graph: freeze it again with other ones.",
+                hint="Its updates are counted graph by graph: freeze it again with other ones.",
             )
         if self.schedule is not None:
             course = tuple(_course(self.schedule, step, steps) for step in range(steps))
@@ -214,7 +214,7 @@ def _table(recipe: Recipe, group: GroupRecipe) -> list[float]:
 
 def _ratio(wanted: float, peak: float) -> float:
     if peak == 0 and wanted != 0:
-        raise JobError("a group's learning rate is zero throughout, and cannot be scaled", where="lr", cure="Give a schedule as well.")
+        raise JobError("a group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Give a schedule as well.")
     return 1.0 if peak == 0 else wanted / peak
 
 
@@ -227,7 +227,7 @@ def _check_peak(schedule: str, steps: int) -> None:
             where="schedule",
             expected=f"{shape}:N with N less than the run's {steps} steps",
             got=schedule,
-            cure="Give fewer updates of rising, or the run more steps.",
+            hint="Give fewer updates of rising, or the run more steps.",
         )
 
 

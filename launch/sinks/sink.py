@@ -86,7 +86,7 @@ def check_sinks(sinks: Sequence[SinkName], backend: str) -> None:
             where="sinks",
             expected="the backend ray",
             got=backend,
-            cure="Launch on Ray, or leave it out of sinks.",
+            hint="Launch on Ray, or leave it out of sinks.",
         )
 
 
@@ -135,12 +135,12 @@ def _extra(name: SinkName) -> str:
 
 @contextmanager
 def _naming_the_extra(name: SinkName) -> Iterator[None]:
-    """Within it a library that a sink needs and is not there has a cure. Raises: StorageError."""
+    """Within it a library that a sink needs and is not there has a hint. Raises: StorageError."""
     try:
         yield
     except ImportError as error:
         raise StorageError(
-            f"{name} is not installed", where="sinks", got=str(error), cure=f"pip install 'trainload[{_extra(name)}]', or leave it out."
+            f"{name} is not installed", where="sinks", got=str(error), hint=f"pip install 'trainload[{_extra(name)}]', or leave it out."
         ) from error
 
 

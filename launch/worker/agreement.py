@@ -55,5 +55,5 @@ def check_same_data(fingerprint: str, node: str, data: str, control: dist.Proces
             where=data,
             expected=f"what rank 0 has on node {found[0][1]}: {first}",
             got=f"other rows on {', '.join(others)}",
-            cure="Put it on storage that all nodes share, or copy it again.",
+            hint="Put it on storage that all nodes share, or copy it again.",
         )

@@ -90,7 +90,7 @@ class Evaluation:
                     where=f"{self._where}, graph {graph}",
                     expected="rows that the loss counts: labels that are not all ignored, or a mask that is not all 0",
                     got="a weight of 0",
-                    cure="Evaluate rows with labels. Loss(weight=...) is what the job counts.",
+                    hint="Evaluate rows with labels. Loss(weight=...) is what the job counts.",
                 )
         return self._evaluated(totals, rows, parts)
 

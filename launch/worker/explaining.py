@@ -81,7 +81,7 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
     return TrainingError(
         raised(error).rstrip("."),
         where=when,
-        cure="The traceback is in the rank's log: trainload logs RUN --rank N. An evaluation keeps its logs only with --run-dir. "
+        hint="The traceback is in the rank's log: trainload logs RUN --rank N. An evaluation keeps its logs only with --run-dir. "
         "It would fail again, so it is not tried again.",
     )
 
@@ -104,5 +104,5 @@ def _data_error(
         where=f"{when}, {of if row is None else f'row {row} of {of}'}",
         expected=rejected.expected,
         got=rejected.got,
-        cure="Correct the data, of which rows are counted from 0, or what the model computes of it.",
+        hint="Correct the data, of which rows are counted from 0, or what the model computes of it.",
     )

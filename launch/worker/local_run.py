@@ -33,7 +33,7 @@ def check_one_worker(spec: RunSpec) -> None:
             "the local backend has one worker",
             expected="1 worker",
             got=str(spec.plan.world_size),
-            cure="Use --backend ray, or start it under torchrun with --backend torchrun.",
+            hint="Use --backend ray, or start it under torchrun with --backend torchrun.",
         )
 
 
@@ -67,7 +67,7 @@ def torchrun_place() -> Place:
             where="environment",
             expected=", ".join(names),
             got=f"no {', '.join(missing)}",
-            cure="torchrun --nproc-per-node N -m trainload launch ... --backend torchrun",
+            hint="torchrun --nproc-per-node N -m trainload launch ... --backend torchrun",
         )
     return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 

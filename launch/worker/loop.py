@@ -122,7 +122,7 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
             "no C++ compiler was found",
             where=socket.gethostname(),
             expected="one, to compile the run's graphs (require_compiled)",
-            cure="Install g++, or leave require_compiled out, and they run interpreted.",
+            hint="Install g++, or leave require_compiled out, and they run interpreted.",
         )
     return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates), None
 
@@ -218,7 +218,7 @@ class _Worker:
                 "none of the run's checkpoints can be used",
                 where=self._checkpoints.where,
                 got="; ".join(usable.rejected) or "none is there",
-                cure="Restore one of them, or launch a new run: this one does not begin again by itself.",
+                hint="Restore one of them, or launch a new run: this one does not begin again by itself.",
             )
         return gathered(uuid.uuid4().hex, self._control)[0], None if usable.path is None else str(usable.path)
 
@@ -274,7 +274,7 @@ class _Worker:
                 where=self._spec.data,
                 expected=checkpoint.index.data.fingerprint,
                 got=self._data.fingerprint,
-                cure="Restore the data, or launch a new run from the trained package.",
+                hint="Restore the data, or launch a new run from the trained package.",
             )
         self._engine.held.load(load_sharded(checkpoint, self._plan, self._place.rank), checkpoint.index.user.get(SCALING))
         self._start = checkpoint.index.step
@@ -330,7 +330,7 @@ class _Worker:
         if leading:
             self._contact.met(Request.STOP)
         raise RunInterrupted(
-            "the run was asked to stop", where=f"step {step} of {spec.steps}", cure=f"Continue with: {resume_command(self._run_dir)}"
+            "the run was asked to stop", where=f"step {step} of {spec.steps}", hint=f"Continue with: {resume_command(self._run_dir)}"
         )
 
     def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
@@ -416,7 +416,7 @@ class _Worker:
                 where=f"step {step + 1}" + (f", graph {graph}" if result.others else ""),
                 expected="a finite number",
                 got=str(value),
-                cure=f"The last checkpoint is from before it. {likely}",
+                hint=f"The last checkpoint is from before it. {likely}",
             )
 
     def _can_train(self, graph: str, found: GraphResult) -> bool:

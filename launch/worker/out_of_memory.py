@@ -59,7 +59,7 @@ def explain_memory(
         f"rank {rank} ran out of memory: {said.rstrip('.')}",
         where=when,
         got=f"{_gib(used)} held by the process, of which {_held(held)}{estimated}",
-        cure=smaller or "Use more microbatches (--set accumulate=N), --recompute full, or more ranks with --strategy zero3.",
+        hint=smaller or "Use more microbatches (--set accumulate=N), --recompute full, or more ranks with --strategy zero3.",
     )
 
 

@@ -270,7 +270,7 @@ def _refused(comparison: Comparison) -> CompileError:
         "a graph cannot run compiled",
         where=str(comparison),
         expected="compiled graphs that give what the interpreted ones give (require_compiled)",
-        cure="Leave require_compiled out, and it runs interpreted; or write in another way what is named.",
+        hint="Leave require_compiled out, and it runs interpreted; or write in another way what is named.",
     )
 
 

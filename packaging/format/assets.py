@@ -102,8 +102,8 @@ def no_such_asset(manifest: Manifest, name: str) -> StorageError:
     """The error that says what there is instead."""
     names = [asset.name for asset in assets_of(manifest)]
     close = difflib.get_close_matches(name, names, n=3) or names[:8]
-    cure = f"There are: {', '.join(close)}." if names else "There are none: give Job(assets={...}) or freeze --asset."
-    return StorageError("the package has no such asset", where=f"{ASSETS}{name}", cure=cure)
+    hint = f"There are: {', '.join(close)}." if names else "There are none: give Job(assets={...}) or freeze --asset."
+    return StorageError("the package has no such asset", where=f"{ASSETS}{name}", hint=hint)
 
 
 def save_assets(root: Path, manifest: Manifest, name: str, target: Path) -> tuple[AssetFile, ...]:
@@ -150,7 +150,7 @@ def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
         for name, source in _files(given, asset.source if isinstance(asset, Asset) else asset):
             path = _path(name)
             if path.casefold() in found:
-                raise PackageError("two assets have one name", where=path, cure="Give each a name of its own; case does not count.")
+                raise PackageError("two assets have one name", where=path, hint="Give each a name of its own; case does not count.")
             found[path.casefold()] = AssetSource(path, source, media_type)
     return tuple(found.values())
 
@@ -185,7 +185,7 @@ def _files(name: str, source: str | os.PathLike[str] | bytes) -> Iterator[tuple[
     if path.is_dir():
         inner = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         if not inner:
-            raise StorageError("an asset is an empty folder", where=str(path), cure="Leave it out.")
+            raise StorageError("an asset is an empty folder", where=str(path), hint="Leave it out.")
         yield from ((f"{name.rstrip('/')}/{each}", _readable(path / each)) for each in inner)
     elif path.is_file():
         yield name, _readable(path)
@@ -210,7 +210,7 @@ def _path(name: str) -> str:
             where=name,
             expected="letters, digits and _ . + - between slashes, and no part that begins with . + or -",
             got=repr(name),
-            cure="Give it another name; name the files of a folder one by one to leave some out.",
+            hint="Give it another name; name the files of a folder one by one to leave some out.",
         ) from error
 
 

@@ -354,7 +354,7 @@ class Manifest(Record):
         _check_version(raw, where)
         checksum = raw.pop("checksum", None)
         if checksum != sha256_bytes(canonical_json(raw)):
-            raise IntegrityError("the manifest is damaged: its checksum is another one", where=where, cure="Fetch the package again.")
+            raise IntegrityError("the manifest is damaged: its checksum is another one", where=where, hint="Fetch the package again.")
         try:
             manifest = cls.model_validate_json(canonical_json(upgraded(raw, where)))
         except ValidationError as error:
@@ -546,7 +546,7 @@ def _check_version(raw: dict[str, Any], where: str) -> None:
             where=where,
             expected=f"format 1 to {FORMAT_VERSION}",
             got=f"format {version}",
-            cure="Update trainload.",
+            hint="Update trainload.",
         )
     features = raw.get("features")
     if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
@@ -558,7 +558,7 @@ def _check_version(raw: dict[str, Any], where: str) -> None:
                 where=where,
                 expected=f"features among {', '.join(sorted(FEATURES))}",
                 got=feature[:80],
-                cure="Update trainload.",
+                hint="Update trainload.",
             )
 
 

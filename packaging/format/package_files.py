@@ -38,7 +38,7 @@ def _check_listed(path: str, entry: FileEntry, size: int, digest: str) -> None:
             where=path,
             expected=f"{entry.size} bytes of sha256 {entry.sha256}",
             got=f"{'more' if size > entry.size else size} bytes of sha256 {digest}",
-            cure="Fetch the package again.",
+            hint="Fetch the package again.",
         )
 
 
@@ -82,7 +82,7 @@ def check_outside_packages(path: Path) -> None:
                 "this would be inside a package, which could then not be opened any more",
                 where=str(path),
                 expected=f"a path outside {parent}",
-                cure="Choose another path.",
+                hint="Choose another path.",
             )
 
 
@@ -127,7 +127,7 @@ def _draft_beside(path: Path) -> Iterator[Path]:
     check_name(path)
     check_outside_packages(path)
     if os.path.lexists(path):
-        raise StorageError("the path is taken", where=str(path), cure="Choose another, or remove it.")
+        raise StorageError("the path is taken", where=str(path), hint="Choose another, or remove it.")
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(temporary_folder(path))
@@ -137,14 +137,14 @@ def _draft_beside(path: Path) -> Iterator[Path]:
             yield folder
         except OSError as error:
             if is_full(error):
-                raise StorageError("the disk is full", where=str(path), cure="Free some space, or choose another disk.") from error
+                raise StorageError("the disk is full", where=str(path), hint="Free some space, or choose another disk.") from error
             raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
 
 
 def _put(made: Path, path: Path) -> None:
     """Move what was made to its path, on disk too."""
     if os.path.lexists(path):
-        raise StorageError("the path was taken meanwhile", where=str(path), cure="Choose another, or remove it.")
+        raise StorageError("the path was taken meanwhile", where=str(path), hint="Choose another, or remove it.")
     made.rename(path)
     sync_folder(path.parent)
 

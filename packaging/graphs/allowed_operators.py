@@ -70,7 +70,7 @@ def check_operator(target: str, where: str, namespaces: Set[str] = frozenset()) 
             where=where,
             expected=f"operators of {', '.join(sorted(BUILT_IN_NAMESPACES | namespaces))}",
             got=namespace,
-            cure=f"If you trust it, import the library and allow the namespace {namespace}.",
+            hint=f"If you trust it, import the library and allow the namespace {namespace}.",
         )
     if name.startswith("__") and name not in _DUNDER:
         raise UnsafePackageError(f"the operator name {name} is not allowed", where=where)

@@ -49,7 +49,7 @@ def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: 
 def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
     for key in [key for key in record if key not in fields]:
         if record.pop(key):
-            raise PackageError(f"this torch writes the field {key}, which the format does not have", where=where, cure="Use torch 2.13.")
+            raise PackageError(f"this torch writes the field {key}, which the format does not have", where=where, hint="Use torch 2.13.")
 
 
 def _module_paths(stack: str) -> str:

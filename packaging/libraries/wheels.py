@@ -152,7 +152,7 @@ def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
         described = source.read().decode("utf-8", "replace")
     tags = re.findall(r"^Tag: *([^\s-]+-[^\s-]+-[^\s-]+)\s*$", described, re.MULTILINE)
     if not tags:
-        raise PackageError("an installed distribution does not say which wheel it is from", where=info, cure="Give its wheel.")
+        raise PackageError("an installed distribution does not say which wheel it is from", where=info, hint="Give its wheel.")
     triple = "-".join(".".join(sorted({tag.split("-")[part] for tag in tags})) for part in range(3))
     plain, _, version = info.removesuffix(".dist-info").rpartition("-")
     file_name = f"{_escaped(plain)}-{version}-{triple}.whl"

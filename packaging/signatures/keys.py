@@ -61,7 +61,7 @@ def library(name: str) -> Any:
         raise SignatureError(
             f"signatures need libraries that are not installed: {error}",
             where=name.partition(".")[0],
-            cure='Install them: pip install "trainload[signing]".',
+            hint='Install them: pip install "trainload[signing]".',
         ) from error
 
 
@@ -98,7 +98,7 @@ def identity_of(pem: str, name: str) -> Identity:
     """
     if "PRIVATE KEY" in pem:
         raise SignatureError(
-            "this is a private key, which its owner alone should have", where=name, expected=_KINDS, cure="openssl pkey -in KEY -pubout"
+            "this is a private key, which its owner alone should have", where=name, expected=_KINDS, hint="openssl pkey -in KEY -pubout"
         )
     serialization = library("cryptography.hazmat.primitives.serialization")
     try:
@@ -143,7 +143,7 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
         key = serialization.load_pem_private_key(data, password)
     except TypeError as error:  # there is a password too many, or one is missing
         if password is None:
-            raise SignatureError("the private key is encrypted", where=str(path), cure=f"Set {PASSWORD}.") from error
+            raise SignatureError("the private key is encrypted", where=str(path), hint=f"Set {PASSWORD}.") from error
         raise SignatureError("the private key is not encrypted, and a password was given", where=str(path)) from error
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
         wrong = "the password is wrong, or the private key is damaged" if password is not None else "this is no private key"

@@ -168,9 +168,9 @@ def which_trusts_extensions(policies: Sequence[Policy], digest: str) -> Policy |
 
 
 def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
-    def refuse(problem: str, got: str, expected: str = "", cure: str = "") -> PolicyError:
+    def refuse(problem: str, got: str, expected: str = "", hint: str = "") -> PolicyError:
         return PolicyError(
-            f"the policy {policy.source} does not let it be run: {problem}", where=str(path), expected=expected, got=got, cure=cure
+            f"the policy {policy.source} does not let it be run: {problem}", where=str(path), expected=expected, got=got, hint=hint
         )
 
     if digest in policy.deny:
@@ -180,7 +180,7 @@ def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
     bundled = sorted(file for file in manifest.files if file.startswith("extensions/"))
     if bundled and policy.extensions == "never":
         raise refuse(
-            "it holds operator libraries", ", ".join(bundled[:3]), cure="Install the libraries on every node, and freeze without them."
+            "it holds operator libraries", ", ".join(bundled[:3]), hint="Install the libraries on every node, and freeze without them."
         )
     others = sorted(set(manifest.op_libraries) - set(policy.namespaces)) if policy.namespaces is not None else []
     if others:
@@ -192,7 +192,7 @@ def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
         count = min(len(held), len({vouched.signer for vouched in held}))  # two identities that one key satisfies are one signature
         if count < policy.signatures:
             wanted = f"{policy.signatures} of {len(identities)} identities to have signed it"
-            raise refuse("it is not signed as it must be", _why(count, lacking), expected=wanted, cure="Have it signed: trainload sign.")
+            raise refuse("it is not signed as it must be", _why(count, lacking), expected=wanted, hint="Have it signed: trainload sign.")
 
 
 def _why(count: int, lacking: Sequence[Refused]) -> str:

@@ -117,7 +117,7 @@ def read_signature(root: Path, path: str) -> SignatureFile:
     """
     name = path.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
     if not path.endswith(SUFFIX) or not NAME.fullmatch(name):
-        raise IntegrityError("this is no signature", where=path, expected=f"{FOLDER}/NAME{SUFFIX}", cure="Remove it.")
+        raise IntegrityError("this is no signature", where=path, expected=f"{FOLDER}/NAME{SUFFIX}", hint="Remove it.")
     with open_inside(root, path) as file:
         return parse_signature(file.read(MAX_SIGNATURE + 1), path)
 
@@ -228,7 +228,7 @@ def _record(kind: type[Parsed], value: object, where: str) -> Parsed:
             f"the signature is malformed: {place}: {first['msg']}",
             where=where,
             expected="a Sigstore bundle 0.3 of OpenSSF model signing 1.0, by files, sha256",
-            cure="Sign the package again: trainload sign.",
+            hint="Sign the package again: trainload sign.",
         ) from error
 
 

@@ -43,7 +43,7 @@ def sign_package(
         read_pem(pem)
     if certificate is not None and key.password is not None:
         raise SignatureError(
-            "an encrypted key cannot be used with a certificate", where=str(key.path), cure="Decrypt it to a file that is yours alone."
+            "an encrypted key cannot be used with a certificate", where=str(key.path), hint="Decrypt it to a file that is yours alone."
         )
     if not NAME.fullmatch(name):
         raise SignatureError("this cannot be a signature's name", got=repr(name), expected="letters, digits and _ . + -")
@@ -53,7 +53,7 @@ def sign_package(
     if wrong is not None:
         raise SignatureError(f"the package is not sound, so it is not signed: {wrong.problem}", where=str(path / wrong.file))
     if (path / file).exists():
-        raise StorageError("there is a signature of this name", where=str(path / file), cure="Choose another --name, or remove it.")
+        raise StorageError("there is a signature of this name", where=str(path / file), hint="Choose another --name, or remove it.")
     data = read_manifest(path)
     manifest = Manifest.from_bytes(data, MANIFEST)
     if sha256_bytes(data) != report.digest:
@@ -92,4 +92,4 @@ def _put(path: Path, signature: SignatureFile) -> None:
         reason = "the disk is full" if is_full(error) else error.strerror or str(error)
         raise StorageError(f"the signature cannot be written: {reason}", where=str(target)) from error
     if not created:
-        raise StorageError("there is a signature of this name", where=str(target), cure="Choose another --name, or remove it.")
+        raise StorageError("there is a signature of this name", where=str(target), hint="Choose another --name, or remove it.")

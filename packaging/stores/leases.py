@@ -73,7 +73,7 @@ class PushedBlobs:
         """
         if self._store.files.size(self.path) is None:
             raise StorageError(
-                "the push was silent for so long that gc took it for dead", where=f"{self._store.url}/{self.path}", cure="Push again."
+                "the push was silent for so long that gc took it for dead", where=f"{self._store.url}/{self.path}", hint="Push again."
             )
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ def gc_lease(store: Store) -> HeldLease[LeaseRecord]:
             "another gc is at work",
             where=store.url,
             got=found.record.owner,
-            cure=f"Wait for it; if it was killed, its lease ends in {max(1, round(found.left))} s.",
+            hint=f"Wait for it; if it was killed, its lease ends in {max(1, round(found.left))} s.",
         )
     leases.forget_before(found.id)
     return found

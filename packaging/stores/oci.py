@@ -169,7 +169,7 @@ class _Repository:
             from oras.container import Container
             from oras.provider import Registry
         except ImportError as error:
-            raise StorageError("oras is not installed", where=reference, cure='Install it: pip install "trainload[oci]".') from error
+            raise StorageError("oras is not installed", where=reference, hint='Install it: pip install "trainload[oci]".') from error
         whole = reference.removeprefix(_SCHEME)
         known = set(match["host"]) & {".", ":"}  # oras takes other hosts for part of the name
         self._container: Container = Container(whole if known else whole.partition("/")[2], registry=match["host"])
@@ -193,8 +193,8 @@ class _Repository:
             chunked = size > BLOCK  # else oras reads the file at once
             answer = self._registry.upload_blob(str(file), self._container, layer, do_chunked=chunked, chunk_size=BLOCK)
         if answer.status_code not in (200, 201, 202):
-            cure = "Check with `trainload verify` that the package is whole." if answer.status_code == 400 else ""
-            raise self._refusal("a file", answer, str(file), cure)
+            hint = "Check with `trainload verify` that the package is whole." if answer.status_code == 400 else ""
+            raise self._refusal("a file", answer, str(file), hint)
 
     def send_bytes(self, data: bytes) -> None:
         """Send a small blob."""
@@ -245,10 +245,10 @@ class _Repository:
         ask: Callable[..., requests.Response] = self._registry.do_request
         return ask(f"{self._registry.prefix}://{url}", method, **arguments)
 
-    def _refusal(self, what: str, answer: requests.Response, where: str, cure: str = "") -> StorageError:
+    def _refusal(self, what: str, answer: requests.Response, where: str, hint: str = "") -> StorageError:
         told = " ".join(answer.text[:200].split())
-        cure = cure or ("Log in: docker login, or oras login." if answer.status_code in (401, 403) else "")
-        return StorageError(f"the registry does not take or give {what}", where=where, got=f"status {answer.status_code} {told}", cure=cure)
+        hint = hint or ("Log in: docker login, or oras login." if answer.status_code in (401, 403) else "")
+        return StorageError(f"the registry does not take or give {what}", where=where, got=f"status {answer.status_code} {told}", hint=hint)
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -262,7 +262,7 @@ class _Repository:
         except (requests.exceptions.RequestException, OSError) as error:
             raise StorageError(f"the registry cannot be reached: {error}", where=self.url) from error
         except AuthenticationException as error:
-            raise StorageError(f"the registry refuses: {error}", where=self.url, cure="Log in: docker login, or oras login.") from error
+            raise StorageError(f"the registry refuses: {error}", where=self.url, hint="Log in: docker login, or oras login.") from error
         except ValueError as error:  # oras's own, for answers that it does not understand
             raise StorageError(f"the registry refuses: {error}", where=self.url) from error
 

@@ -135,7 +135,7 @@ def write_pulled(
         StorageError: `path` is taken, or the disk has no room.
     """
     if os.path.lexists(path):
-        raise StorageError("the path is taken", where=str(path), cure="Choose another; files of packages beside it are not fetched again.")
+        raise StorageError("the path is taken", where=str(path), hint="Choose another; files of packages beside it are not fetched again.")
     manifest_bytes = _fetch_manifest(files, fetch)
     manifest = Manifest.from_bytes(manifest_bytes, MANIFEST)
     listed = {file: _content(entry) for file, entry in files.items() if file != MANIFEST and file.split("/")[0] not in OUTSIDE}
@@ -214,7 +214,7 @@ def _damaged(file: str, entry: FileEntry, size: int, digest: str) -> IntegrityEr
         where=file,
         expected=f"{entry.size} bytes of sha256 {entry.sha256}",
         got=f"{'more' if size > entry.size else size} bytes of sha256 {digest}",
-        cure="It is damaged where it is stored: push the package again from where it is whole, after removing that file.",
+        hint="It is damaged where it is stored: push the package again from where it is whole, after removing that file.",
     )
 
 
@@ -259,7 +259,7 @@ def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> d
 def _check_room(path: Path, count: int) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
-        raise StorageError("there is no such folder", where=str(parent), cure="Make it first.")
+        raise StorageError("there is no such folder", where=str(parent), hint="Make it first.")
     free = shutil.disk_usage(parent).free
     if free < count:
         raise StorageError("the disk has no room", where=str(parent), expected=f"{count} bytes", got=f"{free} bytes free")

@@ -132,7 +132,7 @@ def push(
     name = target.line(line, default=FIRST_LINE)
     promote = promote and rejected is None
     if only_if is not None and not promote:
-        raise StorageError("a condition on what is current goes with promoting", where="only_if", cure="Leave one of the two out.")
+        raise StorageError("a condition on what is current goes with promoting", where="only_if", hint="Leave one of the two out.")
     blobs = {entry.sha256: entry.size for entry in local.files.values()}
     with leased(target, blobs, on_wait) as lease:
         sent = _send(target, local, lease, on_progress)
@@ -211,4 +211,4 @@ def _check_safe(file: str, package: Path) -> None:
     try:
         TypeAdapter(SafePath).validate_python(file)
     except ValidationError as error:
-        raise PackageError("a file has a name that cannot travel", where=f"{package}/{file}", cure="Rename or remove it.") from error
+        raise PackageError("a file has a name that cannot travel", where=f"{package}/{file}", hint="Rename or remove it.") from error

@@ -76,7 +76,7 @@ class Store:
         if there:
             raise StorageError("there is no store here, but something else", where=self.url, got=", ".join(there[:5]))
         if not create:
-            raise StorageError("there is no store here", where=self.url, cure="`trainload push` makes one.")
+            raise StorageError("there is no store here", where=self.url, hint="`trainload push` makes one.")
         self.files.replace(INFO, StoreInfo().to_bytes())
 
     @property
@@ -103,7 +103,7 @@ class Store:
             return found[0] if found else str(default)
         if not found:
             raise StorageError("the store has no releases", where=self.url)
-        raise StorageError("the store has several lines", where=self.url, got=", ".join(found[:10]), cure="Name one with --line.")
+        raise StorageError("the store has several lines", where=self.url, got=", ".join(found[:10]), hint="Name one with --line.")
 
     def known_line(self, name: str) -> str:
         """The line of this name.
@@ -267,7 +267,7 @@ class Store:
         self._check_usable(found)
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
         if (only_if, after) != (None, None) and not self.files.exclusive:
-            raise StorageError("this store cannot write under a condition", where=self.url, cure="Leave only_if out: the last writer wins.")
+            raise StorageError("this store cannot write under a condition", where=self.url, hint="Leave only_if out: the last writer wins.")
         nonce = secrets.token_hex(16)
 
         def make(name: str, last: str | None) -> Pointer:
@@ -278,7 +278,7 @@ class Store:
                     where=f"{self.url}, line {line}",
                     expected=f"entry {shown(after)}",
                     got=f"entry {shown(last)}: {before.reason}" if last and before else "none",
-                    cure="See `trainload releases`, and decide again.",
+                    hint="See `trainload releases`, and decide again.",
                 )
             if only_if is not None and (before.release if before else None) != expected:
                 raise ConflictError(
@@ -286,7 +286,7 @@ class Store:
                     where=f"{self.url}, line {line}",
                     expected=f"release {shown(expected)}" if expected else "none",
                     got=f"release {shown(before.release)}" if before else "none",
-                    cure="See `trainload releases`, and decide again.",
+                    hint="See `trainload releases`, and decide again.",
                 )
             return _checked(Pointer, line=line, id=name, release=found.id, package=found.package, reason=reason, created=now(), nonce=nonce)
 
@@ -339,8 +339,8 @@ class Store:
         if verdict == "removed":
             raise StorageError("the release's files were removed", where=where, got=reason)
         if verdict == "rejected":
-            cure = "To use it all the same: `trainload promote --rejected`."
-            raise StorageError("the release was rejected", where=where, got=reason, cure=cure)
+            hint = "To use it all the same: `trainload promote --rejected`."
+            raise StorageError("the release was rejected", where=where, got=reason, hint=hint)
 
     def _wanted(self, line: str, release: str | int | None) -> str:
         where = f"{self.url}, line {line}"
@@ -353,7 +353,7 @@ class Store:
             return ids[-1]
         pointer = self.current(line)
         if pointer is None:
-            raise StorageError("no release is current", where=where, cure="Name one, or `trainload promote` one.")
+            raise StorageError("no release is current", where=where, hint="Name one, or `trainload promote` one.")
         return pointer.release
 
     def _append(self, folder: str, make: Callable[[str, str | None], R]) -> R:
@@ -369,7 +369,7 @@ class Store:
             if self.files.create(f"{folder}/{name}.json", record.to_bytes()):
                 return record
             time.sleep(random.uniform(0, min(1.0, 0.005 * (attempt + 1))))
-        raise StorageError("others write here without end", where=f"{self.url}/{folder}", cure="Try again later.")
+        raise StorageError("others write here without end", where=f"{self.url}/{folder}", hint="Try again later.")
 
     def _ids(self, folder: str) -> list[str]:
         names = (name.removesuffix(".json") for name in self.files.names(folder) if name.endswith(".json"))

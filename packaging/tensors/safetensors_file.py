@@ -122,7 +122,7 @@ class TensorFileWriter:
         if got != (place.dtype, place.shape):
             raise PackageError("a tensor does not fit", where=name, expected=f"{place.dtype} {place.shape}", got=f"{got[0]} {got[1]}")
         if tensor.device.type == "meta":
-            raise PackageError("a tensor has no data", where=name, got="a meta tensor", cure="Pass the real tensor.")
+            raise PackageError("a tensor has no data", where=name, got="a meta tensor", hint="Pass the real tensor.")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         self._file.seek(place.start)
         self._file.write(memoryview(flat.view(torch.uint8).numpy().data))

@@ -291,7 +291,7 @@ def _chunked(root: Path, path: str, size: int, digests: Sequence[str], last: chu
             where=path,
             expected=f"sha256 {digests[number]} of bytes from {number * chunks.CHUNK}",
             got="another",
-            cure="Fetch the package again.",
+            hint="Fetch the package again.",
         )
 
     return chunks.ChunkedFile(lambda: chunks.ranges_of(open_inside(root, path)), size, digests, damaged, last)

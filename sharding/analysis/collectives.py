@@ -157,7 +157,7 @@ def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where
                 where=f"{where}, collective {at} of those that ranks {first} and {other} share",
                 expected=f"rank {first}: {mine[at] if at < len(mine) else 'no more'}",
                 got=f"rank {other}: {its[at] if at < len(its) else 'no more'}",
-                cure=_CURE,
+                hint=_CURE,
             )
 
 

@@ -222,7 +222,7 @@ class Items:
             where=item.node.name if port is None else f"{port.role.value} {port.name}",
             expected="what forward needs on the same or an earlier stage, what backward needs on the same or a later one",
             got=f"wanted on stages {sorted(item.homes or ())}, possible from {item.low} to {item.high}",
-            cure="Leave the choice of stages to the planner, or use another axis for this model.",
+            hint="Leave the choice of stages to the planner, or use another axis for this model.",
         )
 
 

@@ -95,7 +95,7 @@ def pipe(
             where="pipeline_ranks",
             expected="no graphs that run in turns",
             got=", ".join(dict.fromkeys(turn.graph for turn in package.recipe.turns)),
-            cure="Use the data axis and the tensor axis for this job.",
+            hint="Use the data axis and the tensor axis for this job.",
         )
     name = schedule or DEFAULT
     count = per_rank or _stages_of(name)

@@ -131,7 +131,7 @@ def shape_text(shape: torch.Size, known: Mapping[str, tuple[str, int]], where: s
                 where=where,
                 expected="sizes that the batch's sizes determine",
                 got=str(tuple(shape)),
-                cure="Use another axis for this model, or leave what computes it on one stage.",
+                hint="Use another axis for this model, or leave what computes it on one stage.",
             )
         found.append(_spelled(expression))
     return tuple(found)

@@ -86,7 +86,7 @@ def make_order(schedule: Schedule, ranks: int, per_rank: int, microbatches: int)
             where="pipeline",
             expected="microbatches and stages that torch's schedule takes",
             got=f"{ranks} ranks of {per_rank} stages, {microbatches} microbatches: {error}",
-            cure="Choose another number of microbatches (--accumulate), or the schedule 1f1b with one stage on each rank.",
+            hint="Choose another number of microbatches (--accumulate), or the schedule 1f1b with one stage on each rank.",
         ) from error
     order = tuple(tuple(str(action) for action in table[rank]) for rank in range(ranks))
     instructions(order, homes, microbatches)

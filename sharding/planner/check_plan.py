@@ -31,7 +31,7 @@ def check_plan(plan: Plan, package: Package) -> None:
             where="plan.package",
             expected=package.digest,
             got=plan.package,
-            cure="Make a plan for this package: trainload plan.",
+            hint="Make a plan for this package: trainload plan.",
         )
     shapes = _share_shapes(plan, {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None})
     owners = groups_of(package)
@@ -124,7 +124,7 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
             where="global_batch",
             expected=f"a multiple of {world} workers x {accumulate} microbatches",
             got=str(rows),
-            cure=f"Use a global batch of {max(1, rows // calls) * calls} (launch --set global_batch=N), or another number of workers.",
+            hint=f"Use a global batch of {max(1, rows // calls) * calls} (launch --set global_batch=N), or another number of workers.",
         )
     for entry in (i for name in package.manifest.training_graphs() for i in package.manifest.graphs[name].inputs):
         if isinstance(entry.shape[0], int) and entry.shape[0] != rows // calls:
@@ -133,7 +133,7 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
                 where=f"input {entry.name}",
                 expected=f"{entry.shape[0]} rows a call",
                 got=f"{rows // calls}",
-                cure="Choose the global batch, workers and accumulation so, or freeze with a dynamic batch dim.",
+                hint="Choose the global batch, workers and accumulation so, or freeze with a dynamic batch dim.",
             )
     for name in package.manifest.training_graphs():
         guard = graph_guard(package.manifest.graphs[name])
@@ -144,5 +144,5 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
                 where=f"graph {name}",
                 expected=f"{limits_text(least, most)} rows",
                 got=f"{rows // calls}",
-                cure="Choose the global batch, workers and accumulation so, or freeze with another range of the batch dim.",
+                hint="Choose the global batch, workers and accumulation so, or freeze with another range of the batch dim.",
             )

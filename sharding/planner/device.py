@@ -102,7 +102,7 @@ def read(name: str) -> DeviceProfile:
             where=str(path),
             expected="as docs/planner.md says",
             got=str(error).replace("\n", "; "),
-            cure="Write one with: trainload profile.",
+            hint="Write one with: trainload profile.",
         ) from error
 
 

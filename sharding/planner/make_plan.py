@@ -163,11 +163,11 @@ def _data_ranks(
         left //= ranks
         spelled = f"the {left} devices that the tensor axis leaves" if ranks > 1 else spelled
     if rules and tensor_ranks == 1:
-        raise PlanError("there are rules for a tensor axis of one rank", where="tensor_rules", cure="Give tensor_ranks (--tensor).")
+        raise PlanError("there are rules for a tensor axis of one rank", where="tensor_rules", hint="Give tensor_ranks (--tensor).")
     if divide != "tensor" and tensor_ranks == 1:
-        raise PlanError("one rank has nothing to divide", where="divide", got=divide, cure="Give tensor_ranks.")
+        raise PlanError("one rank has nothing to divide", where="divide", got=divide, hint="Give tensor_ranks.")
     if pipeline_ranks == 1 and (schedule is not None or stages_per_rank is not None):
-        raise PlanError("there is a schedule for a pipeline of one rank", where="schedule", cure="Give pipeline_ranks (--pipeline).")
+        raise PlanError("there is a schedule for a pipeline of one rank", where="schedule", hint="Give pipeline_ranks (--pipeline).")
     return left
 
 
@@ -183,7 +183,7 @@ def _shard_ranks(strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks:
             where="shard_ranks",
             expected=f"a divisor of the {'cluster' if lanes == cluster.world_size else 'data axis'}'s {lanes} devices, at least 2",
             got=str(ranks),
-            cure="Choose shard_ranks (--strategy hybrid/N), or zero0, which shards nothing.",
+            hint="Choose shard_ranks (--strategy hybrid/N), or zero0, which shards nothing.",
         )
     return ranks
 

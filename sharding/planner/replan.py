@@ -118,7 +118,7 @@ def _no_size(why: Mapping[int, PlanError], devices: int) -> PlanError:
         "no number of nodes fits",
         where=f"{min(why)} to {max(why)} nodes of {devices} devices",
         got="; ".join(f"{nodes}: {why[nodes].problem}" for nodes in sorted(why)),
-        cure="The rows of the global batch must divide among the ranks: choose other sizes, or launch with --set global_batch=N.",
+        hint="The rows of the global batch must divide among the ranks: choose other sizes, or launch with --set global_batch=N.",
     )
 
 

@@ -377,7 +377,7 @@ def shared_group(holders: Sequence[int]) -> str:
 def read_plan(path: Path) -> Plan:
     """Read a plan that `trainload plan` wrote, perhaps edited since. Raises: PlanError: there is none, or it is malformed."""
     if not path.is_file():
-        raise PlanError("there is no such plan", where=str(path), cure="Make one: trainload plan PKG -o FILE.")
+        raise PlanError("there is no such plan", where=str(path), hint="Make one: trainload plan PKG -o FILE.")
     try:
         return Plan.model_validate_json(path.read_bytes())
     except ValidationError as error:

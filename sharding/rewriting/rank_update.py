@@ -102,7 +102,7 @@ def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], gr
                     else "a bucket's group has no update",
                     where=f"plan.buckets: {bucket.name}, {group}",
                     got=f"groups {sorted(by_group)}",
-                    cure="Make a plan for this package: trainload plan.",
+                    hint="Make a plan for this package: trainload plan.",
                 )
             index, update = by_group[group]
             found.append(BucketUpdate(bucket, update, index))

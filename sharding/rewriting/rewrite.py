@@ -132,7 +132,7 @@ class _Rewriter:
         self._device = self._placeholders[0].meta["val"].device
         lacking = sorted(set(self._parameter.values()) - set(self._bucket_of))
         if lacking:
-            raise PlanError("the plan has no place for a parameter of the graph", where=lacking[0], cure="Make a plan for this package.")
+            raise PlanError("the plan has no place for a parameter of the graph", where=lacking[0], hint="Make a plan for this package.")
 
     def run(self) -> RankGraph:
         inputs = self._make_inputs()
@@ -435,7 +435,7 @@ class _Rewriter:
                 where=f"buffer {port.name}",
                 expected="a count that does not depend on the rank's rows, or a floating-point buffer (ranks take the mean)",
                 got=str(result.meta["val"].dtype),
-                cure="Plan for one device, or keep the statistic as a floating-point mean.",
+                hint="Plan for one device, or keep the statistic as a floating-point mean.",
             )
 
     # New nodes

@@ -82,7 +82,7 @@ def _shards(
                 where="tensor_ranks",
                 expected=f"a dim of a parameter, no dim of the batch, that is a multiple of {ranks} and worth its exchanges",
                 got="none",
-                cure="Use the data axis, or say what to divide (--tensor-rule).",
+                hint="Use the data axis, or say what to divide (--tensor-rule).",
             )
         return found
     if rules:
@@ -96,7 +96,7 @@ def _shards(
             where="tensor_ranks",
             expected=f"parameters of a batch of matrix products, a multiple of {ranks} of them",
             got="none",
-            cure="Use the tensor axis (--tensor), or the data axis.",
+            hint="Use the tensor axis (--tensor), or the data axis.",
         )
     return found
 
@@ -108,7 +108,7 @@ def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
             where="tensor_ranks",
             expected=f"a dim of the data beside its rows, of a fixed size that is a multiple of {ranks}, with matrix products along it",
             got="none",
-            cure="Freeze with sequences of such a length (padded, where they are shorter), or choose another number of ranks.",
+            hint="Freeze with sequences of such a length (padded, where they are shorter), or choose another number of ranks.",
         )
     if found.share < least:
         assert found.whole is not None
@@ -117,7 +117,7 @@ def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
             where=f"{found.whole.name} ({found.whole.target})",
             expected=f"{least:.0%} of the operations of matrix products at least",
             got=f"{found.share:.0%}, for positions of which there are {found.factor.size}",
-            cure="Use the tensor axis (--tensor), which divides parameters.",
+            hint="Use the tensor axis (--tensor), which divides parameters.",
         )
 
 

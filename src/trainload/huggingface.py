@@ -78,7 +78,7 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
                 where=f"batch[{name!r}]",
                 expected="a tensor",
                 got=type(value).__name__,
-                cure='Give the collator return_tensors="pt".',
+                hint='Give the collator return_tensors="pt".',
             )
     if _unheld(model):
         warnings.warn(
@@ -98,7 +98,7 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
     def predict(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: value for name, value in _called(module, given, dtype).items() if "logits" in name and isinstance(value, Tensor)}
         if not found:
-            raise JobError("the model returns no logits", where="model", got=type(module).__name__, cure="Give job_of(..., predict=...).")
+            raise JobError("the model returns no logits", where="model", got=type(module).__name__, hint="Give job_of(..., predict=...).")
         return found
 
     fields: dict[str, Any] = {
@@ -166,10 +166,10 @@ class _Settings:
 
     def __init__(self, args: Any) -> None:
         self._args = args
-        for name, (idle, cure) in _REFUSED.items():
+        for name, (idle, hint) in _REFUSED.items():
             value = self.get(name, idle)
             if value not in (idle, None, "", [], {}, False) and value != idle:
-                raise JobError("has no meaning for a package", where=f"args.{name}", expected=repr(idle), got=repr(value), cure=cure)
+                raise JobError("has no meaning for a package", where=f"args.{name}", expected=repr(idle), got=repr(value), hint=hint)
         self.steps: int = self.get("max_steps", -1)
         if self.steps < 1:
             raise JobError(
@@ -177,7 +177,7 @@ class _Settings:
                 where="args.max_steps",
                 expected="1 or more",
                 got=str(self.steps),
-                cure="Set max_steps; for epochs, rows of the data * epochs / rows of one update.",
+                hint="Set max_steps; for epochs, rows of the data * epochs / rows of one update.",
             )
 
     def get(self, name: str, default: Any) -> Any:
@@ -207,7 +207,7 @@ class _Settings:
                 where="args.optim",
                 expected=", ".join(makers),
                 got=name,
-                cure="Give one by dataclasses.replace(job, optimizer=...).",
+                hint="Give one by dataclasses.replace(job, optimizer=...).",
             )
 
         def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -225,7 +225,7 @@ class _Settings:
         steps = self.steps
         if name in _UNTABLED:
             raise JobError(
-                "a schedule that reads the loss is no function of the step", where="args.lr_scheduler_type", got=name, cure="Use cosine."
+                "a schedule that reads the loss is no function of the step", where="args.lr_scheduler_type", got=name, hint="Use cosine."
             )
 
         def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -74,7 +74,7 @@ def test_of_two_secrets_the_longer_one_is_taken_out_first() -> None:
 
 
 def test_an_error_holds_no_credentials_here_or_elsewhere() -> None:
-    error = StorageError("it fails", where="https://u:pw12@host/", got="http://u:pw12@host", cure="not https://u:pw12@host")
+    error = StorageError("it fails", where="https://u:pw12@host/", got="http://u:pw12@host", hint="not https://u:pw12@host")
     assert "pw12" not in f"{error} {error.args} {pickle.loads(pickle.dumps(error))} {vars(error)}"
 
 

@@ -103,7 +103,7 @@ def freeze(
     --explain-shapes is printed even where torch then refuses the sizes.
     """
     if output.exists():
-        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
     if abstract and (explain_shapes or apply_suggested_fixes):
         raise click.UsageError("--abstract goes without --explain-shapes and --apply-suggested-fixes: use them on the reduced job.")
     if reduced is not None and not abstract:

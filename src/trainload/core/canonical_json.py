@@ -62,14 +62,14 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
     except _NotFiniteError as error:
         raise UnsafePackageError("JSON holds a number that is not finite", where=where, got=str(error)) from error
     except ValueError as error:
-        raise IntegrityError(f"not readable as JSON in UTF-8: {error}", where=where, cure="Fetch the package again.") from error
+        raise IntegrityError(f"not readable as JSON in UTF-8: {error}", where=where, hint="Fetch the package again.") from error
     try:
         again = canonical_json(value)
     except PackageError as error:  # 1e999 reads as an infinity, "\\ud800" as a lone surrogate
         raise UnsafePackageError(error.problem, where=where) from error
     if again != data:
         json.loads(text, object_pairs_hook=lambda items: _check_no_duplicates(items, where))
-        raise IntegrityError("JSON is not in canonical form", where=where, cure="Fetch the package again.")
+        raise IntegrityError("JSON is not in canonical form", where=where, hint="Fetch the package again.")
     return value
 
 

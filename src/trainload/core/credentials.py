@@ -31,7 +31,7 @@ def check_no_credentials(url: str, where: str = "") -> None:
             "a URL with credentials in it would be written into files",
             where=where or shown,
             got=shown if where else "",
-            cure="Leave them to the environment of every node, or refer to them: ${env:NAME} or ${file:/PATH}.",
+            hint="Leave them to the environment of every node, or refer to them: ${env:NAME} or ${file:/PATH}.",
         )
 
 
@@ -90,7 +90,7 @@ def _value(match: re.Match[str], text: str) -> str:
             raise StorageError(
                 f"{match[0]} names an environment variable that is not set here",
                 where=text,
-                cure=f"Set {name} for the processes that open the storage, on every node.",
+                hint=f"Set {name} for the processes that open the storage, on every node.",
             )
     else:
         value = _text_of(name, match[0], text)
@@ -110,7 +110,7 @@ def _text_of(name: str, reference: str, text: str) -> str:
         raise StorageError(
             f"{reference} names a file that cannot be read here: {reason}",
             where=text,
-            cure="Put it there for the processes that open the storage, on every node.",
+            hint="Put it there for the processes that open the storage, on every node.",
         ) from None
     if not value:
         raise StorageError(f"{reference} names a file that is empty", where=text)

@@ -47,7 +47,7 @@ class TrainloadError(Exception):
         where: the file, line, parameter or option that it concerns.
         expected: what would have been right.
         got: what was found instead.
-        cure: what to do about it.
+        hint: what to do about it.
 
     Attributes:
         work_began: a run had made steps when this ended it, so that the command line exits with 1 whatever the class.
@@ -55,12 +55,12 @@ class TrainloadError(Exception):
 
     work_began = False
 
-    def __init__(self, problem: str, *, where: str = "", expected: str = "", got: str = "", cure: str = "") -> None:
+    def __init__(self, problem: str, *, where: str = "", expected: str = "", got: str = "", hint: str = "") -> None:
         self.problem = redacted(problem)
         self.where = redacted(where)
         self.expected = redacted(expected)
         self.got = redacted(got)
-        self.cure = redacted(cure)
+        self.hint = redacted(hint)
         super().__init__(self.problem)
 
     def __str__(self) -> str:
@@ -68,14 +68,14 @@ class TrainloadError(Exception):
         told = [f"{word} {value}" for word, value in (("expected", self.expected), ("got", self.got)) if value]
         if told:
             text += f" ({', '.join(told)})"
-        return f"{text}. {self.cure}" if self.cure else text
+        return f"{text}. {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.problem, self._details())
 
     def _details(self) -> dict[str, Any]:
         """The constructor's keywords."""
-        return {"where": self.where, "expected": self.expected, "got": self.got, "cure": self.cure}
+        return {"where": self.where, "expected": self.expected, "got": self.got, "hint": self.hint}
 
     @classmethod
     def _of(cls, problem: str, details: dict[str, Any]) -> Self:
@@ -98,14 +98,14 @@ class CaptureError(RequestError):
     """The model cannot be captured soundly.
 
     Args:
-        problem, where, expected, got, cure: as for every error.
+        problem, where, expected, got, hint: as for every error.
         findings: its causes in the user's source, the first one first. With them the message is a page: see `trainload.core.finding`.
     """
 
     def __init__(
-        self, problem: str, *, where: str = "", expected: str = "", got: str = "", cure: str = "", findings: Sequence[Finding] = ()
+        self, problem: str, *, where: str = "", expected: str = "", got: str = "", hint: str = "", findings: Sequence[Finding] = ()
     ) -> None:
-        super().__init__(problem, where=where, expected=expected, got=got, cure=cure)
+        super().__init__(problem, where=where, expected=expected, got=got, hint=hint)
         self.findings = tuple(findings)
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ def open_inside(root: Path, path: str) -> BinaryIO:
                 stack.callback(os.close, inner)
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=inner)
         except FileNotFoundError as error:
-            raise IntegrityError("a file of the package is missing", where=path, cure="Fetch the package again.") from error
+            raise IntegrityError("a file of the package is missing", where=path, hint="Fetch the package again.") from error
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # the last one: a socket
                 raise UnsafePackageError("a link, or something else that is no plain file, is in the way", where=path) from error
@@ -94,7 +94,7 @@ def check_name(path: Path) -> None:
             "no file can have this name",
             where=shown(str(path)),
             expected=f"at most {LONGEST_NAME} bytes, and none of them NUL",
-            cure="Choose another.",
+            hint="Choose another.",
         )
 
 

@@ -76,7 +76,7 @@ class Sealed(Record):
         if isinstance(version, int) and not isinstance(version, bool) and version > STORE_VERSION:
             raise StorageError(
                 "the store was written in a newer format", where=where, expected=f"format {STORE_VERSION}", got=f"format {version}",
-                cure="Update trainload.",
+                hint="Update trainload.",
             )  # fmt: skip
         if raw.pop("checksum", None) != sha256_bytes(canonical_json(raw)):
             raise IntegrityError("a record of the store is damaged: its checksum is another one", where=where)

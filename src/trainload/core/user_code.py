@@ -28,7 +28,7 @@ def _from_file(location: str) -> ModuleType:
     path = Path(location)
     if not path.is_file():
         problem = "this is a folder" if path.is_dir() else "there is no such file"
-        raise JobError(problem, where=location, cure=f"The job is given as {FORMS}.")
+        raise JobError(problem, where=location, hint=f"The job is given as {FORMS}.")
     path = path.resolve()
     name = path.stem
     loaded = sys.modules.get(name)
@@ -55,8 +55,8 @@ def _from_name(location: str) -> ModuleType:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
-            cure = f"The job is given as {FORMS}."
-            raise JobError(f"there is no module {error.name!r}", where=location, cure=cure) from error
+            hint = f"The job is given as {FORMS}."
+            raise JobError(f"there is no module {error.name!r}", where=location, hint=hint) from error
         raise JobError(f"it does not import: {describe(error)}", where=user_line(error, location)) from error
     except (Exception, SystemExit) as error:
         raise JobError(f"it does not import: {describe(error)}", where=user_line(error, location)) from error

@@ -23,14 +23,14 @@ def check_supported_torch() -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     expected = f"torch >={_spelled(OLDEST)},<{_spelled(BEYOND)}"
-    cure = f"pip install '{expected.replace(' ', '')}'"
+    hint = f"pip install '{expected.replace(' ', '')}'"
     try:
         found = version("torch")
     except PackageNotFoundError as error:
-        raise VersionError("torch is not installed", expected=expected, got="none", cure=cure) from error
+        raise VersionError("torch is not installed", expected=expected, got="none", hint=hint) from error
     release = re.match(r"(\d+)\.(\d+)", found)
     if release is None or not OLDEST <= (int(release[1]), int(release[2])) < BEYOND:
-        raise VersionError("this torch is not supported", expected=expected, got=found, cure=cure)
+        raise VersionError("this torch is not supported", expected=expected, got=found, hint=hint)
 
 
 def _spelled(release: tuple[int, int]) -> str:

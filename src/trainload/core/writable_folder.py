@@ -13,13 +13,13 @@ def existing_folder(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-def check_writable_folder(folder: Path, problem: str, cure: str) -> None:
+def check_writable_folder(folder: Path, problem: str, hint: str) -> None:
     """Check that a folder, which need not exist yet, can be made and written: makes a file where it is or would be, and removes it.
 
     Args:
         folder: that folder.
         problem: what is said of it where it cannot.
-        cure: what to do about it.
+        hint: what to do about it.
 
     Raises:
         StorageError: it cannot; what was tried, and why it failed.
@@ -28,7 +28,7 @@ def check_writable_folder(folder: Path, problem: str, cure: str) -> None:
     try:
         existing = existing_folder(folder)
         if not existing.is_dir():
-            raise StorageError(problem, where=str(folder), expected=f"{existing} to be a folder", got="a file", cure=cure)
+            raise StorageError(problem, where=str(folder), expected=f"{existing} to be a folder", got="a file", hint=hint)
         with tempfile.NamedTemporaryFile(prefix=".trainload-probe-", dir=existing) as file:
             file.write(b"\0")
             file.flush()
@@ -38,5 +38,5 @@ def check_writable_folder(folder: Path, problem: str, cure: str) -> None:
             where=str(folder),
             expected=f"to make a file in {existing}, and to remove it again",
             got=error.strerror or str(error),
-            cure=cure,
+            hint=hint,
         ) from error

@@ -144,7 +144,7 @@ def check_variable(name: str, value: str) -> None:
         raise RequestError(
             f"{name} looks like a secret, and a manifest is no place for one",
             where="--env",
-            cure=f"Put it into a Secret (kubectl create secret generic NAME --from-literal {name}=...), and give --secret NAME.",
+            hint=f"Put it into a Secret (kubectl create secret generic NAME --from-literal {name}=...), and give --secret NAME.",
         )
 
 

@@ -147,7 +147,7 @@ def calendar_of(crontab: str, zone: str) -> str:
             where="schedule.cron",
             expected="numbers, ranges, lists and steps; days of the month or of the week, not both",
             got=crontab,
-            cure="Let `trainload retrain run` wait for it.",
+            hint="Let `trainload retrain run` wait for it.",
         )
     weekdays = "" if weekday == "*" else f"{_weekdays(weekday)} "
     return f"{weekdays}*-{_times(month, 1)}-{_times(day, 1)} {_times(hour, 0)}:{_times(minute, 0)}:00 {zone}"

@@ -116,18 +116,18 @@ def export(
     if to == "huggingface":
         given = {"graph": graph, "variant": variant, "device": device}
         if useless := [name for name, value in given.items() if value is not None]:
-            raise PackageError("a folder of weights has no graph", where=", ".join(useless), cure="Leave it out, or choose pt2 or aoti.")
+            raise PackageError("a folder of weights has no graph", where=", ".join(useless), hint="Leave it out, or choose pt2 or aoti.")
         check_path(path)
         return _export_weights(package, path, part, check)
     if part is not None:
-        raise PackageError("a graph is exported whole", where="part", cure='Leave it out, or choose "huggingface".')
+        raise PackageError("a graph is exported whole", where="part", hint='Leave it out, or choose "huggingface".')
     if path.suffix != _SUFFIX:
         raise PackageError("torch opens files of another name", where=str(path), expected=f"a name that ends in {_SUFFIX}", got=path.name)
     check_path(path)
     capture = package.captured(_chosen(package, graph, variant))
     target = _device(device or "cpu")
     if to == "aoti" and not has_cpp_compiler():
-        raise PackageError("there is no C++ compiler here, and AOTInductor needs one", where="aoti", cure="Install g++ or clang++.")
+        raise PackageError("there is no C++ compiler here, and AOTInductor needs one", where="aoti", hint="Install g++ or clang++.")
     return _export_graph(package, path, capture, "pt2" if to == "pt2" else "aoti", target, check)
 
 
@@ -147,15 +147,15 @@ def _chosen(package: Package, graph: str | None, variant: str | None) -> str:
         raise PackageError(
             "a training graph is there to be differentiated, and cannot be exported", where=name, expected=", ".join(usable), got=name
         )
-    cure = "" if graph else "Give Job(predict=...) before the freeze, or choose another graph: --graph eval gives the loss and metrics."
-    raise PackageError("the package has no such graph", where=name, expected=", ".join(usable), got=name, cure=cure)
+    hint = "" if graph else "Give Job(predict=...) before the freeze, or choose another graph: --graph eval gives the loss and metrics."
+    raise PackageError("the package has no such graph", where=name, expected=", ".join(usable), got=name, hint=hint)
 
 
 def _device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise PackageError("a graph is exported for no such device", where="device", expected="cpu or cuda", got=name)
     if name == "cuda" and not torch.cuda.is_available():
-        raise ClusterError("there is no GPU here", where="device", expected="cuda", got="cpu", cure="Export it on a machine that has one.")
+        raise ClusterError("there is no GPU here", where="device", expected="cuda", got="cpu", hint="Export it on a machine that has one.")
     return torch.device(name)
 
 
@@ -223,8 +223,8 @@ def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
     except DataError as error:
         if not needed:
             return []
-        cure = "Export a .pt2 without the comparison: --to pt2 --no-check, or check=False."
-        raise PackageError(error.problem, where=error.where, cure=cure) from error
+        hint = "Export a .pt2 without the comparison: --to pt2 --no-check, or check=False."
+        raise PackageError(error.problem, where=error.where, hint=hint) from error
 
 
 def _plain(package: Package, capture: GraphCapture, device: torch.device) -> tuple[ExportedProgram, ExportedProgram]:

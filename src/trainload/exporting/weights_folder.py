@@ -88,7 +88,7 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
     if not kept:
         modules = sorted({name.rpartition(".")[0] for name, _, _ in specs} - {""})
         raise PackageError(
-            "the model has no module of this name with weights", where=part, cure=f"There are: {', '.join(modules[:8]) or 'none'}."
+            "the model has no module of this name with weights", where=part, hint=f"There are: {', '.join(modules[:8]) or 'none'}."
         )
     return Contents(part, tuple(kept.values()), dict(sorted(aliases.items())))
 
@@ -189,7 +189,7 @@ def _assets(package: Package, contents: Contents) -> dict[str, str]:
         place = asset.name.removeprefix(TOKENIZER)
         if place in found or place in (INDEX, NOTE) or _WEIGHTS.fullmatch(place):
             raise PackageError(
-                "two files of the folder have one name", where=f"{ASSETS}{asset.name}", got=place, cure="Give the asset another name."
+                "two files of the folder have one name", where=f"{ASSETS}{asset.name}", got=place, hint="Give the asset another name."
             )
         found[place] = asset.name
     return found

@@ -52,7 +52,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, lib
             "nothing could be proven of an abstract package",
             where="reduced",
             expected="a job of the same code with smaller sizes, which can be compared with eager",
-            cure="Give one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
+            hint="Give one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
         )
     small = prove(reduced, check, strict=False)  # as the job itself, which cannot be run, is captured
     optimizers = make_optimizers(job)
@@ -87,7 +87,7 @@ def _check_updates(recipe: Recipe, updates: tuple[UpdateGraph, ...], small: Reci
             where="Job.optimizer",
             expected=f"as in the reduced job: {small.optimizer}, {len(_operators(small_updates))} kinds of updates",
             got=f"{recipe.optimizer}, {len(_operators(updates))} kinds of updates",
-            cure="Make both jobs of the same function.",
+            hint="Make both jobs of the same function.",
         )
 
 

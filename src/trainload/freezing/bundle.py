@@ -107,7 +107,7 @@ class Bundler:
                 where="--bundle-ops",
                 expected="one distribution, or one module",
                 got=names or "nothing that torch or Python knows",
-                cure=f"Name it: trainload --library {namespace}=MODULE freeze ..., or give its wheel: --wheel FILE.",
+                hint=f"Name it: trainload --library {namespace}=MODULE freeze ..., or give its wheel: --wheel FILE.",
             )
         if provider.digest not in made:
             made[provider.digest] = make_wheel(provider, manifest.op_libraries[namespace].modules[0].partition(".")[0], folder)
@@ -130,7 +130,7 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
             where=str(given.path),
             expected=f"{entry.distribution} {entry.version}",
             got=given.wheel.version,
-            cure="Install that version and freeze again, or give the wheel of this one.",
+            hint="Install that version and freeze again, or give the wheel of this one.",
         )
     return True
 
@@ -154,13 +154,13 @@ def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], fold
             return
         command = [sys.executable, "-I", "-c", _ALONE, json.dumps([folders, modules, operators])]
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-    cure = "Bundle a wheel that has all it needs: --wheel FILE. Or freeze without --bundle-ops."
+    hint = "Bundle a wheel that has all it needs: --wheel FILE. Or freeze without --bundle-ops."
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise PackageError(
-            "the operator libraries do not import from their wheels alone", where=", ".join(modules), got=said[:300], cure=cure
+            "the operator libraries do not import from their wheels alone", where=", ".join(modules), got=said[:300], hint=hint
         )
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     for name, schema in found.items():
         if schema != manifest.ops[name]:
-            raise PackageError("a wheel does not register an operator", where=name, expected=manifest.ops[name], got=schema, cure=cure)
+            raise PackageError("a wheel does not register an operator", where=name, expected=manifest.ops[name], got=schema, hint=hint)

@@ -78,9 +78,9 @@ def freeze(
     path, check = Path(path), Check(check)
     check_name(path)
     if path.exists():
-        raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
+        raise StorageError("it exists already", where=str(path), hint="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
-        raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Make it first.")
     check_job(job)
     asset_sources(job.assets)  # what is wrong with them is said before the work begins
     if abstract and strict is not None:
@@ -88,14 +88,14 @@ def freeze(
             "an abstract package is always captured in the non-strict mode",
             where="freeze",
             got=f"strict={strict}",
-            cure="Leave strict (--strict, --no-strict) out.",
+            hint="Leave strict (--strict, --no-strict) out.",
         )
     import_libraries(libraries)
     if abstract or reduced is not None:
         if bundle_ops:
-            raise JobError("an abstract package is not run, so it brings no operators", where="freeze", cure="Leave bundle_ops out.")
+            raise JobError("an abstract package is not run, so it brings no operators", where="freeze", hint="Leave bundle_ops out.")
         if not abstract or apply_suggested_fixes:
-            raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", cure="See docs/abstract.md.")
+            raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", hint="See docs/abstract.md.")
         return freeze_abstract(job, path, reduced, check, libraries)
     job = arranged(job)
     wheels = () if isinstance(bundle_ops, bool) else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)

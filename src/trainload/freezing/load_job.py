@@ -33,8 +33,8 @@ def load_job(spec: str) -> Job:
     if not hasattr(module, name):
         candidates = _candidates(module, Job)
         close = difflib.get_close_matches(name, candidates, n=1)
-        cure = f"Did you mean {location}:{close[0]}?" if close else f"It has: {', '.join(candidates)}." if candidates else ""
-        raise JobError(f"there is no {name!r} in it", where=location, cure=cure)
+        hint = f"Did you mean {location}:{close[0]}?" if close else f"It has: {', '.join(candidates)}." if candidates else ""
+        raise JobError(f"there is no {name!r} in it", where=location, hint=hint)
     found = getattr(module, name)
     if inspect.isroutine(found):
         try:

@@ -116,13 +116,13 @@ class Recording:
         """
         taken = sorted({"model", "batch", "variants", "replays"} & set(fields))
         if taken:
-            raise JobError("is what the recording finds", where=f"Recording.job({taken[0]}=...)", cure="Leave it out.")
+            raise JobError("is what the recording finds", where=f"Recording.job({taken[0]}=...)", hint="Leave it out.")
         families = self.families
         if not families:
             raise JobError(
                 "nothing was recorded",
                 where="trainload.record",
-                cure="Call the model inside the with block, or recording(batch) where you gave a loss.",
+                hint="Call the model inside the with block, or recording(batch) where you gave a loss.",
             )
         if len(families) > most_variants:
             raise _too_many(families, most_variants)
@@ -152,7 +152,7 @@ class Recording:
                 raise JobError(
                     "a call with positional arguments that forward does not name",
                     where=f"{type(model).__name__}.forward: *{name}",
-                    cure="Name the parameters, or record a loss function: trainload.record(model, loss=...).",
+                    hint="Name the parameters, or record a loss function: trainload.record(model, loss=...).",
                 )
             else:
                 found[name] = value
@@ -174,7 +174,7 @@ class Recording:
                     "shapes were seen that no variant takes, and none of their batches was kept",
                     where="Recording.job",
                     got=str(left[:3]),
-                    cure="Keep more: trainload.record(model, most_kept=...).",
+                    hint="Keep more: trainload.record(model, most_kept=...).",
                 )
             guards = self._guards(family.kept[example], fields)
             dispatchers = [Dispatcher("the recorded one", {"": [guard]}, ignored=family.inputs) for guard in guards]
@@ -210,7 +210,7 @@ def _too_many(families: tuple[Family, ...], most: int) -> JobError:
         where="Recording.job",
         expected=f"{most} at most",
         got="; ".join(map(str, families)),
-        cure="Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or raise most_variants.",
+        hint="Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or raise most_variants.",
     )
 
 

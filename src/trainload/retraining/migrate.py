@@ -95,7 +95,7 @@ def migrate(
                 for what, found in (("missing", kinds["missing"]), ("reshaped", kinds["reshaped"]), ("left", left))
                 if found
             ),
-            cure="Say how they are called now with --rename, or leave out --strict.",
+            hint="Say how they are called now with --rename, or leave out --strict.",
         )
     count = _Count()
     written = with_weights(new, Path(output), _tensors(new, old, plan, count, overlap=overlap))
@@ -137,7 +137,7 @@ def _renamed(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
                 used.add(pattern)
                 break
         if target in found:
-            raise RequestError("two tensors would have one name", where=target, got=f"{found[target]} and {name}", cure="Change --rename.")
+            raise RequestError("two tensors would have one name", where=target, got=f"{found[target]} and {name}", hint="Change --rename.")
         found[target] = name
     for pattern in rename:
         if pattern not in used:
@@ -215,7 +215,7 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
             where=f"{place.url}, line {line}",
             expected="a line of its own for a program of its own",
             got=f"{len(place.release_ids(line))} releases",
-            cure="Choose another --line.",
+            hint="Choose another --line.",
         )
     facts: dict[str, bool | int | float | str] = {"migrated.carried": made.carried, "migrated.elements": made.elements}
     if old.source is not None and "#" in old.source:

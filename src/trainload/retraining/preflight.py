@@ -32,7 +32,7 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
         store = None
     current = None if store is None else store.current(config.line)
     if current is None and config.package is None:
-        raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", cure="Give the key package.")
+        raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", hint="Give the key package.")
     package = stages.open(f"{config.store}#{config.line}" if current is not None else str(config.package))
     check_known_names(config, package)
     plan = training_plan(config, package)

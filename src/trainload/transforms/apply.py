@@ -148,7 +148,7 @@ class Transformation:
                 where=applied.entry.name,
                 expected=f"at most {worst.tolerance:g}",
                 got=f"{worst.distance:.2g}",
-                cure="If the change is meant, allow it: --allow-change, or allow_change=True. The package will say so.",
+                hint="If the change is meant, allow it: --allow-change, or allow_change=True. The package will say so.",
             )
         self.program = applied.program
         self.passes += (applied.entry,)
@@ -214,9 +214,9 @@ def transform(
 def check_path(path: Path) -> None:
     """Check that a package can be written there, before any work is done."""
     if path.exists():
-        raise StorageError("it exists already", where=str(path), cure="Choose another path, or remove it.")
+        raise StorageError("it exists already", where=str(path), hint="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
-        raise StorageError("there is no such folder", where=str(path.absolute().parent), cure="Make it first.")
+        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Make it first.")
 
 
 def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tensor]]:
@@ -242,7 +242,7 @@ def _check_sizes(capture: GraphCapture, where: str) -> None:
                     where=f"{where}, input {spec.name}",
                     expected=declared,
                     got=str(size),
-                    cure="Do not compare sizes with numbers in Python: a comparison of symbols is a decision about them.",
+                    hint="Do not compare sizes with numbers in Python: a comparison of symbols is a decision about them.",
                 )
 
 
@@ -266,7 +266,7 @@ def _value(node: Node, where: str) -> Any:
         raise PassError(
             "a new node has no value, and it cannot be worked out",
             where=f"{where}, node {node.name}",
-            cure='Set node.meta["val"] to a fake tensor of the right shape and dtype.',
+            hint='Set node.meta["val"] to a fake tensor of the right shape and dtype.',
         )
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
     function: Any = node.target
@@ -284,7 +284,7 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     for key, value in given.items():
         if not isinstance(value, bool | int | float | str | tuple | None):  # a tensor of one element would pass for a number
-            raise PassError(f"the pass cannot be recorded: its option {key}", where=name, got=type(value).__name__, cure=_RECORDABLE)
+            raise PassError(f"the pass cannot be recorded: its option {key}", where=name, got=type(value).__name__, hint=_RECORDABLE)
     try:
         return PassEntry(
             name=name,
@@ -297,4 +297,4 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise PassError(f"the pass cannot be recorded: {place}: {first['msg']}", where=name, cure=_RECORDABLE) from error
+        raise PassError(f"the pass cannot be recorded: {place}: {first['msg']}", where=name, hint=_RECORDABLE) from error

@@ -431,9 +431,9 @@ def with_another_step(model: nn.Module) -> optim.Optimizer:
     return made
 
 
-@pytest.mark.parametrize(("make", "cure"), [(with_scheduler, "Job.schedule"), (with_another_step, "SGD.step.*class of your own")])
-def test_an_optimizer_whose_step_was_replaced_is_refused(program: Program, make: Any, cure: str) -> None:
-    with pytest.raises(JobError, match=cure):
+@pytest.mark.parametrize(("make", "hint"), [(with_scheduler, "Job.schedule"), (with_another_step, "SGD.step.*class of your own")])
+def test_an_optimizer_whose_step_was_replaced_is_refused(program: Program, make: Any, hint: str) -> None:
+    with pytest.raises(JobError, match=hint):
         optimizer_of(job(Model(), optimizer=make), program)
 
 

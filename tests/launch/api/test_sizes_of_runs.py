@@ -50,5 +50,5 @@ def test_a_range_of_which_nothing_fits_says_why_one_by_one(tiny: Package) -> Non
         planned(tiny, 5, 6, global_batch=BATCH)
     assert caught.value.where == "5 to 6 nodes of 1 devices"
     assert caught.value.got == "5: the global batch cannot be split evenly; 6: the global batch cannot be split evenly"
-    assert "launch with --set global_batch=N" in caught.value.cure
+    assert "launch with --set global_batch=N" in caught.value.hint
     assert "--global-batch" not in str(caught.value)

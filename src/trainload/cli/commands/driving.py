@@ -73,5 +73,5 @@ def _check_converging(state: RunState | None, run_dir: Path) -> None:
             "the run has diverged, and would again",
             where=str(run_dir),
             got=state.summary.message,
-            cure="Go on with other settings, by trainload resume --set, or launch a run in another folder.",
+            hint="Go on with other settings, by trainload resume --set, or launch a run in another folder.",
         )

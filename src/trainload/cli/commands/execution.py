@@ -28,7 +28,14 @@ def run_group(group: click.Command, arguments: Sequence[str]) -> int:
         status = group.main(list(arguments), prog_name="trainload", standalone_mode=False)
     except TrainloadError as error:
         status = WRONG if isinstance(error, RequestError) and not error.work_began else FAILED
-        details: dict[str, object] = {"where": error.where, "expected": error.expected, "got": error.got, "cure": error.cure}
+        # "cure" is the name that "hint" had; scripts read it.
+        details: dict[str, object] = {
+            "where": error.where,
+            "expected": error.expected,
+            "got": error.got,
+            "hint": error.hint,
+            "cure": error.hint,
+        }
         if isinstance(error, CaptureError):
             details["findings"] = [finding.as_json() for finding in error.findings]
         return _report(arguments, type(error).__name__, str(error), status, problem=error.problem, **details)

@@ -82,7 +82,7 @@ def plan(
     from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
     if output is not None and output.exists():
-        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
     name, shard_ranks = strategy or (None, None)
     options: dict[str, Any] = {"shard_ranks": shard_ranks, "tensor_rules": dict(_rule(text) for text in rules), "batch_norm": batch_norm}
     if bucket_mib is not None:
@@ -221,7 +221,7 @@ def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as
     Takes a minute. Nothing else should run meanwhile.
     """
     if output.exists():
-        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
     from trainload.launching.node.measure import measure
 
     found = measure(device, name or output.stem, workers, lambda what: err().print(f"measuring {what}", highlight=False))

@@ -32,7 +32,7 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
         return
     run_dir = Path(place)
     if not (run_dir / RUN_FILE).exists():
-        raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
+        raise StorageError("there is no such run", where=str(run_dir), hint="Give the folder that `trainload launch --run-dir` was given.")
     began = time.perf_counter()
     page_of, mark = _page()
     from trainload.report.run_folder import read_run
@@ -90,7 +90,7 @@ def _page() -> Any:
         from trainload.report.page_frame import MARK
     except ImportError as error:
         name = str(error.name or error).partition(".")[0]
-        raise StorageError(f"{name} is not installed", where="report", got=str(error), cure="pip install 'trainload[report]'.") from error
+        raise StorageError(f"{name} is not installed", where="report", got=str(error), hint="pip install 'trainload[report]'.") from error
     return page_of, MARK
 
 
@@ -104,7 +104,7 @@ def _check_place(path: Path, mark: str) -> None:
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
     if not is_report:
-        raise StorageError("it exists already, and is no report", where=str(path), cure="Choose another --output, or remove it.")
+        raise StorageError("it exists already, and is no report", where=str(path), hint="Choose another --output, or remove it.")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -114,7 +114,7 @@ def _write(path: Path, data: bytes) -> None:
         replace_file(path, data, durable=False)
     except OSError as error:
         raise StorageError(
-            f"it cannot be written: {error.strerror}", where=str(path), cure="Choose another place with --output FILE."
+            f"it cannot be written: {error.strerror}", where=str(path), hint="Choose another place with --output FILE."
         ) from error
 
 
@@ -133,6 +133,6 @@ def dashboard(output: Path | None, as_json: bool) -> None:
         print_json(made)
         return
     if output.exists():
-        raise StorageError("it exists already", where=str(output), cure="Choose another path, or remove it.")
+        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
     write_text(output, view.dump_json(made) + "\n")
     show_record({"board": output, "title": made["title"], "panels": len(made["panels"])}, as_json)

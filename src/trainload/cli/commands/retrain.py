@@ -41,7 +41,7 @@ def init(file: Path, as_json: bool) -> None:
     from trainload.retraining.config.file_template import TEMPLATE
 
     if file.exists():
-        raise StorageError("it exists already", where=str(file), cure="Choose another path, or remove it.")
+        raise StorageError("it exists already", where=str(file), hint="Choose another path, or remove it.")
     write_text(file, TEMPLATE)
     if as_json:
         print_json({"file": str(file)})
@@ -235,10 +235,10 @@ def handover(file: Path, as_json: bool) -> None:
 
     config = read_config(file)
     if config.handover is None:
-        raise RequestError("nothing is handed over", where=f"{file}, handover", cure="Give the key: `trainload retrain init` shows it.")
+        raise RequestError("nothing is handed over", where=f"{file}, handover", hint="Give the key: `trainload retrain init` shows it.")
     pointer = Store(config.store).current(config.line)
     if pointer is None:
-        raise RequestError("no release is current", where=f"{config.store}, line {config.line}", cure="Run a tick first.")
+        raise RequestError("no release is current", where=f"{config.store}, line {config.line}", hint="Run a tick first.")
     record = {"line": config.line, "release": shown(pointer.release), "reason": pointer.reason}
     with redirect_stdout(sys.stderr):
         release = _stages(as_json=as_json).hand_over(config, record)
@@ -257,7 +257,7 @@ def _timing(config: Config) -> Any:
     from trainload.retraining.ticks.tick_times import schedule_of
 
     if config.schedule is None:
-        raise RequestError("there is no schedule", where="schedule", cure="Give the key schedule, or --every or --cron.")
+        raise RequestError("there is no schedule", where="schedule", hint="Give the key schedule, or --every or --cron.")
     return schedule_of(config.schedule)
 
 

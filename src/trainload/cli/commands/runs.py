@@ -353,7 +353,7 @@ def resume(
 ) -> int:
     """Continue a run from its last checkpoint, on as many workers as there are now."""
     if not run_dir.is_dir():
-        raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
+        raise StorageError("there is no such run", where=str(run_dir), hint="Give the folder that `trainload launch --run-dir` was given.")
     _check_ray(backend, address, detach=detach)
     check_supported_torch()
     changes = _changes(given)
@@ -406,5 +406,5 @@ def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any
             return work(report)
     except KeyboardInterrupt:
         begun = (run_dir / "run.json").exists()
-        cure = f"Continue with: trainload resume {shlex.quote(str(run_dir))}" if begun else "It had not begun: launch it again."
-        raise RunInterrupted("the run was interrupted", where=str(run_dir), cure=cure) from None
+        hint = f"Continue with: trainload resume {shlex.quote(str(run_dir))}" if begun else "It had not begun: launch it again."
+        raise RunInterrupted("the run was interrupted", where=str(run_dir), hint=hint) from None

@@ -45,7 +45,7 @@ def runs(folder: Path, as_json: bool) -> None:
     from trainload.launching.run.run_state import read_state
 
     if not folder.is_dir():
-        raise StorageError("there is no such folder", where=str(folder), cure="Give the folder that runs' folders are in.")
+        raise StorageError("there is no such folder", where=str(folder), hint="Give the folder that runs' folders are in.")
     found = [(path.parent, read_state(path.parent)) for path in folder.glob(f"*/{RUN_FILE}")]
     found.sort(key=lambda each: each[1].time if each[1] is not None else 0.0, reverse=True)
     if as_json:
@@ -78,7 +78,7 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
             f"rank {rank} has printed nothing",
             where=str(path),
             expected=f"one of {', '.join(map(str, there))}" if there else "",
-            cure="Runs on Ray keep all output of their workers, other runs only the traceback of an error. torchrun has --log-dir.",
+            hint="Runs on Ray keep all output of their workers, other runs only the traceback of an error. torchrun has --log-dir.",
         )
     for line in _lines(path, run_dir, follow=follow, last=last):
         event = None if as_json or rank is not None else event_of(line)
@@ -95,7 +95,7 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
     state = _state(run_dir)
     if not state.alive:
-        raise StorageError("the run is not going on", where=str(run_dir), got=f"it is {state.phase}", cure="There is nothing to stop.")
+        raise StorageError("the run is not going on", where=str(run_dir), got=f"it is {state.phase}", hint="There is nothing to stop.")
     try:
         (run_dir / Request.STOP.file).touch()
     except OSError as error:
@@ -115,10 +115,10 @@ def _state(run_dir: Path) -> RunState:
     from trainload.launching.run.run_state import read_state
 
     if not (run_dir / RUN_FILE).exists():
-        raise StorageError("there is no such run", where=str(run_dir), cure="Give the folder that `trainload launch --run-dir` was given.")
+        raise StorageError("there is no such run", where=str(run_dir), hint="Give the folder that `trainload launch --run-dir` was given.")
     state = read_state(run_dir)
     if state is None:
-        raise StorageError("nothing is known of the run yet", where=str(run_dir), cure="Ask again when it has begun.")
+        raise StorageError("nothing is known of the run yet", where=str(run_dir), hint="Ask again when it has begun.")
     return state
 
 

@@ -79,16 +79,16 @@ def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
     """What to say where no candidate fits. `smallest`: on the smallest cluster where one does."""
     least = min(found.candidates, key=lambda candidate: candidate.costs.memory.peak)
     memory, there = least.costs.memory, found.device.memory_bytes
-    cure = "Give another device, or a model with less to keep."
+    hint = "Give another device, or a model with less to keep."
     if smallest is not None:
         cluster = smallest.plan.cluster
-        cure = f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice}, {size(smallest.costs.memory.peak)}."
+        hint = f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice}, {size(smallest.costs.memory.peak)}."
     return PlanError(
         f"the package does not fit: {size(memory.peak - there)} too much",
         where=f"{least.choice}, recompute {least.choice.recompute}, {memory.at}",
         expected=f"{size(there)} on each {found.device.name}",
         got=f"{size(memory.peak)}: {_spelled(memory)}",
-        cure=cure,
+        hint=hint,
     )
 
 

@@ -32,8 +32,8 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(resolve(url), **{"use_listings_cache": False, **resolve_options(options)})
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        cure = f'Install it: pip install "trainload[{extra}]".' if extra else "Install the library that fsspec names."
-        raise StorageError(f"what reaches {protocol}:// is not installed: {error}", where=url, cure=cure) from without_secrets(error)
+        hint = f'Install it: pip install "trainload[{extra}]".' if extra else "Install the library that fsspec names."
+        raise StorageError(f"what reaches {protocol}:// is not installed: {error}", where=url, hint=hint) from without_secrets(error)
     except ValueError as error:
         raise StorageError(f"this is no URL that fsspec knows: {error}", where=url) from without_secrets(error)
     return fs, path
@@ -56,5 +56,5 @@ def failures() -> tuple[type[BaseException], ...]:
 def unreachable(where: str, error: BaseException) -> StorageError:
     """What is raised for one of `failures`."""
     if isinstance(error, PermissionError):
-        return StorageError(f"the store refuses: {error}", where=where, cure="Check the credentials and their rights.")
+        return StorageError(f"the store refuses: {error}", where=where, hint="Check the credentials and their rights.")
     return StorageError(f"the store cannot be reached: {str(error) or type(error).__name__}", where=where)

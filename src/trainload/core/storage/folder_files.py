@@ -131,7 +131,7 @@ class FolderFiles:
         if folder != self._root:
             self._make_folders(folder.parent)
         elif not folder.parent.is_dir():
-            raise StorageError("there is no such folder", where=str(folder.parent), cure="Make it first.")
+            raise StorageError("there is no such folder", where=str(folder.parent), hint="Make it first.")
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
 
@@ -148,7 +148,7 @@ class FolderFiles:
             yield
         except OSError as error:
             if is_full(error):
-                raise StorageError("the disk is full", where=self.url, cure="Free some space; then repeat the command.") from error
+                raise StorageError("the disk is full", where=self.url, hint="Free some space; then repeat the command.") from error
             raise StorageError(f"the store cannot be written: {error.strerror or error}", where=f"{self.url}/{path}") from error
 
 
@@ -159,5 +159,5 @@ def changed_file(source: Path, expected: Expected, size: int, digest: str) -> In
         where=str(source),
         expected=f"{expected.size} bytes of sha256 {expected.sha256}",
         got=f"{size} bytes of sha256 {digest}",
-        cure="trainload verify says what else is wrong with the package.",
+        hint="trainload verify says what else is wrong with the package.",
     )

@@ -166,7 +166,7 @@ class HeldLease(Generic[R]):
                 "the lease is lost",
                 where=f"{self._leases.where}, lease {int(self.id)}",
                 got=self._lost,
-                cure=self._leases.hint,
+                hint=self._leases.hint,
             )
 
     @property

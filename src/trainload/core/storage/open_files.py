@@ -31,7 +31,7 @@ def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> Stor
         raise StorageError(
             "a registry holds packages under tags: it has no lines and releases",
             where=text,
-            cure="Use push and pull; its own tools list tags.",
+            hint="Use push and pull; its own tools list tags.",
         )
     if "://" not in text or text.startswith(("file://", "local://")):
         path = text.partition("://")[2] if "://" in text else text

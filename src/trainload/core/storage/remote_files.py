@@ -165,7 +165,7 @@ class RemoteFiles:
         if _stamp(source) != before:
             self.delete(path)
             counter.take_back()
-            raise IntegrityError("a file was changed while it was sent", where=str(source), cure="Write packages once; then push them.")
+            raise IntegrityError("a file was changed while it was sent", where=str(source), hint="Write packages once; then push them.")
 
     def upload(self, path: str, size: int) -> Upload:
         """Begins to write a file as it is made; it has `size` bytes. StorageError, of every method too: as `StoreFiles`."""

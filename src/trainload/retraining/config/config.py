@@ -404,7 +404,7 @@ def read_config(path: Path) -> Config:
         RequestError: there is no such file, it is no YAML or TOML, or a key or value is not allowed: which, and what is.
     """
     if not path.is_file():
-        raise RequestError("there is no such file", where=str(path), cure="Write one: `trainload retrain init FILE`.")
+        raise RequestError("there is no such file", where=str(path), hint="Write one: `trainload retrain init FILE`.")
     data = path.read_bytes()
     if len(data) > MOST_BYTES:
         raise RequestError("the file is too large to be a retraining's", where=str(path), expected=f"at most {MOST_BYTES} bytes")
@@ -438,10 +438,10 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
     if first["type"] == "extra_forbidden":
         known = _keys(place[:-1])
         close = difflib.get_close_matches(place[-1], known, n=1)
-        cure = f"Did you mean {close[0]}?" if close else "`trainload retrain init` writes a file with all keys."
-        return RequestError("there is no such key", where=at, expected=f"one of {', '.join(known)}", got=place[-1], cure=cure)
+        hint = f"Did you mean {close[0]}?" if close else "`trainload retrain init` writes a file with all keys."
+        return RequestError("there is no such key", where=at, expected=f"one of {', '.join(known)}", got=place[-1], hint=hint)
     if first["type"] == "missing":
-        return RequestError("a key is missing", where=at, cure="`trainload retrain init` writes a file with all keys.")
+        return RequestError("a key is missing", where=at, hint="`trainload retrain init` writes a file with all keys.")
     allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return RequestError("a value is not allowed", where=at, expected=allowed, got=_spelled(first["input"])[:200])
 

@@ -85,9 +85,9 @@ class Expression:
         """Check that all names are known. Raises: RequestError, with the nearest one."""
         for name in sorted(self.names - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
-            cure = f"Did you mean {close[0]}?" if close else ""
+            hint = f"Did you mean {close[0]}?" if close else ""
             raise RequestError(
-                "there is no such metric", where=self._where, expected=f"one of {', '.join(sorted(known))}", got=name, cure=cure
+                "there is no such metric", where=self._where, expected=f"one of {', '.join(sorted(known))}", got=name, hint=hint
             )
 
     def evaluate(self, values: Mapping[str, float]) -> tuple[bool | None, tuple[Comparison, ...]]:

@@ -74,7 +74,7 @@ def check_tables(config: Config, files: Sequence[DataFile]) -> None:
     if other is not None and chosen_rows(config):
         raise RequestError(
             "rows can be chosen of files in these formats alone", where=other.name, expected=", ".join(TABLES), got=other.suffix,
-            cure="Write such files; or leave out window.column, data.drop, evaluation.hold_out and evaluation.slices.",
+            hint="Write such files; or leave out window.column, data.drop, evaluation.hold_out and evaluation.slices.",
         )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ class RowFiles:
                 "the slices' column has too many values",
                 where=f"{file.name}, column {slices.column!r}",
                 expected=f"at most {_MOST_SLICES}",
-                cure="Name some with evaluation.slices.values; the others are one slice.",
+                hint="Name some with evaluation.slices.values; the others are one slice.",
             )
 
     def _kept(self, batch: Any, *, held: bool) -> Any:
@@ -302,7 +302,7 @@ def _held_out(identity: str, numbers: npt.NDArray[np.uint64], share: float) -> B
 def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
     """A column of moments, in seconds since 1970; those without a zone are in UTC. Raises: DataError where it is none, or has nulls."""
     if column.null_count:
-        raise DataError("the column that tells the time holds nulls", where=where, cure="Fill them in or leave the rows out.")
+        raise DataError("the column that tells the time holds nulls", where=where, hint="Fill them in or leave the rows out.")
     kind = column.type
     if pa.types.is_timestamp(kind):
         ticks: npt.NDArray[np.int64] = column.cast(pa.int64()).to_numpy(zero_copy_only=False)

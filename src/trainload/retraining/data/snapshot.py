@@ -141,7 +141,7 @@ def _check_same(files: Sequence[FileOf]) -> None:
                 where=wanted.name,
                 expected=wanted.identity,
                 got=identity,
-                cure="Restore it; new data goes into new files.",
+                hint="Restore it; new data goes into new files.",
             )
 
 
@@ -149,7 +149,7 @@ def _found(wanted: FileOf) -> tuple[DataFile, ...]:
     try:
         return find_files(wanted.name, READERS)
     except MissingDataError as error:
-        raise DataError("a file of the tick's data is gone", where=wanted.name, expected=wanted.identity, cure="Restore it.") from error
+        raise DataError("a file of the tick's data is gone", where=wanted.name, expected=wanted.identity, hint="Restore it.") from error
 
 
 def _identity(file: DataFile) -> str:

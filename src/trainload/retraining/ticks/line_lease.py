@@ -66,7 +66,7 @@ class LineLeases(Leases[LineLease]):
             raise StorageError(
                 "this store cannot write under a condition, so two schedulers could not be kept apart",
                 where=store.url,
-                cure="Use a folder, S3, or another place of docs/store.md that can.",
+                hint="Use a folder, S3, or another place of docs/store.md that can.",
             )
         self._store, self._line = store, line
         where = f"{store.url}, line {line}"

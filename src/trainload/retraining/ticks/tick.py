@@ -171,7 +171,7 @@ class Scheduler:
                     "another tick is under way",
                     where=self._leases.where,
                     got=f"tick {found.record.tick}, by {found.record.owner}",
-                    cure=f"Run this one again when it has ended; if its process is gone, in {max(1.0, found.left):.0f} s.",
+                    hint=f"Run this one again when it has ended; if its process is gone, in {max(1.0, found.left):.0f} s.",
                 )
             if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:
                 self._leases.ask_to_stop(found.record.id)
@@ -237,7 +237,7 @@ class Scheduler:
     def _pin(self, name: str) -> Pinned:
         current = self._store.current(self._config.line)
         if current is None:
-            raise PackageError("no release is current", where=self._leases.where, cure="`trainload promote` one.")
+            raise PackageError("no release is current", where=self._leases.where, hint="`trainload promote` one.")
         self._work.check_fitting(self._config, current.release)  # a tick keeps what it is begun with
         return self._ticks.write(
             Pinned,

@@ -260,7 +260,7 @@ class Ticks:
                 where=f"{self._files.url}/{path}",
                 expected=f"at most {MAX_RECORD} bytes",
                 got=f"{len(data)} bytes",
-                cure="Let a tick have fewer files: shorten the window, or write larger ones.",
+                hint="Let a tick have fewer files: shorten the window, or write larger ones.",
             )
         kind.from_bytes(data, f"{self._files.url}/{path}")  # what cannot be read again would stop the line for ever
         if self._files.create(path, data):

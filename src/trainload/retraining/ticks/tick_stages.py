@@ -65,7 +65,7 @@ class Stages:
             raise RequestError(
                 "the line has no current release",
                 where=f"{store.url}, line {config.line}",
-                cure="Give the package that it begins with: the key package.",
+                hint="Give the package that it begins with: the key package.",
             )
         from trainload.launching.node.fetching import here
         from trainload.packaging.stores.push import push
@@ -269,7 +269,7 @@ class Stages:
                 "the run that made the current release is gone, and its optimizer's state with it",
                 where=f"{trail.config.line}, release {shown(trail.pinned.parent)}",
                 expected=made.run_dir,
-                cure="Restore the folder, or let the optimizer begin anew: train.optimizer fresh.",
+                hint="Restore the folder, or let the optimizer begin anew: train.optimizer fresh.",
             )
         return made.run_dir
 

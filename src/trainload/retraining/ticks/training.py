@@ -172,7 +172,7 @@ def plan_of(config: Config, package: Package, batch: Mapping[str, Any]) -> Plan:
                 "the plan says this already",
                 where="train.set",
                 got=" and ".join(sorted(batch)),
-                cure="Leave it out, or the key cluster.plan.",
+                hint="Leave it out, or the key cluster.plan.",
             )
         return read_plan(Path(cluster.plan)).model_copy(update={"package": package.digest})
     shape = {"nodes": cluster.nodes, "devices_per_node": cluster.workers, "device": cluster.device}
