@@ -71,16 +71,16 @@ def commands(
 
 @commands.command(short_help="Write a job's package.")
 @click.argument("spec")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
-@click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="Compare on more sizes and seeds.")
-@click.option("--strict/--no-strict", default=None, help="torch.export's mode: one of the two alone.")
-@click.option("--explain-shapes", is_flag=True, help="First print what each dim may be, and why.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="Path of the new package.")
+@click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="thorough: compare on more sizes and seeds.")
+@click.option("--strict/--no-strict", default=None, help="Use only this mode of torch.export.")
+@click.option("--explain-shapes", is_flag=True, help="Print the possible sizes of each dim first.")
 @click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
-@click.option("--abstract", is_flag=True, help="The model has no weights: shapes, to plan with.")
-@click.option("--reduced", metavar="SPEC", help="With --abstract: a smaller job, compared instead.")
+@click.option("--abstract", is_flag=True, help="Freeze shapes without weights, for planning.")
+@click.option("--reduced", metavar="SPEC", help="A smaller job to compare, with --abstract.")
 @click.option("--bundle-ops", is_flag=True, help="Put operator libraries into the package.")
-@click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="The wheel of one, to bundle as it is.")
-@click.option("--asset", "assets", multiple=True, metavar="NAME[:TYPE]=PATH", help="A file or folder that travels along.")
+@click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="Bundle this wheel; may be repeated.")
+@click.option("--asset", "assets", multiple=True, metavar="NAME[:TYPE]=PATH", help="Include a file or folder.")
 @json_option
 def freeze(
     spec: str,

@@ -31,13 +31,13 @@ _package = click.Path(path_type=Path)
 @click.command(short_help="Compare two packages.")
 @click.argument("before", metavar="A", type=_package)
 @click.argument("after", metavar="B", type=_package)
-@click.option("--weights", "rows", type=click.IntRange(min=0), default=10, metavar="N", help="How many tensors are listed. Default: 10.")
-@click.option("--no-weights", is_flag=True, help="Do not read weights.")
+@click.option("--weights", "rows", type=click.IntRange(min=0), default=10, metavar="N", help="Number of tensors to list. Default: 10.")
+@click.option("--no-weights", is_flag=True, help="Do not compare weights.")
 @click.option("--full", is_flag=True, help=f"Print all lines, not {MOST_LINES} of each part.")
-@click.option("--exit-code", is_flag=True, help="Exit with 1 where they differ.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the packages differ.")
 @json_option
 def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exit_code: bool, as_json: bool) -> None:
-    """Say what differs between packages A and B, by name.
+    """Show the differences between packages A and B, by name.
 
     "-" is in A alone, "+" in B alone. Weights are listed with the greatest change first. What is outside of the identity (debug/,
     derived/, signatures/) is not compared. Nothing of a package is run, and its operators need not be there.

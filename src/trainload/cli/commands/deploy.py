@@ -37,16 +37,16 @@ _PATHS = {"package", "data", "eval_data", "output", "plan_file"}
 def pod_options(command: Command) -> Command:
     """Add what pods of all manifests have."""
     for option in (
-        click.option("--service-account", metavar="NAME", help="Default: the namespace's."),
-        click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable that is no secret."),
-        click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A Secret whose entries become variables."),
-        click.option("--namespace", help="Default: kubectl's."),
+        click.option("--service-account", metavar="NAME", help="Service account. Default: the namespace's."),
+        click.option("--env", multiple=True, metavar="KEY=VALUE", help="Environment variable; not for secrets."),
+        click.option("--secret", "secrets", multiple=True, metavar="NAME", help="Secret to load as environment variables."),
+        click.option("--namespace", help="Namespace. Default: kubectl's."),
     ):
         command = option(command)
     return command
 
 
-@click.group(short_help="Write clusters' manifests.")
+@click.group(short_help="Make Kubernetes files.")
 def manifest() -> None:
     """Write what a cluster is told to run."""
 
@@ -58,18 +58,18 @@ manifest.add_command(evict)
 @manifest.command(short_help="A RayJob or RayCluster.")
 @click.argument("package", metavar="[PKG]", required=False)
 @click.argument("options", metavar="[-- LAUNCH OPTIONS]", nargs=-1, type=click.UNPROCESSED)
-@click.option("--data", metavar="PATH", help="As of launch.")
-@click.option("--image", required=True, metavar="IMAGE", help="With trainload and Ray.")
-@click.option("--claim", required=True, metavar="NAME[:PATH]", help="Volume of runs, packages, data. PATH: /trainload.")
-@click.option("--memory", required=True, metavar="SIZE", help="Of each node, such as 64Gi.")
-@click.option("--workers", type=CountOf(KINDS), default="1", metavar="N[/cuda]", help="Devices of each node. Default: 1.")
-@click.option("--nodes", type=Span(), default="1", metavar="N or A:B", help="Nodes, or from A to B. Default: 1.")
-@click.option("--kind", type=click.Choice(["RayJob", "RayCluster"]), default="RayJob", help="Default: RayJob.")
-@click.option("--name", help="Its name. Default: the package's.")
-@click.option("--run-dir", metavar="DIR", help="The run's folder. Default: runs/NAME.")
+@click.option("--data", metavar="PATH", help="Training data, as for launch.")
+@click.option("--image", required=True, metavar="IMAGE", help="Container image with trainload and Ray.")
+@click.option("--claim", required=True, metavar="NAME[:PATH]", help="Volume claim for runs, packages and data.")
+@click.option("--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi.")
+@click.option("--workers", type=CountOf(KINDS), default="1", metavar="N[/cuda]", help="Devices per node. Default: 1.")
+@click.option("--nodes", type=Span(), default="1", metavar="N or A:B", help="Nodes, or an elastic range. Default: 1.")
+@click.option("--kind", type=click.Choice(["RayJob", "RayCluster"]), default="RayJob", help="Kind of resource. Default: RayJob.")
+@click.option("--name", help="Resource name. Default: the package's.")
+@click.option("--run-dir", metavar="DIR", help="Folder of the run. Default: runs/NAME.")
 @click.option("--retries", type=click.IntRange(min=0), default=3, metavar="N", help="New clusters after failures. Default: 3.")
 @pod_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: stdout.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file. Default: stdout.")
 @json_option
 def kuberay(
     package: str | None,

@@ -18,13 +18,13 @@ _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 
 @click.command(short_help="Write it for plain torch.")
 @any_package_argument
-@click.option("--to", required=True, type=click.Choice(list(_SUFFIXES)), help="What is written.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where. Default: beside a PKG that is a folder.")
-@click.option("--graph", metavar="NAME", help="Which graph. Default: predict.")
-@click.option("--variant", metavar="NAME", help="Of the graph. Default: the first.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="That the graph is for. Default: cpu.")
-@click.option("--part", metavar="MODULE", help="huggingface: a module's weights. Default: all.")
-@click.option("--check/--no-check", default=True, help="Open it and compare it with the package.")
+@click.option("--to", required=True, type=click.Choice(list(_SUFFIXES)), help="Format to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Output path. Default: beside PKG.")
+@click.option("--graph", metavar="NAME", help="Graph to export. Default: predict.")
+@click.option("--variant", metavar="NAME", help="Variant of the graph. Default: the first.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device of the graph. Default: cpu.")
+@click.option("--part", metavar="MODULE", help="Module to export weights of (huggingface).")
+@click.option("--check/--no-check", default=True, help="Load the result and compare it with PKG.")
 @json_option
 def export(
     package: str,

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _SHORT = 12
 
 
-@click.command(short_help="Go back a release.")
+@click.command(short_help="Return to a release.")
 @store_argument
 @line_option
-@click.option("--to", metavar="N", help="Another one. Default: the one before the current one.")
-@click.option("--reason", metavar="TEXT", default="", help="Why; the store keeps it.")
+@click.option("--to", metavar="N", help="Release to return to. Default: the previous.")
+@click.option("--reason", metavar="TEXT", default="", help="Reason, stored in the history.")
 @json_option
 def rollback(store: str, line: str | None, to: str | None, reason: str, as_json: bool) -> None:
     """Make the release current that was so before. The one that is left is marked as rejected."""
@@ -44,7 +44,7 @@ def rollback(store: str, line: str | None, to: str | None, reason: str, as_json:
         out().print(view.table([("line", pointer.line), ("current", shown(pointer.release)), ("reason", pointer.reason)]))
 
 
-@click.command(short_help="Show what became of a line.")
+@click.command(short_help="Show a line's history.")
 @store_argument
 @line_option
 @json_option
@@ -151,15 +151,15 @@ def _number(value: float | None) -> str:
     return "no number" if value is None else f"{value:.6g}"
 
 
-@click.command(short_help="Carry weights to new code.")
+@click.command(short_help="Move weights to new code.")
 @click.argument("package", metavar="NEW")
-@click.option("--from", "source", required=True, metavar="OLD", help="A package, or STORE#LINE/N: whose weights.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="The package to write.")
-@click.option("--rename", "given", multiple=True, metavar="OLD=NEW", help="Names, or patterns with one *.")
-@click.option("--overlap", is_flag=True, help="Of other shapes carry over what both have.")
-@click.option("--strict", is_flag=True, help="Demand that all is carried over.")
-@click.option("--store", metavar="STORE", help="Publish it there; with --line.")
-@click.option("--line", metavar="NAME", help="The new line.")
+@click.option("--from", "source", required=True, metavar="OLD", help="Package or STORE#LINE/N with the weights.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the new package.")
+@click.option("--rename", "given", multiple=True, metavar="OLD=NEW", help="Rename parameters; one * may match.")
+@click.option("--overlap", is_flag=True, help="Copy the overlap of different shapes.")
+@click.option("--strict", is_flag=True, help="Fail unless everything is carried over.")
+@click.option("--store", metavar="STORE", help="Publish to this store; with --line.")
+@click.option("--line", metavar="NAME", help="Name of the new line.")
 @json_option
 def migrate(
     package: str,

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
 
-@click.command(short_help="Say what it holds.")
+@click.command(short_help="Show what it contains.")
 @any_package_argument
-@click.option("--asset", metavar="NAME", help="Give out a file of assets/, or a folder of them.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Where --asset goes. Default: stdout.")
+@click.option("--asset", metavar="NAME", help="Name of an asset to write out instead.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Path for --asset. Default: stdout.")
 @json_option
 def inspect(package: str, asset: str | None, output: Path | None, as_json: bool) -> None:
-    """Say what a package holds: its inputs, parameters, graphs, recipe and assets.
+    """Show the contents of a package: inputs, parameters, graphs, recipe and assets.
 
-    --asset NAME gives out one asset instead, checked against its digest.
+    --asset NAME writes out one asset instead, checked against its digest.
     """
     if output is not None and asset is None:
         raise click.UsageError("-o is where an asset goes: give --asset NAME.")
@@ -92,7 +92,14 @@ def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -
 
 @click.command(short_help="Check every byte.")
 @package_argument
-@click.option("--identity", "identities", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="Who must have signed it.")
+@click.option(
+    "--identity",
+    "identities",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Public key or certificates of a signer.",
+)
 @json_option
 def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte of a package against its manifest, and its graphs.

@@ -39,23 +39,23 @@ KINDS = ("cpu", "cuda")
 
 @click.command(short_help="Plan for a cluster.")
 @any_package_argument
-@click.option("--nodes", type=positive, metavar="N", default=1, help="Nodes of the cluster. Default: 1.")
-@click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices of each node. Default: 1.")
-@click.option("--device", metavar="D", default="cpu", help="cpu, cuda; h100 or others, or a FILE: to choose by.")
-@click.option("--strategy", type=NamedCount(STRATEGIES), metavar="S[/N]", help="single, zero0..zero3, hybrid[/ranks of a copy].")
-@click.option("--tensor", type=CountOf(DIVIDES), metavar="N[/W]", help="Ranks of a row: N/sequence, N/context or N/expert.")
+@click.option("--nodes", type=positive, metavar="N", default=1, help="Number of nodes. Default: 1.")
+@click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices per node. Default: 1.")
+@click.option("--device", metavar="D", default="cpu", help="cpu, cuda, or a profile: h100, FILE, ...")
+@click.option("--strategy", type=NamedCount(STRATEGIES), metavar="S[/N]", help="single, zero0 to zero3, hybrid[/shard size].")
+@click.option("--tensor", type=CountOf(DIVIDES), metavar="N[/W]", help="Tensor parallel; /sequence, context, expert.")
 @click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
-@click.option("--pipeline", type=positive, metavar="N", help="Ranks that a row passes through. Default: 1.")
-@click.option("--schedule", type=NamedCount(SCHEDULES), metavar="S[/N]", help="gpipe, 1f1b, zero-bubble, zbv, dualpipev[/stages].")
+@click.option("--pipeline", type=positive, metavar="N", help="Pipeline parallel ranks. Default: 1.")
+@click.option("--schedule", type=NamedCount(SCHEDULES), metavar="S[/N]", help="gpipe, 1f1b, zero-bubble, zbv, dualpipev.")
 @click.option("--recompute", type=click.Choice(RECOMPUTES), metavar="R", help=f"One of {', '.join(RECOMPUTES)}. Default: job.")
 @click.option("--batch-norm", type=click.Choice(BATCH_NORMS), default="averaged", metavar="S", help=f"One of {', '.join(BATCH_NORMS)}.")
-@click.option("--global-batch", type=positive, metavar="N", help="Rows of one update. Default: the job's.")
-@click.option("--accumulate", type=positive, metavar="N", help="Microbatches. Default: 1; of a pipeline more.")
-@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="A bucket of parameters. Default: 25.")
+@click.option("--global-batch", type=positive, metavar="N", help="Rows per update. Default: the job's.")
+@click.option("--accumulate", type=positive, metavar="N", help="Microbatches per update. Default: by plan.")
+@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Size of parameter buckets. Default: 25.")
 @click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead. Default: 1.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="What the launch will change: docs/runs.md.")
-@click.option("--explain", type=positive, metavar="N", help="What candidate N costs, node by node.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, as JSON.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting of the launch: trainload settings.")
+@click.option("--explain", type=positive, metavar="N", help="Show costs of candidate N, node by node.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan to FILE, as JSON.")
 @json_option
 def plan(
     package: str,
@@ -78,7 +78,7 @@ def plan(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Write down which rank of a cluster does what. Needs no cluster."""
+    """Plan how a package is spread over a cluster. No cluster is needed."""
     from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
     if output is not None and output.exists():
@@ -178,12 +178,10 @@ def _rule(text: str) -> tuple[str, Any]:
     return pattern, None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
 
 
-@click.command(short_help="Go through a plan's ranks.")
+@click.command(short_help="Check a plan's ranks.")
 @package_argument
-@click.option(
-    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", required=True, help="A plan that `trainload plan` wrote."
-)
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="What the plan was made with.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", required=True, help="Plan from `trainload plan`.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting that the plan was made with.")
 @json_option
 def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bool) -> None:
     """Make the graphs of every rank of a plan, without a value or a cluster, and check that all ranks would meet.
@@ -210,10 +208,10 @@ def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bo
 
 
 @click.command(short_help="Measure this machine.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="Where to write the figures, as JSON.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="Write the profile to FILE, as JSON.")
 @click.option("--device", type=click.Choice(KINDS), default="cpu", show_default=True, help="Kind of device.")
 @click.option("--workers", type=positive, metavar="N", default=2, show_default=True, help="Processes that measure links.")
-@click.option("--name", metavar="NAME", help="Of the device. Default: the file's.")
+@click.option("--name", metavar="NAME", help="Name of the device. Default: FILE's.")
 @json_option
 def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as_json: bool) -> None:
     """Measure what this machine's devices and links can do, for `trainload plan --device FILE`.

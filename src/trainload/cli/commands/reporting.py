@@ -15,9 +15,9 @@ from trainload.core.errors import StorageError
 _FILE = "report.html"
 
 
-@click.command(short_help="Make the page of a run.")
+@click.command(short_help="Make a run's report.")
 @click.argument("place", metavar="RUN_DIR or STORE[#LINE]")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html in RUN_DIR; of a store, here.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Path of the page. Default: report.html.")
 @json_option
 def report(place: str, output: Path | None, as_json: bool) -> None:
     """Make one HTML file of a run, or of a store's releases and ticks.
@@ -118,8 +118,8 @@ def _write(path: Path, data: bytes) -> None:
         ) from error
 
 
-@click.command(short_help="Write a board for Grafana.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it. Default: print it.")
+@click.command(short_help="Make a Grafana board.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE. Default: stdout.")
 @json_option
 def dashboard(output: Path | None, as_json: bool) -> None:
     """Write a board for Grafana, to be imported there: runs that were launched with --set sinks=prometheus.

@@ -28,7 +28,7 @@ NOW = "now"
 config_argument = click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 
 
-@click.group(short_help="Train again on new data.")
+@click.group(short_help="Retrain on new data.")
 def retrain() -> None:
     """Train a line's current release again on new data, and promote what is better."""
 
@@ -85,7 +85,7 @@ def check(file: Path, as_json: bool) -> None:
 
 @retrain.command(short_help="Run one scheduled time.")
 @config_argument
-@click.option("--at", metavar="TIME", default=NOW, help="2026-11-23T06:00:00Z. Default: the last one that was due.")
+@click.option("--at", metavar="TIME", default=NOW, help="Scheduled time, UTC. Default: the last due.")
 @json_option
 def tick(file: Path, at: str, as_json: bool) -> int:
     """Run one scheduled time: data, training, comparison, promotion.
@@ -106,10 +106,10 @@ def tick(file: Path, at: str, as_json: bool) -> int:
 
 @retrain.command(short_help="Run ticks as they are due.")
 @config_argument
-@click.option("--every", metavar="TIME", help="6h. In place of the file's schedule.")
-@click.option("--cron", metavar="TEXT", help="A crontab's five fields, in its place.")
-@click.option("--zone", metavar="NAME", help="Of --cron: Europe/Berlin. Default: UTC.")
-@click.option("--ticks", type=positive, metavar="N", help="End after so many.")
+@click.option("--every", metavar="TIME", help="Interval, such as 6h, instead of FILE's.")
+@click.option("--cron", metavar="TEXT", help="Crontab expression, instead of FILE's.")
+@click.option("--zone", metavar="NAME", help="Time zone of --cron. Default: UTC.")
+@click.option("--ticks", type=positive, metavar="N", help="Exit after N ticks.")
 @json_option
 def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks: int | None, as_json: bool) -> None:
     """Run ticks as they are due, until SIGTERM or Ctrl-C: the tick under way is ended first."""
@@ -140,12 +140,12 @@ def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks
 @retrain.command(short_help="Write what calls ticks.")
 @click.argument("kind", type=click.Choice(["cronjob", "raycronjob", "systemd"]), metavar="KIND")
 @config_argument
-@click.option("--image", metavar="IMAGE", help="With trainload and Ray.")
-@click.option("--claim", metavar="NAME[:PATH]", help="Volume of FILE, store, runs, data. PATH: /trainload.")
-@click.option("--memory", default="8Gi", metavar="SIZE", help="Of each pod. Default: 8Gi.")
-@click.option("--name", help="Its name. Default: retrain-LINE.")
+@click.option("--image", metavar="IMAGE", help="Container image with trainload and Ray.")
+@click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for FILE, store, runs and data.")
+@click.option("--memory", default="8Gi", metavar="SIZE", help="Memory of each pod. Default: 8Gi.")
+@click.option("--name", help="Resource name. Default: retrain-LINE.")
 @pod_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="A file; of systemd a folder.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Output file, or folder for systemd.")
 @json_option
 def manifest(
     kind: str,

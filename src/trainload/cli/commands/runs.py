@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 def backend_option(command: Command) -> Command:
     """Add --backend."""
     choices = click.Choice(["ray", "local", "torchrun"])
-    return click.option("--backend", type=choices, default="ray", show_default=True, help="What runs it.")(command)
+    return click.option("--backend", type=choices, default="ray", show_default=True, help="Execution backend.")(command)
 
 
 def strategy_option(command: Command) -> Command:
     """Add --strategy."""
-    return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help="One of single, zero0..zero3, hybrid.")(command)
+    return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help="single, zero0 to zero3, or hybrid.")(command)
 
 
 def setting_option(name: str) -> Callable[[Command], Command]:
@@ -55,23 +55,23 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 
 @click.command(short_help="Train a package.")
 @click.argument("package", metavar="PKG")
-@click.option("--data", required=True, metavar="DATA", help="Rows: see docs/data.md.")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
-@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
+@click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Plan from `trainload plan`.")
+@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1.")
 @strategy_option
-@click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or from A to B as they come and go.")
+@click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or an elastic range.")
 @setting_option("steps")
-@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="What the run keeps. Default: in runs/.")
-@click.option("--eval-data", metavar="DATA", help="Held-out data.")
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the run. Default: in runs/.")
+@click.option("--eval-data", metavar="DATA", help="Held-out data: path or URL.")
 @setting_option("eval_every")
 @setting_option("checkpoint_every")
-@click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Where to write the trained package.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the trained package.")
 @backend_option
-@click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
-@click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting: see docs/runs.md.")
-@click.option("--detach", is_flag=True, help="Leave it to the cluster, as a job.")
-@click.option("--dry-run", is_flag=True, help="Check everything, try one step.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
+@click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting: see `trainload settings`.")
+@click.option("--detach", is_flag=True, help="Submit as a job of the cluster.")
+@click.option("--dry-run", is_flag=True, help="Check everything and try one step.")
 @json_option
 def launch(
     package: str,
@@ -158,17 +158,17 @@ def launch(
 
 @click.command(short_help="Evaluate a package.")
 @click.argument("package", metavar="PKG")
-@click.option("--data", required=True, metavar="DATA", help="Rows: see docs/data.md.")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="A plan that `trainload plan` wrote.")
-@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices of each node. Default: 1.")
+@click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Plan from `trainload plan`.")
+@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1.")
 @strategy_option
-@click.option("--nodes", type=positive, metavar="N", help="Nodes. Default: 1.")
-@click.option("--batches", "eval_batches", type=positive, metavar="N", help="At most so many global batches.")
-@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="A folder to keep; with --address needed.")
-@click.option("--backend", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="What runs it.")
-@click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
-@click.option("--no-compile", is_flag=True, help="Run the graphs uncompiled.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="precision, global_batch: see docs/runs.md.")
+@click.option("--nodes", type=positive, metavar="N", help="Number of nodes. Default: 1.")
+@click.option("--batches", "eval_batches", type=positive, metavar="N", help="Maximum number of global batches.")
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Folder to keep; required with --address.")
+@click.option("--backend", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="Execution backend.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
+@click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting, such as precision=bf16.")
 @json_option
 def evaluate(
     package: str,
@@ -332,13 +332,13 @@ def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
 
 @click.command(short_help="Continue a run.")
 @run_argument
-@click.option("--workers", type=positive, metavar="N", help="Workers. Default: as before.")
+@click.option("--workers", type=positive, metavar="N", help="Number of workers. Default: as before.")
 @strategy_option
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Another plan, in place of both.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Another plan, instead of both.")
 @backend_option
-@click.option("--address", metavar="ADDRESS", help="Of a Ray cluster. Default: a local one.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="A setting, from here on: see docs/runs.md.")
-@click.option("--detach", is_flag=True, help="Leave it to the cluster, as a job.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
+@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Change a setting: see `trainload settings`.")
+@click.option("--detach", is_flag=True, help="Submit as a job of the cluster.")
 @json_option
 def resume(
     run_dir: Path,

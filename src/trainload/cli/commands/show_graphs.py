@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from trainload.transforms.apply import Applied, Transformation
     from trainload.transforms.operator_sets import OperatorUse
 
-data_option = click.option("--data", metavar="PATH", help="Rows to compare on. Default: made-up batches.")
-allow_option = click.option("--allow-change", is_flag=True, help="Keep what changes values; record it.")
+data_option = click.option("--data", metavar="PATH", help="Rows to compare on. Default: generated.")
+allow_option = click.option("--allow-change", is_flag=True, help="Accept changed values, and record them.")
 
 
 @click.command(short_help="Show a module's graph.")
 @package_argument
-@click.option("--module", default="", metavar="PATH", help="A module, such as layers.3. Default: all.")
-@click.option("--graph", metavar="NAME", help="One of the package's. Default: the main training graph.")
+@click.option("--module", default="", metavar="PATH", help="Module, such as layers.3. Default: all.")
+@click.option("--graph", metavar="NAME", help="Graph. Default: the main training graph.")
 @json_option
 def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
-    """Print what a module became: its nodes beside its source lines.
+    """Show the graph of a module: its nodes beside its source lines.
 
     Files and line numbers are shown where the source is there and unchanged, else the line as it was at the freeze.
     """
@@ -56,8 +56,10 @@ def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
 
 @click.command(short_help="Apply passes to graphs.")
 @package_argument
-@click.option("--pass", "specs", multiple=True, required=True, metavar="MODULE:FUNCTION[,NAME=VALUE...]", help="A pass; may be repeated.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
+@click.option(
+    "--pass", "specs", multiple=True, required=True, metavar="MODULE:FUNCTION[,NAME=VALUE...]", help="Pass to apply; may be repeated."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="Path of the new package.")
 @allow_option
 @data_option
 @json_option
@@ -84,10 +86,10 @@ def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change:
 
 @click.command(short_help="List or choose operators.")
 @package_argument
-@click.option("--set", "chosen", metavar="full|core|FILE", help="Which operators to decompose.")
-@click.option("--interactive", is_flag=True, help="Choose operator by operator.")
-@click.option("--compat", is_flag=True, help="Which differ from those of the torch that runs.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="Write a package of the chosen set.")
+@click.option("--set", "chosen", metavar="full|core|FILE", help="Operator set to decompose to.")
+@click.option("--interactive", is_flag=True, help="Choose operators one by one.")
+@click.option("--compat", is_flag=True, help="Compare operators with the installed torch.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the new package.")
 @allow_option
 @data_option
 @json_option

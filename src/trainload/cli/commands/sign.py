@@ -18,10 +18,10 @@ _pem = click.Path(path_type=Path)
 
 @click.command(short_help="Sign a package.")
 @package_argument
-@click.option("--key", type=_pem, required=True, metavar="FILE", help="A private key, in PEM.")
-@click.option("--name", metavar="NAME", help="Of the signature. Default: the key's fingerprint.")
-@click.option("--certificate", type=_pem, metavar="FILE", help="The key's certificate, to sign with it.")
-@click.option("--chain", type=_pem, multiple=True, metavar="FILE", help="Of its issuers below the root.")
+@click.option("--key", type=_pem, required=True, metavar="FILE", help="Private key, in PEM.")
+@click.option("--name", metavar="NAME", help="Name of the signature. Default: fingerprint.")
+@click.option("--certificate", type=_pem, metavar="FILE", help="Certificate of the key, in PEM.")
+@click.option("--chain", type=_pem, multiple=True, metavar="FILE", help="Intermediate certificates, in PEM.")
 @json_option
 def sign(package: Path, key: Path, name: str | None, certificate: Path | None, chain: tuple[Path, ...], as_json: bool) -> None:
     """Sign a package: write signatures/NAME.sig into it.

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from trainload.packaging.stores.releases import ReleaseState
 
 
-line_option = click.option("--line", metavar="NAME", help="The line. Default: the store's only one.")
+line_option = click.option("--line", metavar="NAME", help="Line. Default: the store's only one.")
 store_argument = click.argument("store", metavar="STORE")
 
 
 @click.command(short_help="Publish a package.")
 @click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
 @store_argument
-@click.option("--line", metavar="NAME", help="The line. Default: the store's only one, or main.")
-@click.option("--promote/--no-promote", default=None, help="Make it current. Default: yes.")
+@click.option("--line", metavar="NAME", help="Line. Default: the only one, or main.")
+@click.option("--promote/--no-promote", default=None, help="Make the release current. Default: yes.")
 @click.option("--only-if", metavar="N", help="Promote only if release N (or none) is current.")
-@click.option("--reject", metavar="REASON", help="Publish it as rejected.")
-@click.option("--message", metavar="TEXT", default="", help="What the list of releases says.")
-@click.option("--fact", multiple=True, metavar="NAME=VALUE", help="Keep this with the release.")
-@click.option("--without-debug", is_flag=True, help="Leave debug/ here.")
+@click.option("--reject", metavar="REASON", help="Publish the release as rejected.")
+@click.option("--message", metavar="TEXT", default="", help="Message in the list of releases.")
+@click.option("--fact", multiple=True, metavar="NAME=VALUE", help="Store a fact with the release.")
+@click.option("--without-debug", is_flag=True, help="Do not send debug/.")
 @json_option
 def push(
     package: Path,
@@ -90,13 +90,13 @@ def push(
     out().print(view.table(rows))
 
 
-@click.command(short_help="Get a package.")
+@click.command(short_help="Fetch a package.")
 @store_argument
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="The package to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="Path of the new package.")
 @line_option
-@click.option("--release", metavar="N", help="A number, or latest. Default: the current one.")
-@click.option("--reuse", multiple=True, type=click.Path(path_type=Path), metavar="PKG", help="Another package whose files may be used.")
-@click.option("--without-debug", is_flag=True, help="Leave debug/ there.")
+@click.option("--release", metavar="N", help="Release number or latest. Default: current.")
+@click.option("--reuse", multiple=True, type=click.Path(path_type=Path), metavar="PKG", help="Reuse files of another package.")
+@click.option("--without-debug", is_flag=True, help="Do not fetch debug/.")
 @json_option
 def pull(
     store: str, output: Path, line: str | None, release: str | None, reuse: tuple[Path, ...], without_debug: bool, as_json: bool
@@ -150,8 +150,8 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
 @click.argument("release", metavar="N")
 @line_option
 @click.option("--only-if", metavar="N", help="Only if this release (or none) is current.")
-@click.option("--reason", metavar="TEXT", default="", help="Why; the store keeps it.")
-@click.option("--rejected", is_flag=True, help="Even if it was rejected, or rolled back.")
+@click.option("--reason", metavar="TEXT", default="", help="Reason, stored in the history.")
+@click.option("--rejected", is_flag=True, help="Allow a rejected or rolled back release.")
 @json_option
 def promote(store: str, release: str, line: str | None, only_if: str | None, reason: str, rejected: bool, as_json: bool) -> None:
     """Make release N its line's current one: a candidate, or an older one again."""
@@ -168,12 +168,10 @@ def promote(store: str, release: str, line: str | None, only_if: str | None, rea
 
 @click.command(short_help="Clean a store.")
 @store_argument
-@click.option("--keep", type=positive, metavar="N", help="Keep the files of each line's last N releases only.")
-@click.option("--line", "lines", multiple=True, metavar="NAME", help="Of this line alone. Default: of all.")
-@click.option(
-    "--grace", type=click.FloatRange(min=0), metavar="HOURS", default=24.0, help="A push silent for so long is dead. Default: 24."
-)
-@click.option("--dry-run", is_flag=True, help="Say what would be removed.")
+@click.option("--keep", type=positive, metavar="N", help="Keep files of the last N releases per line.")
+@click.option("--line", "lines", multiple=True, metavar="NAME", help="Only this line. Default: all.")
+@click.option("--grace", type=click.FloatRange(min=0), metavar="HOURS", default=24.0, help="Age of an abandoned push. Default: 24.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @json_option
 def gc(store: str, keep: int | None, lines: tuple[str, ...], grace: float, dry_run: bool, as_json: bool) -> None:
     """Remove files that no release needs, and with --keep those of old releases.

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.2
 
 
-@click.command(short_help="Say how a run is.")
+@click.command(short_help="Show a run's status.")
 @run_argument
-@click.option("--follow", is_flag=True, help="Show it as it goes on, until it is over.")
+@click.option("--follow", is_flag=True, help="Update until the run is over.")
 @json_option
 def status(run_dir: Path, follow: bool, as_json: bool) -> None:
-    """Say how a run is: how far, since when, what each rank does, what befell it."""
+    """Show the status of a run: progress, ranks and recent failures."""
     state = _followed(run_dir) if follow else _state(run_dir)
     if as_json:
         print_json({"run": run_dir, "phase": state.phase, **state.model_dump(mode="json")})
@@ -58,14 +58,14 @@ def runs(folder: Path, as_json: bool) -> None:
     out().print(table)
 
 
-@click.command(short_help="Show what a run prints.")
+@click.command(short_help="Show a run's log.")
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="What this rank has printed. Default: what happened.")
-@click.option("--follow", is_flag=True, help="Go on until the run is over.")
-@click.option("--last", type=positive, metavar="N", help="The last lines alone.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Output of this rank. Default: events.")
+@click.option("--follow", is_flag=True, help="Follow until the run is over.")
+@click.option("--last", type=positive, metavar="N", help="Print only the last N lines.")
 @json_option
 def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_json: bool) -> None:
-    """Show what happened in a run, or what a rank of it has printed. With --json: what happened, as JSON lines."""
+    """Show the events of a run, or the output of one rank. With --json: events as JSON lines."""
     from trainload.launching.run.journal import JOURNAL, LOGS, event_of, log_name
 
     if rank is not None and as_json:
@@ -90,7 +90,7 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
 @click.option("--wait/--no-wait", default=True, help="Return when it is over.  [default: wait]")
 @json_option
 def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
-    """Ask a run to write a checkpoint after its present step, and to end. It can be resumed."""
+    """Stop a run after a checkpoint of the current step. It can be resumed."""
     from trainload.launching.run.contact import Request
 
     state = _state(run_dir)
