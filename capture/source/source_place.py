@@ -22,7 +22,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LIBRARIES = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(numpy.__file__).parent) + os.sep,
-    str(Path(__file__).parents[1]) + os.sep,  # trainload, as it was imported
+    str(Path(__file__).parents[2]) + os.sep,  # trainload, as it was imported
 )
 
 

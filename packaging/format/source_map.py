@@ -24,7 +24,7 @@ from trainload.packaging.format.debug import read_debug
 NAME = "source-map"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n[ \t]*([^\n]*)')
 _STAGES = ("capture", "autograd_trace")
-_LIBRARIES = (str(Path(torch.__file__).parent), *(str(Path(__file__).resolve().parents[1] / stage) for stage in _STAGES), "<")
+_LIBRARIES = (str(Path(torch.__file__).parent), *(str(Path(__file__).resolve().parents[2] / stage) for stage in _STAGES), "<")
 _INSTALLED = tuple(f"trainload/{stage}" for stage in _STAGES)
 _MAX_SOURCE = 16 * 2**20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -13,6 +14,8 @@ from types import ModuleType
 from trainload.core.errors import JobError
 
 FORMS = "path/to/file.py:name or package.module:name"
+_OWN = str(Path(__file__).parents[1]) + os.sep
+"""Files of trainload, which are not to blame."""
 
 
 def load_module(location: str) -> ModuleType:
@@ -81,7 +84,7 @@ def user_line(error: BaseException, module: ModuleType | str) -> str:
         return f"{error.filename}:{error.lineno}"
     file = getattr(module, "__file__", None)
     home = Path(file).parent if file is not None else Path.cwd()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
     own = [frame for frame in frames if home in Path(frame.filename).parents and "site-packages" not in Path(frame.filename).parts]
     others = [frame for frame in frames if not frame.filename.startswith("<") and not _is_library(Path(frame.filename))]
     chosen = own or others
