@@ -1,7 +1,7 @@
-"""Checks that no tensor which training changes shares memory with another one.
+"""Checks that no tensor that training changes shares memory with another one.
 
-A package stores each tensor by itself. Where two share memory, eager training changes both by writing to one; the stored ones would
-diverge at the first update.
+A package stores each tensor separately. If two share memory, eager training changes both by writing
+to one; the stored copies would diverge at the first update.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from trainload.core.errors import CaptureError
 _OTHER_MEMORY = frozenset({torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_})
 _USED = "tensor that forward uses"
 _MOST_WORK = 10**6
-"""Bound on numpy's exact search for a common element of two strided arrays, which is exponential in the number of dims; what is undecided
-counts as overlapping."""
+"""Bound on numpy's exact search for a common element of two strided arrays, which is exponential in the number of dims.
+
+Undecided cases count as overlapping.
+"""
 
 
 class _Memory:
@@ -42,7 +44,7 @@ class _Memory:
         }
 
     def overlaps(self, other: _Memory) -> bool:
-        """Return whether an element of one shares a byte with an element of the other."""
+        """Return True if an element of one shares a byte with an element of the other."""
         if self.device != other.device or self.end <= other.start or other.end <= self.start:
             return False
         try:
@@ -52,16 +54,17 @@ class _Memory:
 
 
 def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) -> None:
-    """Check that tensors which training changes share memory with no other tensor, nor one element with another.
+    """Check that tensors that training changes share memory with no other tensor, and that their elements do not overlap.
 
-    Views of one storage without a common element, such as columns of one fused tensor, pass.
+    Views of one storage without a common element, such as columns of one fused tensor, are allowed.
 
     Args:
         changing: "parameter NAME" or "buffer NAME" -> a tensor that an update or a step writes to.
-        fixed: the same, and any other description -> a tensor that nothing writes to; these may share memory with each other.
+        fixed: the same, or any other description -> a tensor that nothing writes to; these may share
+            memory with each other.
 
     Raises:
-        CaptureError: two share memory; the message names both.
+        CaptureError: if two share memory; the message names both.
     """
     for name, tensor in changing.items():
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -87,15 +90,15 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
 
 
 def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, written: Set[str] = frozenset()) -> None:
-    """Check that what training changes of a model shares memory with no other tensor of it.
+    """Check that the tensors of a model that training changes share memory with no other tensor of it.
 
     Args:
-        model: its parameters that require a gradient are what training changes.
-        exported: a graph of it, if there is one yet: what it holds as constants is compared as well.
-        written: the buffers that a call of the graph writes to; training changes them, too.
+        model: training changes its parameters that require a gradient.
+        exported: a graph of it, if there is one yet; its constants are compared as well.
+        written: buffers that a call of the graph writes to; training changes them, too.
 
     Raises:
-        CaptureError: two share memory; the message names both, a constant by the line that uses it.
+        CaptureError: if two share memory; the message names both, a constant by the line that uses it.
     """
     changing, fixed = dict[str, Tensor](), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
@@ -141,10 +144,10 @@ def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def check_same_memory(exported: ExportedProgram) -> None:
-    """Check that a graph replaces or resizes the storage of no parameter or buffer.
+    """Check that a graph does not replace or resize the storage of a parameter or buffer.
 
     Raises:
-        CaptureError: forward calls `set_`, `resize_` or `resize_as_` on one.
+        CaptureError: if forward calls `set_`, `resize_` or `resize_as_` on one.
     """
     for node in calls_in(exported.graph_module):
         if is_overload(node.target) and node.target.overloadpacket in _OTHER_MEMORY and getattr(node.args[0], "op", "") == "placeholder":

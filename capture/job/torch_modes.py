@@ -1,6 +1,6 @@
 """Lists the torch modes that are active around a call: the one module of capture/ that uses torch's private names.
 
-Run on torch 2.13.0. torch has no public function that lists active modes, transforms or hooks on saved tensors.
+Tested with torch 2.13.0. torch has no public function that lists active modes, transforms or hooks on saved tensors.
 """
 
 from __future__ import annotations
