@@ -30,7 +30,7 @@ class Raised:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Record an exception that is raised inside if eager mode would not raise it."""
+        """Record an exception that is raised inside the block if eager mode would not raise it."""
         try:
             yield
         except Exception as error:
@@ -40,7 +40,7 @@ class Raised:
 
     @contextlib.contextmanager
     def by_sizes(self) -> Iterator[None]:
-        """Record exceptions that are raised inside when a symbolic number is converted to a Python number."""
+        """Record exceptions that conversions of symbolic numbers to Python numbers raise inside the block."""
         with contextlib.ExitStack() as stack:
             for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
                 for name in _CONVERSIONS:
