@@ -478,7 +478,7 @@ def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: s
     torch's reader ignores names that an operator does not have, and uses the first example of a symbol.
 
     Raises:
-        PackageError: it has not.
+        PackageError: torch has read something else.
     """
     for node in module.graph.nodes:
         _check_examples(node, told, where)

@@ -95,8 +95,8 @@ def validate_graph(document: object, where: str, namespaces: Set[str] = frozense
         where: the file's name, for errors.
         namespaces: trusted namespaces of operators of other libraries.
 
-        Raises:
-            UnsafePackageError: the file breaks a rule; the message names file, node and rule.
+    Raises:
+        UnsafePackageError: the file breaks a rule; the message names file, node and rule.
     """
     validator = _Validator(where, namespaces)
     validator.document(document)
