@@ -244,8 +244,8 @@ class Recipe(LeanRecord):
     loop: tuple[TurnRecipe, ...] = ()
     """Turns of a round, in order; () for one turn of the main graph."""
     graphs: dict[str, GraphRecipe] = Field(default_factory=dict)
-    """By the name of a training graph, of each variant; {} if the main one, of whatever variant,
-    updates all groups.
+    """Name of a training graph, of each variant -> its recipe; {} if the main graph, of whatever
+    variant, updates all groups.
     """
     feeds: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Graph -> input that is not in the data -> "graph.output" of another graph, which runs before

@@ -35,7 +35,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Size], align_corners: bool) -> Te
     spatial = list(size[2:])
     axes = []
     for count in spatial:
-        steps: Any = torch.arange(count, dtype=theta.dtype, device=theta.device) * 2  # type: ignore[arg-type]  # takes SymInts
+        steps: Any = torch.arange(count, dtype=theta.dtype, device=theta.device) * 2  # type: ignore[arg-type]  # accepts SymInts
         axes.append((steps - (count - 1)) / (_largest(count - 1, 1) if align_corners else count))
     coordinates = [*reversed(torch.meshgrid(*axes, indexing="ij"))]
     base = torch.stack([*coordinates, torch.ones_like(coordinates[0])], -1).flatten(0, -2)

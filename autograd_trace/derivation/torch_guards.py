@@ -152,6 +152,7 @@ class _Reader:
         expression = self._sizes[place]
         # Dim.AUTO turns `s0 == 8` into a constant and `s1 == 2 * s0` into a size that is an
         # expression; `s0 % 2 == 0` becomes a condition. Its ranges begin at 2.
+        # A dim that became a constant may still be a SymInt, with a constant expression.
         if isinstance(expression, int) or expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:

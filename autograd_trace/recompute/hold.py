@@ -56,7 +56,9 @@ def hold_back(module: GraphModule) -> None:
         return  # the forward part of a pipeline stage
     begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), backward[0])
     late: set[Node] = set() if any(REPEATED in node.meta for node in nodes[:begin]) else {nodes[backward[0]]}
-    """Nodes that cannot be computed before forward is over, and, in the backward part, not before `last`."""
+    """Nodes that cannot be computed before forward is over and, in the backward part, not before
+    `last`.
+    """
     last: Node | None = None
     guards: dict[Node, Node] = {}
     copied: dict[Node, Node] = {}
