@@ -1,8 +1,9 @@
-"""Measures how much rounding alone changes a graph's values: the greatest difference that a compiled graph may have.
+"""Measure how much rounding alone changes a graph's values, which bounds the error of a compiled graph.
 
-A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values in registers with more digits. The
-effect on a result depends on the graph and on its inputs: the gradient of a bias before a BatchNorm consists of rounding errors, and a
-comparison may have another outcome. So the graph is run again with a random error of one unit in the last place of every result.
+A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values
+in registers with more digits. The effect on a result depends on the graph and its inputs: the gradient
+of a bias before a BatchNorm consists of rounding errors, and a comparison may have another outcome. So
+the graph is run again with a random error of one unit in the last place of every result.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from trainload.capture.operators import is_collective
 from trainload.capture.parity.distance import relative_distance
 
 EXPLAINED = 1e-5
-"""A relative distance that float32 explains in any graph: no run is made for less."""
+"""Relative distance that float32 rounding explains in any graph; smaller distances need no runs."""
 _RUNS = 2
-"""The number of runs; the greatest distance counts."""
+"""Number of runs, of which the greatest distance counts."""
 _FACTOR = 10.0
-"""A compiled graph may differ by this many times that distance: a sum of many terms rounds more than once."""
+"""A compiled graph may differ by this factor times that distance, since a sum of many terms rounds more than once."""
 _CANCELLED = 0.1
-"""Above this distance a value consists of rounding errors: what it is computed from has cancelled, as in the mean of a normalised batch."""
+"""Distance above which a value consists of rounding errors, because its terms cancel, as in the mean of a normalized batch."""
 _FACTOR_CANCELLED = 1000.0
-"""The same factor for such a value. Its size depends on the order of a sum, by up to the square root of the number of terms."""
+"""Factor for such a value: its size depends on the order of a sum, by up to the square root of the number of terms."""
 
 
 class Rounding(Interpreter):
-    """Runs a graph with each element of a floating-point result changed by one unit in its last place, up, down or not at all.
+    """An interpreter that changes each element of a floating-point result by one unit in its last place, up, down or not at all.
 
-    Results that share memory with an input are left as they are: they are views, or are written in place. So are those of collectives,
-    which are not complete before a wait.
+    Results that share memory with an input are not changed: they are views, or are written in place.
+    Neither are results of collectives, which are not complete before a wait.
 
     Args:
         module: the graph.
-        seed: of the random changes.
+        seed: seed of the random changes.
 
     Example:
         Rounding(graph, 0).run(*arguments)
@@ -74,8 +75,8 @@ def rounded_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> 
     """Yield the arguments and results of each run, one at a time.
 
     Args:
-        module: the graph. Every rank that its collectives name must take all runs.
-        given: makes the arguments of a run, which may be written in place.
+        module: the graph. All ranks that take part in its collectives must make all runs.
+        given: returns the arguments of a run, which may be written in place.
     """
     for seed in range(_RUNS):
         arguments = given()
@@ -85,11 +86,11 @@ def rounded_runs(module: GraphModule, given: Callable[[], Sequence[Tensor]]) -> 
 
 
 def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return the greatest relative distance that rounding explains, of each value.
+    """Return the greatest relative distance that rounding explains, for each value.
 
     Args:
         expected: values of the interpreted graph.
-        runs: the same values of `rounded_runs`.
+        runs: the same values in each run of `rounded_runs`.
     """
     return [max(EXPLAINED, *(_explained(relative_distance(value, run[at])) for run in runs)) for at, value in enumerate(expected)]
 
