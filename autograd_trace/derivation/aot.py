@@ -1,13 +1,11 @@
 """Derive step graphs and compile them.
 
-This is the only module of this stage that uses private names of torch. It runs on torch 2.13.0.
-Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
-`torch._functorch.config`, `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`,
-`torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
-`torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
-`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`,
-`torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`, `torch.utils._pytree`,
-`Graph._codegen`.
+This is the only module of this stage that uses private names of torch. It runs on torch 2.13.0. Private names used:
+`torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
+`torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
+`torch._inductor.standalone_compile`, `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
+`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`,
+`ExportedProgram._guards_code`, `torch.utils._pytree`, `Graph._codegen`.
 """
 
 from __future__ import annotations
@@ -83,24 +81,22 @@ def _fake_mode(capture: GraphCapture) -> FakeTensorMode:
 
 
 def size_conditions(exported: ExportedProgram) -> list[str]:
-    """Return torch's conditions on the sizes of a program's inputs, apart from their ranges.
+    """Return torch's conditions on a program's input sizes beyond their ranges.
 
     Each is a Python expression such as "L['batch']['x'].size()[1] % 2 == 0".
     """
-    # torch keeps such a guard (`image_3 != 8`, `s0 % 2 == 0`, `s0 < s1`) only in this private
-    # attribute: neither the graph nor `range_constraints` has it. `module(check_guards=True)`
-    # checks the same.
+    # Guards such as `image_3 != 8` or `s0 < s1` are only in this private attribute, neither in the
+    # graph nor in `range_constraints`. `module(check_guards=True)` checks the same.
     return [str(code) for code in exported._guards_code]
 
 
 def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) -> None:
-    """Make torch check conditions on the sizes of a program's inputs before it runs, also after the
-    program was saved and loaded.
+    """Make torch check conditions on a program's input sizes whenever it runs, also once reloaded.
 
     Args:
         exported: the program; changed in place.
-        conditions: Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the
-            first input.
+        conditions: Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of
+            input 0.
     """
     exported._guards_code = list(conditions)
 
@@ -115,16 +111,14 @@ def derive(program: Program, graph: str, device: torch.device, *, sources: bool 
 
     Args:
         program: the captured program; only shapes are read, no weights.
-        graph: name of the captured graph. A training graph yields forward and backward in one
-            graph, others forward only.
-        device: where the graph will run. For "cuda" the machine must have a GPU (torch aborts
+        graph: its name. A training graph yields forward and backward in one graph, others forward.
+        device: where the graph will run. "cuda" needs a GPU on this machine (torch aborts
             otherwise).
-        sources: True to give each node the stack trace of the captured node that it comes from.
-            This takes longer.
+        sources: True to copy the captured nodes' stack traces to their nodes, which takes longer.
 
     Raises:
-        CaptureError: the graph draws random numbers that have no stateless form, or writes to
-            something that is not a buffer.
+        CaptureError: the graph draws random numbers without a stateless form, or writes to a tensor
+            that is not a buffer.
     """
     capture = program.graphs[graph]
     mode = _fake_mode(capture)
@@ -158,8 +152,7 @@ def derive(program: Program, graph: str, device: torch.device, *, sources: bool 
 
 
 def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which operators made of Triton kernels (`torch.library.triton_op`) stay
-    calls by name.
+    """Return a context in which operators of `torch.library.triton_op` stay calls by name.
 
     Otherwise AOT autograd decomposes them into their Triton kernels, which cannot run on a CPU.
     """
@@ -222,8 +215,7 @@ def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence
 def _multiply_sizes(graph: Graph) -> None:
     """Replace each count of a tensor's elements by a product of sizes.
 
-    make_fx traces `numel()` as an operator on the tensor, so the backward of a mean would keep a
-    forward tensor alive.
+    make_fx traces `numel()` as an operator on the tensor, so a mean's backward would keep it alive.
     """
     count = torch.ops.aten.sym_numel.default
     sizes: dict[str, Node] = {}
@@ -256,9 +248,7 @@ def _product(graph: Graph, size: Node, factor: Node | int) -> Node:
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
-    """Turn AOT autograd's joint graph, (primals, tangents) -> (outputs, gradients), into a step
-    graph.
-    """
+    """Turn AOT autograd's (primals, tangents) -> (outputs, gradients) graph into a step graph."""
     graph = Graph()
     batch_ports, output_ports = module.input_ports(), module.output_ports()
     inputs: list[Port] = []
@@ -427,8 +417,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
 
 @contextlib.contextmanager
 def _in_order() -> Iterator[None]:
-    """Keep kernels after the operators that write in place to their inputs, such as the wait for a
-    collective.
+    """Keep kernels after operators that write in place to their inputs, such as `wait_tensor`.
 
     Inductor gives a buffer a new name for each operator that writes to it. To fuse CPU kernels with
     different loops, it recomputes the loops and reads of one kernel, and there uses the buffer's
@@ -455,8 +444,7 @@ def _in_order() -> Iterator[None]:
 def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
     """Register process groups without members under names that have none yet.
 
-    Graphs are compiled before their groups exist, and Inductor asks for a group's size. It calls
-    nothing else.
+    Inductor asks for a group's size while it compiles, before groups exist, and calls nothing else.
     """
     made: dict[str, ProcessGroup] = {}  # the registry itself holds weak references
     for name, size in groups.items():
@@ -473,14 +461,13 @@ def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
 
 
 def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
-    """Compile a program with AOTInductor into one file that torch's own loader runs:
-    `torch._inductor.aoti_load_package(path)(**batch)`.
+    """Compile a program with AOTInductor into one file for torch's own loader.
+
+    Call it with `torch._inductor.aoti_load_package(path)(**batch)`.
 
     Args:
-        exported: program with one dict as input; its state and example inputs are on the target
-            device.
-        path: path of the file, whose name ends in .pt2. Intermediate build files go into its folder
-            as well.
+        exported: program of one dict, with its state and example inputs on the target device.
+        path: path of the file, which ends in .pt2. Its folder receives the build files too.
         metadata: result of the loaded program's `get_metadata()`.
     """
     (batch,), _ = exported.example_inputs
@@ -511,9 +498,7 @@ def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
 
 
 def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
-    """Load a file that `compile_ahead` wrote. It is native code: never load one from an untrusted
-    source.
-    """
+    """Load a file that `compile_ahead` wrote. It is native code: load trusted files only."""
     loaded: Callable[..., Sequence[Tensor]] = torch._inductor.aoti_load_package(str(path))
     return loaded
 
@@ -534,10 +519,9 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
         groups: name -> the ranks of its groups. A rank is in at most one group of each name.
     """
     # gloo corrupts the heap if functional all-gathers are in flight beside other collectives on its
-    # usual two threads: a rank of a ZeRO-3 run died within a thousand steps, and so did forty lines
-    # of plain torch. With one gloo thread, which runs the collectives one after another, it does
-    # not. `all_gather_into_tensor_out` does not crash either, but Inductor then moves all gathers
-    # of a step to its beginning, and ZeRO-3 no longer saves memory.
+    # usual two threads: a ZeRO-3 rank died within a thousand steps, and so did forty lines of plain
+    # torch. With one thread it does not. Nor does `all_gather_into_tensor_out` crash, but Inductor
+    # then moves a step's gathers to its beginning, and ZeRO-3 no longer saves memory.
     serial = dist.get_backend() == dist.Backend.GLOO
     if serial and not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
         dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
@@ -556,8 +540,7 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
 def alone_of(rank: int, world: int) -> Iterator[None]:
     """Make this process a rank of a default process group whose other ranks do not exist.
 
-    Within the context, collectives return at once, with meaningless values. Use it to try out which
-    collectives a rank calls.
+    Collectives then return at once, with meaningless values. Use it to try out a rank's calls.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -571,8 +554,7 @@ def alone_of(rank: int, world: int) -> Iterator[None]:
 def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
     """Return a function that counts the collectives that this rank has begun, by group name.
 
-    Names of groups that this rank is not in are left out. Any thread may call the function, even
-    while another thread waits for a collective.
+    Names of groups without this rank are left out. Any thread may call it at any time.
     """
     backends: dict[str, Any] = {}
     for name in names:
@@ -592,9 +574,7 @@ _SERIAL_GLOO = "trainload_gloo"
 
 
 def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    """Return a gloo backend with one thread. Its network interfaces are chosen as torch chooses
-    them.
-    """
+    """Return a gloo backend with one thread, on the network interfaces that torch would choose."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
