@@ -25,7 +25,7 @@ class FixedValue:
 
 
 def fixed_value(value: object) -> FixedValue:
-    """Return the constant for a value of a batch: None, a bool, a number, a string or an Enum member."""
+    """Return the constant for None, a bool, a number, a string or an Enum member of a batch."""
     if value is None:
         return FixedValue("none", "")
     if isinstance(value, bool):
@@ -59,18 +59,19 @@ class InputGuard:
 class Guard:
     """The batches that a captured graph accepts.
 
-    Laws: a batch is accepted if it has every input, with its dtype and with sizes that follow from one
-    value of each symbol, within `ranges` and such that all `conditions` hold; if it agrees with every
-    constant that it has; and if the names in `absent` are missing or None in it. Every symbol appears
-    alone, or as factor*symbol + offset, among the sizes, so that the sizes determine it. The graph's
-    example batch is accepted.
+    Laws: a batch is accepted if it has every input, with its dtype and with sizes that follow from
+    one value of each symbol, within `ranges` and such that all `conditions` hold; if all constants
+    that it specifies have the values in `constants`; and if the names in `absent` are missing or
+    None in it. Every symbol appears alone, or as factor*symbol + offset, among the sizes, so that
+    the sizes determine it. The graph's example batch is accepted.
 
     Attributes:
         inputs: inputs in the graph's order.
         ranges: symbol -> its least and greatest value; None: no upper bound.
         conditions: further conditions on the symbols ("x_1 % 2 == 0"), in the grammar of
             capture/guards/size_expressions.py.
-        constants: non-tensor values of the variant's batch, by dotted name; the graph has them fixed.
+        constants: non-tensor values of the variant's batch, by dotted name; the graph has them
+            fixed.
         absent: inputs and constants of other variants that this one lacks, sorted; entries that are
             None in its batch are among the constants.
     """
@@ -82,7 +83,7 @@ class Guard:
     absent: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return one line: inputs with their sizes, absent names, constants, and requirements on the sizes."""
+        """Return one line: inputs with sizes, absent names, constants, and size conditions."""
         parts = [", ".join(f"{entry.name} {entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self.inputs)]
         nothing = sorted({*self.absent, *(name for name, value in self.constants.items() if value.kind == "none")})
         if nothing:

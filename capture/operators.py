@@ -25,7 +25,7 @@ class Overload:
 
 
 def is_overload(target: object) -> TypeGuard[Overload]:
-    """Return True if a node's target is an operator of the dispatcher, such as `aten.add.Tensor`."""
+    """Return True if a node's target is a dispatcher operator, such as `aten.add.Tensor`."""
     return isinstance(target, _OVERLOAD)
 
 
@@ -40,7 +40,10 @@ def is_seeded(target: object) -> bool:
 
 
 def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the arguments of a call make a random operator deterministic (attention without dropout)."""
+    """Return True if its arguments make a random operator draw nothing.
+
+    Attention without dropout, for example.
+    """
     names = [a.name for a in target._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     for name in ("dropout_p", "dropout", "p"):
@@ -53,7 +56,7 @@ def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def written_by(node: Node) -> list[Node]:
-    """Return the values that a node's operator writes to according to its schema, including `out=`."""
+    """Return the values that a node's operator writes to by its schema, including `out=`."""
     found: list[Node] = []
     if is_overload(node.target):
         arguments = node.target._schema.arguments
@@ -65,7 +68,10 @@ def written_by(node: Node) -> list[Node]:
 
 
 def base_of(node: Node) -> Node:
-    """Return the value that a value is a view of, through any number of views; the node itself if it is not a view."""
+    """Return the value that a value is a view of, through any number of views.
+
+    It is the node itself if that is not a view.
+    """
     while node.op == "call_function":
         view: Any = node.args[0] if node.target is operator.getitem else node  # an operator such as split returns several views
         if not (is_overload(view.target) and view.target.is_view):

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from trainload.capture.guard import Guard
 
 SizeLike = int | str
-"""A size: an int, or a symbol (`"batch"`) or expression (`"2*s1"`) whose value changes from call to call."""
+"""A size: an int, or a symbol (`"batch"`) or expression (`"2*s1"`) of a dynamic size."""
 
 
 class OutputRole(StrEnum):
@@ -36,7 +36,7 @@ class Mode(StrEnum):
     PREDICT = "predict"
     """Predictions of the trained model: eval mode, without gradients."""
     COMPUTE = "compute"
-    """Tensors that other graphs of the job read (a teacher's logits): eval mode, without gradients."""
+    """Tensors for other graphs of the job (a teacher's logits): eval mode, without gradients."""
 
 
 MAIN = "train"
@@ -46,7 +46,10 @@ RESERVED = frozenset({"eval", "predict", "update"})
 
 
 def graph_name(graph: str, mode: Mode, variant: str = "") -> str:
-    """Return the name of a captured graph: "train", "eval", "predict", "critic", "critic-eval", "train-masked"."""
+    """Return the name of a captured graph.
+
+    Examples: "train", "eval", "predict", "critic", "critic-eval", "train-masked".
+    """
     if mode is Mode.PREDICT:
         name = "predict"
     elif mode is Mode.EVAL:
@@ -57,7 +60,7 @@ def graph_name(graph: str, mode: Mode, variant: str = "") -> str:
 
 
 def graph_of(name: str) -> str:
-    """Return the name of the job's graph that a captured graph belongs to; inverse of `graph_name`."""
+    """Return the job's graph that a captured graph belongs to; inverse of `graph_name`."""
     base = name.split("-")[0]
     return MAIN if base in ("eval", "predict") else base
 
@@ -68,7 +71,7 @@ def variant_of(name: str) -> str:
 
 
 def mode_of(name: str, has_loss: bool) -> Mode:
-    """Return the mode of a captured graph by its name and by whether a loss is among its outputs."""
+    """Return the mode of a captured graph by its name and the presence of a loss output."""
     base, *rest = name.split("-")
     if base == "predict":
         return Mode.PREDICT
@@ -85,8 +88,8 @@ class InputSpec:
         name: dotted name.
         dtype: dtype as torch spells it ("int64").
         shape: sizes, with symbols for dynamic ones.
-        quantiles: values of the example batch, ascending, from which a similar batch can be generated;
-            see capture/job/synthesise.py.
+        quantiles: values of the example batch, ascending, from which a similar batch can be
+            generated; see capture/job/synthesise.py.
     """
 
     name: str
@@ -107,7 +110,8 @@ class OutputSpec:
 class ParameterSpec:
     """One parameter of the model.
 
-    `alias_of` names the parameter whose storage this one shares (tied weights); an alias has no tensor of its own.
+    `alias_of` names the parameter whose storage this one shares (tied weights); an alias has no
+    tensor of its own.
     """
 
     name: str
@@ -119,7 +123,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A buffer of the model. Persistent buffers are in `state_dict()`; the package contains all of them."""
+    """A buffer of the model.
+
+    Persistent buffers are in `state_dict()`; the package contains all of them.
+    """
 
     name: str
     dtype: str
@@ -129,12 +136,13 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """How a graph was captured.
+    """The torch.export mode that captured a graph, and the reason for it.
 
     Attributes:
         strict: True for torch.export's strict mode.
         why: the reason for the mode, in a sentence.
-        refused: the error that the non-strict mode raised, if the strict mode was tried because of it.
+        refused: the error that the non-strict mode raised, if the strict mode was tried because of
+            it.
     """
 
     strict: bool
@@ -151,9 +159,9 @@ class Tracing:
 class GraphCapture:
     """One captured graph: one of the job's graphs, in one mode, for one variant.
 
-    Laws: `name` is `graph_name(graph, mode, variant)`; `exported` is torch.export's training IR and has
-    no weights that `Program.state` lacks; its user inputs are `inputs`, as one dict, in this (sorted)
-    order; its user outputs are `outputs`, one flat tuple, in this order.
+    Laws: `name` is `graph_name(graph, mode, variant)`; `exported` is torch.export's training IR and
+    has no weights that `Program.state` lacks; its user inputs are `inputs`, as one dict, in this
+    (sorted) order; its user outputs are `outputs`, one flat tuple, in this order.
     """
 
     name: str
@@ -161,13 +169,22 @@ class GraphCapture:
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
     reached: tuple[str, ...] | None = None
-    """Trained parameters that receive a gradient from its loss, by their owners' names, sorted; None: all of the program's."""
+    """Trained parameters that receive a gradient from its loss.
+
+    Sorted names of their owners; None: all of the program's.
+    """
     guard: Guard | None = None
-    """Batches that it accepts; None if no guard was requested, or if the package predates guards."""
+    """Batches that it accepts; None if not requested, or if the package predates guards."""
     coupled: bool = False
-    """True if a row's results depend on the other rows of the call, as measured by a freeze; False until then."""
+    """True if a row's results depend on the other rows of the call.
+
+    A freeze measures it; False until then.
+    """
     tracing: Tracing | None = field(default=None, compare=False)
-    """How it was captured; None if it was read from a package, whose debug/capture.json has it."""
+    """Mode and reason of the capture.
+
+    None if the graph was read from a package, whose debug/capture.json has them.
+    """
 
     @property
     def mode(self) -> Mode:
@@ -194,11 +211,11 @@ class GraphCapture:
 class Program:
     """A captured model and loss: the only source of truth for what is computed.
 
-    Laws: `graphs` holds, by name, one or more training graphs, an evaluation graph for each, and the
-    other requested graphs; every graph's parameters and buffers are names of `parameters` and `buffers`;
-    `state` holds a tensor for every parameter that is not an alias and for every buffer, and `constants`
-    one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU. An abstract program has
-    no state at all.
+    Laws: `graphs` holds, by name, one or more training graphs, an evaluation graph for each, and
+    the other requested graphs; every graph's parameters and buffers are names of `parameters` and
+    `buffers`; `state` holds a tensor for every parameter that is not an alias and for every buffer,
+    and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU. An
+    abstract program has no state at all.
     """
 
     graphs: Mapping[str, GraphCapture]

@@ -1,4 +1,4 @@
-"""Turns exceptions of torch.export and of a model's own code into reports that name the user's line, the cause and a rewrite."""
+"""Turns exceptions of a capture into reports with the user's line, the cause and a rewrite."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Attempt = Callable[[AbstractContextManager[object]], object]
 
 _ATTEMPTS = 8
 _SECONDS = 30.0
-"""Limits of the search for further causes: the number of captures, and the time after which none is started."""
+"""Limits of the search for further causes: the number of captures, and when to start no more."""
 
 
 def capture_error(
@@ -69,7 +69,9 @@ def capture_error(
     training: bool,
     runs: bool = True,
 ) -> CaptureError:
-    """Return the report for an exception of torch.export or of the model's own code: its cause, and all other obstacles found.
+    """Return the report for an exception of torch.export or of the model's own code.
+
+    It names the cause and all other obstacles that were found.
 
     Args:
         graph: name of the graph that was being captured.
@@ -101,7 +103,10 @@ def capture_error(
 
 
 def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -> CaptureError:
-    """Return the report for an exception of a replay: eager (`by` "the model") or captured (`by` "the captured graph")."""
+    """Return the report for an exception of a replay.
+
+    `by` is "the model" for a replay in eager mode, "the captured graph" for one of the graph.
+    """
     cause = cause_of(chain(error))
     place = place_of_error(error) if by == "the model" else None
     if by != "the model" and "functorch" in str(error):
@@ -117,7 +122,7 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
 
 
 def _nested_transforms(graph: str, error: Exception) -> CaptureError:
-    """Return the report for nested torch.func transforms, one of which cannot run inside the other once traced."""
+    """Return the report for nested torch.func transforms that a graph cannot nest."""
     problem = "a transform of torch.func inside of another, which a graph cannot hold"
     advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) in place of vmap over the jvp of a row."
     finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
@@ -125,7 +130,10 @@ def _nested_transforms(graph: str, error: Exception) -> CaptureError:
 
 
 def own_generator() -> CaptureError:
-    """Return the report for a random number drawn from a generator of the user. Call it below the user's frame."""
+    """Return the report for a random number drawn from the user's own generator.
+
+    Call it below the user's frame.
+    """
     place = place_here()
     problem = "forward draws from a generator of its own, whose state is no part of the model"
     advice = "Leave out `generator`: what a graph draws follows from the run's seed, the step and the row."
@@ -134,7 +142,7 @@ def own_generator() -> CaptureError:
 
 
 def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
-    """Return an error of the comparison with eager mode, with the lines of the user's source that may have caused it.
+    """Return a difference from eager mode, with the user's lines that may have caused it.
 
     Args:
         error: the difference.
@@ -166,7 +174,10 @@ def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], c
 
 
 def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]) -> CaptureError | None:
-    """Return the report for a model that fails on the example batch too, so that its size is not the cause; None if it does not."""
+    """Return the report for a model that fails on the example batch too; None if it does not.
+
+    The number of rows is not the cause then.
+    """
     watched = Watched()
     with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
         watched = watch(function, batch)
@@ -178,7 +189,10 @@ def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]
 
 
 def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
-    """Return the report for a graph that fails on the example batch too, where the model runs; None if it does not."""
+    """Return the report for a graph that fails on the example batch too; None if it does not.
+
+    The model itself runs on it.
+    """
     try:
         compare()
     except CaptureError as error:
@@ -191,7 +205,10 @@ def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
 
 
 def _backward_error(function: Traced, batch: dict[str, Tensor]) -> Exception | None:
-    """Return the exception of eager mode's backward on a batch; None if there is none, or the model is not in train mode."""
+    """Return the exception of eager mode's backward on a batch, or None.
+
+    None also if the model is not in train mode.
+    """
     if not function.get_submodule("model").training:
         return None
     try:
@@ -208,7 +225,10 @@ def _of_eager(error: Exception) -> Finding:
 
 
 def unfollowed(problem: str, advice: str) -> CaptureError:
-    """Return the report for an operation in forward that a graph cannot represent. Call it below the user's frame."""
+    """Return the report for an operation in forward that a graph cannot represent.
+
+    Call it below the user's frame.
+    """
     place = place_here()
     return CaptureError(problem, where=_where(place), cure=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
 
@@ -219,14 +239,17 @@ def of_hook(problem: str, advice: str) -> CaptureError:
 
 
 def own_backward(problem: str, advice: str) -> CaptureError:
-    """Return the report for something in the model's backward that a graph cannot represent. Call it below the user's frame."""
+    """Return the report for something in a backward that a graph cannot represent.
+
+    Call it below the user's frame.
+    """
     place = place_here()
     finding = Finding(BACKWARD.anchor, problem, advice, rewrite.custom_operator(), place)
     return CaptureError(problem, where=_where(place), cure=advice, findings=[finding])
 
 
 def no_gradient(job: Job) -> CaptureError:
-    """Return the report for a loss that reaches no parameter; it names the function that computes it."""
+    """Return the report for a loss that reaches no parameter; it names the loss function."""
     function = job.loss if job.loss is not None else job.model.forward
     place = place_of_function(function)
     code = "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the parameters and here"
@@ -320,7 +343,10 @@ def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
-    """Return all obstacles: capture again with eager mode's numbers where they are known, until nothing new is found."""
+    """Return all obstacles.
+
+    Captures again with eager mode's numbers where they are known, until nothing new is found.
+    """
     findings: list[Finding] = []
     passed: set[Place] = set()
     began = time.monotonic()
@@ -342,7 +368,10 @@ def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
 
 
 def _passable(place: Place | None, watched: Watched) -> set[Place]:
-    """Return the conversions that may have caused a failure at `place`: those at this very place, else all that return numbers."""
+    """Return the conversions that may have caused a failure at `place`.
+
+    Those at this very place, else all that return numbers.
+    """
     places = {at for at, _ in watched.answers}
     return {place} if place in places else {at for at, name in watched.answers if name not in ("__bool__", "numpy")}
 
@@ -357,7 +386,9 @@ def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Excepti
 
 
 def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers, name: str) -> list[Finding]:
-    """Return the findings of a violated constraint, which torch raises at the end of a trace, without a place.
+    """Return the findings of a violated constraint.
+
+    torch raises it at the end of a trace, without a place.
 
     Captures again and records where sizes are compared.
     """
@@ -370,14 +401,14 @@ def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers
 
 
 class _Guards(logging.Handler):
-    """Records, from torch's log, the places in the user's source where torch decided something about a dynamic size."""
+    """Records the user's lines where torch decided something about a dynamic size, from its log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.places: list[Place] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Record the place; torch logs in the middle of the user's code, which is therefore on the stack."""
+        """Record the place: torch logs while the user's code is on the stack."""
         if "[guard added]" in str(record.msg) and isinstance(record.args, tuple) and record.args[:1] == ("eval",):
             place = place_here()
             if place is not None and place not in self.places:
@@ -395,6 +426,6 @@ def _where(place: Place | None) -> str:
 
 
 def _gist(error: Exception) -> str:
-    """Return torch's message in a line; for violated constraints the first one, not their number."""
+    """Return torch's message in a line; for violated constraints the first one."""
     constraint = re.search(r"^  - (.*)$", str(error), re.MULTILINE)
     return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(error)

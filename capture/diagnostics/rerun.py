@@ -1,6 +1,9 @@
-"""Runs a model once in eager mode and records what no graph can hold: numbers taken out of tensors, `.data`, Python state, clocks.
+"""Runs a model once in eager mode and records what no graph can hold.
 
-The records explain a rejection, or decide whether strict mode may be used; they reject nothing by themselves.
+That is: numbers taken out of tensors, `.data`, Python state, clocks.
+
+The records explain a rejection, or decide whether strict mode may be used; they reject nothing by
+themselves.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ _CONVERSIONS = {
     "data_ptr": VALUES,
 }
 _SOURCES = frozenset({"random", "time", "datetime", "numpy.random.mtrand", "numpy.random._generator"})
-"""Modules whose builtin functions, or methods of whose objects, return another value at every call."""
+"""Modules whose builtin functions or objects' methods return another value at every call."""
 _ASKING = frozenset(
     asks.__code__ for asks in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
 )
@@ -91,7 +94,8 @@ class Watched:
 
     Attributes:
         deeds: one for each place and cause, in order.
-        answers: (place, name of the conversion) -> the numbers that tensors were converted to there, in order.
+        answers: (place, name of the conversion) -> the numbers that tensors were converted to
+            there, in order.
         operators: "library::operator" of the called custom operators -> place of the first call.
         error: exception of the model itself in eager mode.
         input: name of an input, to show how a size is declared.
@@ -142,7 +146,10 @@ class _Conversions(TorchFunctionMode):
 
 
 class Answers(TorchFunctionMode):
-    """Mode that lets a capture pass chosen conversions: they return eager mode's numbers, so that the next obstacle shows."""
+    """Mode in which chosen conversions return eager mode's numbers.
+
+    A capture passes them, so that the next obstacle shows.
+    """
 
     def __init__(self, watched: Watched, places: set[Place]) -> None:
         super().__init__()
@@ -159,7 +166,10 @@ class Answers(TorchFunctionMode):
 
 
 class _Calls:
-    """Profile function that records the user's functions that ran, and their calls of clocks, generators and long-lived containers."""
+    """Profile function that records the user's functions and some of their calls.
+
+    The calls are those of clocks, random generators, and containers that outlive the call.
+    """
 
     def __init__(self, watched: Watched, held: dict[int, str]) -> None:
         self._watched = watched
@@ -199,7 +209,10 @@ class _Calls:
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Disable garbage collection inside the block: `gc.callbacks` and finalizers would be called from the middle of forward."""
+    """Disable garbage collection inside the block.
+
+    `gc.callbacks` and finalizers would be called from the middle of forward.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -210,15 +223,21 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _by_user(frame: FrameType) -> bool:
-    """Return True if the caller is the user's code, not torch's own (a checkpoint sets the seed to draw the same numbers again)."""
+    """Return True if the caller is the user's code.
+
+    torch's own checkpoint sets the seed, to draw the same numbers again.
+    """
     return frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
 
 
 def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
-    """Run `function`, whose `model` is the user's, twice on copies of the batch; its output is discarded.
+    """Run `function`, whose `model` is the user's, twice on copies of the batch.
+
+    Its printed output is discarded.
 
     Returns:
-        What no graph can hold, and the exception if there was one: the model's own code may raise anything.
+        What no graph can hold, and the exception if there was one: the model's own code may raise
+        anything.
     """
     model = function.get_submodule("model")
     watched = Watched(input=next(iter(batch)))

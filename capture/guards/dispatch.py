@@ -1,4 +1,8 @@
-"""Finds the variant of a graph that accepts a batch, by the variants' guards."""
+"""Finds the variant of a graph that accepts a batch, by the variants' guards.
+
+A captured graph does not check sizes itself: if a model branches on `x.shape[1] > 20`, its graph
+runs the captured branch on all sizes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ Constants = Mapping[str, FixedValue]
 
 _CONSTANTS = (str, int, float, enum.Enum)
 _REMEMBERED = 4096
-"""Number of outcomes of a variant's conditions that are cached: a run sees the same few lengths again and again."""
+"""Number of cached outcomes of a variant's conditions: a run sees few different lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class Misfit:
         where: "mask", "tokens[1]".
         expected: requirement of the guard.
         got: what the batch has.
-        coarse: True if it concerns the presence, dtype, number of dims or value of an entry, not a size.
+        coarse: True if it concerns the presence, dtype, number of dims or value of an entry, not a
+            size.
     """
 
     where: str
@@ -51,10 +56,10 @@ class Dispatcher:
 
     Args:
         graph: name of the graph in errors.
-        guards: variant ("" is the first) -> the guards of its graphs, all of which must hold; in the order
-            in which they are tried.
-        ignored: inputs and constants that a batch may have although no guard names them: those of other
-            graphs of the package.
+        guards: variant ("" is the first) -> the guards of its graphs, all of which must hold; in
+            the order in which they are tried.
+        ignored: inputs and constants that a batch may have although no guard names them: those of
+            other graphs of the package.
         fed: inputs that no batch has, since another graph computes them.
 
     Attributes:
@@ -77,13 +82,17 @@ class Dispatcher:
         self.names = frozenset((inputs | told | set(ignored)) - set(fed))
 
     def pick(self, batch: Mapping[str, Any]) -> str:
-        """Return the first variant that accepts a batch. Constants that the batch leaves out have the first variant's values.
+        """Return the first variant that accepts a batch.
+
+        Constants that the batch leaves out have the first variant's values.
 
         Args:
-            batch: name -> tensor or constant, flat with dotted names or nested like the job's batch.
+            batch: name -> tensor or constant, flat with dotted names or nested like the job's
+                batch.
 
         Raises:
-            DataError: if no variant accepts it. The message gives a reason for each, the nearest first.
+            DataError: if no variant accepts it. The message gives a reason for each, the nearest
+                first.
         """
         facts: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
         constants: dict[str, FixedValue] = {}
@@ -99,7 +108,7 @@ class Dispatcher:
         return self.pick_facts(facts, constants)
 
     def pick_facts(self, facts: Facts, constants: Constants) -> str:
-        """Like `pick`, for a batch of which only the inputs' dtypes and sizes, and the constants, are known."""
+        """Like `pick`, for a batch given by its inputs' dtypes and sizes, and its constants."""
         for name, matchers in self._variants.items():
             for matcher in matchers:
                 if not matcher.takes(facts, constants):
@@ -109,7 +118,7 @@ class Dispatcher:
         raise self._error(facts, constants)
 
     def misfits(self, facts: Facts, constants: Constants) -> dict[str, Misfit]:
-        """Return the first reason of each variant that does not accept the batch, the nearest variant first."""
+        """Return the first reason of each variant that rejects a batch, nearest variant first."""
         found = {name: [m for matcher in matchers for m in matcher.misfits(facts, constants)] for name, matchers in self._variants.items()}
         ranked = sorted((sum(m.coarse for m in each), len(each), order, name) for order, (name, each) in enumerate(found.items()) if each)
         return {name: found[name][0] for *_, name in ranked}
@@ -144,9 +153,12 @@ class Dispatcher:
 
 
 class _Matcher:
-    """A guard, prepared for fast checks: dims are compared or bind a slot; then expressions and conditions are evaluated.
+    """A guard, prepared for fast checks.
 
-    `usual`: constants on which variants differ -> the value if a batch leaves them out; None if it must not.
+    Dims are compared or bind a slot; then expressions and conditions are evaluated.
+
+    `usual`: constants on which variants differ -> the value if a batch leaves them out; None if it
+    must not.
     """
 
     def __init__(self, guard: Guard, usual: Mapping[str, FixedValue | None], fed: frozenset[str]) -> None:

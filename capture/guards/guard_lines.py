@@ -1,10 +1,10 @@
-"""Finds the lines of the user's code that put conditions on input sizes, when torch decides about them while tracing.
+"""Finds the lines of the user's code that put conditions on input sizes.
 
-torch logs a record to `torch.fx.experimental.symbolic_shapes` (TORCH_LOGS=dynamic shows them) at the
-moment when a size is compared. The stack at that moment contains the user's line, and the sizes of the
-fake inputs are the record's symbols. `torch.export.draft_export` does not help: its report is a private
-attribute with lines but no columns, it writes logs below /tmp, and it continues with numbers that the
-example does not have (`for i in range(x.max().item())` started 7e18 rounds).
+torch logs a record to `torch.fx.experimental.symbolic_shapes` (TORCH_LOGS=dynamic shows them) at
+the moment when a size is compared. The stack at that moment contains the user's line, and the sizes
+of the fake inputs are the record's symbols. `torch.export.draft_export` does not help: its report
+is a private attribute with lines but no columns, it writes logs below /tmp, and it continues with
+numbers that the example does not have (`for i in range(x.max().item())` started 7e18 rounds).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REPLACEMENT = re.compile(r"set_replacement (?P<symbol>\w+) = (?P<value>\S+) \("
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition that the code needs: `expression` over torch's symbols, and the line of the user's code.
+    """A condition of the code: `expression` over torch's symbols, and the user's line.
 
     `place` is "file:line"; `place` and `line` are empty if no line of the user caused it.
     """
@@ -40,10 +40,11 @@ class Guards:
     """Guards recorded during one trace.
 
     Attributes:
-        symbols: (input, dim) -> the symbol of its size in the trace. Sizes that were constants from the
-            start are missing.
+        symbols: (input, dim) -> the symbol of its size in the trace. Sizes that were constants from
+            the start are missing.
         found: the guards, in order.
-        made: symbol -> (the number or expression that it was found to equal, the guard that decided it).
+        made: symbol -> (the number or expression that it was found to equal, the guard that decided
+            it).
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,10 @@ class Guards:
 
     @contextmanager
     def noted(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Record, inside the block, the guards on the sizes of `batch` while torch.export traces a function of it."""
+        """Record the guards on the sizes of `batch` inside the block.
+
+        torch.export traces a function of the batch there.
+        """
         sizes = {(name, dim): str(size) for name, leaf in batch.items() for dim, size in enumerate(leaf.shape)}
         self.symbols.update({place: size for place, size in sizes.items() if not size.isdigit()})
         with listening(_Listener(self)):
@@ -68,7 +72,9 @@ class Guards:
         return frozenset(known)
 
     def about(self, symbol: str) -> list[Guard]:
-        """Return the guards about a symbol or its equals: first those that made it a constant, then those that made it equal another.
+        """Return the guards about a symbol or its equals.
+
+        First those that made it a constant, then those that made it equal another, then the rest.
 
         A guard that made another symbol a constant is left out, since it does not concern this one.
         """
@@ -107,6 +113,6 @@ def listening(handler: logging.Handler) -> Iterator[None]:
 
 
 def _users_line() -> tuple[str, str]:
-    """Return place ("file:line") and source of the innermost frame of the user's code on the current stack."""
+    """Return place ("file:line") and source of the innermost frame of the user's code."""
     place = place_here()
     return ("", "") if place is None else (str(place), place.source)

@@ -1,4 +1,6 @@
-"""Expressions and conditions over size symbols in guards, parsed by their own grammar and never evaluated as Python.
+"""Expressions and conditions over size symbols in guards.
+
+They are parsed by their own grammar and never evaluated as Python.
 
     condition  := both {"or" both}            both := negation {"and" negation}        negation := "not" negation | comparison
     comparison := sum [("==" | "!=" | "<" | "<=" | ">" | ">=") sum]
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 MAX_LENGTH = 4096
-"""Maximum length of a text in characters; each nesting level takes at least one, and MAX_DEPTH limits them."""
+"""Maximum length of a text in characters."""
 MAX_DEPTH = 64
 
 Values = Mapping[str, int]
@@ -55,7 +57,7 @@ class Expression:
     value: Callable[[Values], int]
 
     def affine(self) -> tuple[int, int] | None:
-        """Return (factor, offset) if it is written as factor*symbol + offset with factor > 0, else None."""
+        """Return (factor, offset) if written as factor*symbol + offset, factor > 0, else None."""
         found = _AFFINE.fullmatch(self.text)
         if found is None or len(self.symbols) != 1 or int(found["factor"] or 1) == 0:
             return None

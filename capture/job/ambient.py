@@ -1,9 +1,12 @@
-"""Ambient settings of torch: settings of a thread or a process that change what the same code computes.
+"""Ambient settings of torch, which change what the same code computes.
+
+They belong to a thread or a process.
 
 A job consists of what its functions compute by themselves. Settings around a call of `freeze` or
-`launch` (autocast, `no_grad`, a default dtype or device, matmul precision, deterministic algorithms,
-attention backends, anomaly detection) are not part of it, and a worker on another machine would not
-have them, so they are reset. What cannot be reset (modes, transforms) is rejected.
+`launch` (autocast, `no_grad`, a default dtype or device, matmul precision, deterministic
+algorithms, attention backends, anomaly detection) are not part of it, and a worker on another
+machine would not have them, so they are reset. What cannot be reset (modes, transforms) is
+rejected.
 """
 
 from __future__ import annotations
@@ -76,7 +79,9 @@ def warned_of_autocast(verb: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def neutral() -> Iterator[None]:
-    """Reset all settings listed in the module docstring to those of a fresh process, and restore them on exit.
+    """Reset all settings listed in the module docstring, and restore them on exit.
+
+    They become those of a fresh process.
 
     Raises:
         RequestError: if a mode of torch, or a transform of torch.func, is active around the call.
@@ -116,13 +121,19 @@ def _check_no_torch_modes() -> None:
 
 
 def outside_dtype() -> AbstractContextManager[None]:
-    """Set the default dtype of the caller of the outermost `neutral()`: the user's own code is compared under it."""
+    """Set the default dtype of the caller of the outermost `neutral()`.
+
+    The user's own code is compared under it.
+    """
     dtype = _outside.get()
     return nullcontext() if dtype is None else _set(torch.get_default_dtype, torch.set_default_dtype, dtype)
 
 
 def default_dtype_hint() -> str:
-    """Return a hint for messages about differences from eager mode: "" unless the caller of `neutral()` set a default dtype."""
+    """Return a hint for messages about differences from eager mode.
+
+    "" unless the caller of `neutral()` set a default dtype.
+    """
     dtype = _outside.get()
     if dtype in (None, torch.float32):
         return ""
@@ -143,7 +154,8 @@ def _set(get: Callable[..., Any], put: Callable[..., Any], value: object, *key: 
 def _full_precision() -> Iterator[None]:
     """Multiply float32 matrices in float32.
 
-    torch has an old and a new API for this setting, and raises if the old one is read after the new one was used.
+    torch has an old and a new API for this setting, and raises if the old one is read after the new
+    one was used.
     """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]  # made at run time
     before = [backend.fp32_precision for backend in backends]

@@ -1,4 +1,4 @@
-"""A job's declarations of input sizes: checks them, adds the batch dim, and converts them to torch.export's form."""
+"""A job's declarations of input sizes: checks, the batch dim, and torch.export's form of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch.export import Dim
 from trainload.core.errors import JobError
 
 Shapes = dict[str, dict[int, Any]]
-"""Input name -> {dim: torch.export.Dim, or one of its hints}; torch.export's `dynamic_shapes`. Dims that are not listed are fixed."""
+"""Input name -> {dim: torch.export.Dim, or one of its hints}, as in torch's `dynamic_shapes`.
+
+Dims that are not listed are fixed.
+"""
 
 _HINT: type = type(Dim.AUTO)
 _WORDS = "a torch.export.Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC, the size itself, or None"
@@ -27,12 +30,12 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
         leaves: input name -> tensor of the example batch.
 
     Returns:
-        Declarations for every input; dim 0 is always there, and the same for all. Sizes and None have
-        become Dim.STATIC.
+        Declarations for every input; dim 0 is always there, and the same for all. Sizes and None
+        have become Dim.STATIC.
 
     Raises:
-        JobError: if it names inputs that the batch lacks, contradicts itself or the example, or makes
-            rows depend on each other.
+        JobError: if it names inputs that the batch lacks, contradicts itself or the example, or
+            makes rows depend on each other.
     """
     unknown = sorted(set(dynamic) - set(leaves))
     if unknown:
@@ -61,7 +64,10 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
 
 
 def warn_of_special_lengths(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
-    """Warn of dims that are declared dynamic but have length 0 or 1 in the example, since torch treats these as constants."""
+    """Warn of dynamic dims that have length 0 or 1 in the example.
+
+    torch treats these lengths as constants.
+    """
     for name, dims in shapes.items():
         for dim, spec in sorted(dims.items()):
             length = leaves[name].shape[dim]
@@ -97,7 +103,10 @@ def limits_of(spec: Any) -> tuple[int | None, int | None]:
 
 
 def affine(spec: Any) -> tuple[int, int]:
-    """Return (factor, offset) of a derived dim, which is factor * root + offset; (1, 0) for a dim that is its own root."""
+    """Return (factor, offset) of a derived dim, which is factor * root + offset.
+
+    (1, 0) for a dim that is its own root.
+    """
     if not hasattr(spec, "root"):
         return 1, 0
     offset = int(spec.fn(0))
@@ -139,7 +148,9 @@ def _cure(leaves: Mapping[str, Tensor]) -> str:
 
 
 def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
-    """Return the declarations of `Job.dynamic` for one input, by non-negative dim; sizes and None have become Dim.STATIC.
+    """Return the declarations of `Job.dynamic` for one input, by non-negative dim.
+
+    Sizes and None have become Dim.STATIC.
 
     Raises:
         JobError: if it contradicts itself or the example.
@@ -203,7 +214,7 @@ def _checked(spec: Any, size: int, where: str) -> Any:
 
 
 def _batch_dim(shapes: Shapes) -> Any:
-    """Return the common declaration of all inputs' leading dims: the one that the job has for any of them."""
+    """Return the common declaration of all leading dims: the one that the job has for any."""
     said = {f"Job.dynamic[{name!r}][0]": dims[0] for name, dims in shapes.items() if 0 in dims}
     if any(spec is Dim.STATIC for spec in said.values()):
         return Dim.STATIC
@@ -230,7 +241,10 @@ def _batch_dim(shapes: Shapes) -> Any:
 
 
 def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
-    """Check that each name has one range and one size in the example, and that only batch dims have the batch dim's name."""
+    """Check that each name has one range and one size in the example.
+
+    No other dim may have the batch dim's name.
+    """
     ranges: dict[str, tuple[str, Any]] = {}
     sizes: dict[str, tuple[str, int]] = {}
     rows = next(iter(shapes.values()))[0]

@@ -23,11 +23,12 @@ class Loss:
     Attributes:
         value: the mean loss of the batch, a 0-dim floating-point tensor.
         weight: number of items that the mean was computed over (for example tokens that are not
-            padding), a 0-dim tensor. Batches are combined as sum(weight * value) / sum(weight). None: the
-            number of rows of the batch.
-        metrics: further 0-dim tensors to report, each combined like the loss. They receive no gradient.
-        outputs: tensors for other graphs of the job, which read them through `Graph.feeds`; one row for
-            each row of the batch. No gradient flows through them.
+            padding), a 0-dim tensor. Batches are combined as sum(weight * value) / sum(weight).
+            None: the number of rows of the batch.
+        metrics: further 0-dim tensors to report, each combined like the loss. They receive no
+            gradient.
+        outputs: tensors for other graphs of the job, which read them through `Graph.feeds`; one row
+            for each row of the batch. No gradient flows through them.
     """
 
     value: torch.Tensor
@@ -48,8 +49,8 @@ class Ema:
     """An exponential moving average of the trained parameters.
 
     After the first update it is a copy of them, after every later one decay * mean + (1 - decay) *
-    parameter. It is evaluated, and written as the trained package, instead of the last parameters, unless
-    the launch says otherwise. Buffers are not averaged.
+    parameter. It is evaluated, and written as the trained package, instead of the last parameters,
+    unless the launch says otherwise. Buffers are not averaged.
 
     Attributes:
         decay: between 0 and 1; 0.999 averages over roughly the last thousand updates.
@@ -60,11 +61,11 @@ class Ema:
 
 @dataclass(frozen=True, slots=True)
 class LossScaling:
-    """Dynamic loss scaling as in `torch.amp.GradScaler`, for a model that runs under autocast to float16.
+    """Dynamic loss scaling as in `torch.amp.GradScaler`, for autocast to float16.
 
-    The loss is multiplied by a scale before its gradient is computed, and the gradient is divided by it.
-    An update whose gradient is not finite is skipped, and the scale shrinks; after `growth_interval`
-    consecutive updates it grows.
+    The loss is multiplied by a scale before its gradient is computed, and the gradient is divided
+    by it. An update whose gradient is not finite is skipped, and the scale shrinks; after
+    `growth_interval` consecutive updates it grows.
 
     Attributes:
         init_scale: the scale at the first step.
@@ -87,17 +88,20 @@ class Graph:
 
     Attributes:
         loss: like `Job.loss`; it trains the parameters of this graph's optimizer, and no others.
-        compute: `compute(model, batch)` -> tensors by name, one row for each row of the batch; runs in
-            eval mode, without gradients.
+        compute: `compute(model, batch)` -> tensors by name, one row for each row of the batch; runs
+            in eval mode, without gradients.
         inputs: names of the batch's outermost entries that it reads. None: all of them.
-        feeds: entry of the batch passed to the function -> "graph.output" of an earlier graph, which has
-            run on the same batch.
-        optimizer: `optimizer(model)`, over the parameters that this graph trains; those that its loss
-            reaches are updated. None: `Job.optimizer`, which all graphs without their own share.
-        schedule: schedule of this optimizer; its steps are this optimizer's updates. None: `Job.schedule`.
+        feeds: entry of the batch passed to the function -> "graph.output" of an earlier graph,
+            which has run on the same batch.
+        optimizer: `optimizer(model)`, over the parameters that this graph trains; those that its
+            loss reaches are updated. None: `Job.optimizer`, which all graphs without their own
+            share.
+        schedule: schedule of this optimizer; its steps are this optimizer's updates. None:
+            `Job.schedule`.
         clip_norm: like `Job.clip_norm`, for this graph's gradient. None: the job's.
         clip_value: like `Job.clip_value`. None: the job's.
-        ema: moving average of the parameters that this graph trains, updated with them. None: the job's.
+        ema: moving average of the parameters that this graph trains, updated with them. None: the
+            job's.
     """
 
     loss: LossFunction | None = None
@@ -120,8 +124,8 @@ class Turn:
         times: number of consecutive runs, each with an update.
         every: run only in rounds start, start + every, start + 2 * every, ...
         start: the first such round, from 0.
-        fresh: True: each run uses the next batch of the data. False: it uses the round's own batch, which
-            all turns share that are not fresh.
+        fresh: True: each run uses the next batch of the data. False: it uses the round's own batch,
+            which all turns share that are not fresh.
     """
 
     graph: str
@@ -137,8 +141,8 @@ class Asset:
 
     Attributes:
         source: its path, or its bytes. The path of a folder includes all files in it.
-        media_type: media type of the file, or of each file in the folder: "text/markdown". None: derived
-            from the file's name; docs/assets.md has the table.
+        media_type: media type of the file, or of each file in the folder: "text/markdown". None:
+            derived from the file's name; docs/assets.md has the table.
     """
 
     source: str | os.PathLike[str] | bytes
@@ -154,47 +158,52 @@ class Job:
 
     Attributes:
         model: the module, with its weights, on any device.
-        batch: an example batch, input name -> tensor; or nested dicts, lists, tuples, named tuples or
-            dataclasses of tensors, which become inputs with dotted names ("mask.left", "pair.0"). Every
-            tensor's leading dim is the batch dim, with 2 rows or more, except as declared in `shared` and
-            `dynamic`. None, numbers and strings in it are constants of the graphs.
-        loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above. None:
-            `model(**batch)` returns it.
-        optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters, or
-            several, each over some of them. None: each of `graphs` has its own.
+        batch: an example batch, input name -> tensor; or nested dicts, lists, tuples, named tuples
+            or dataclasses of tensors, which become inputs with dotted names ("mask.left",
+            "pair.0"). Every tensor's leading dim is the batch dim, with 2 rows or more, except as
+            declared in `shared` and `dynamic`. None, numbers and strings in it are constants of the
+            graphs.
+        loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above.
+            None: `model(**batch)` returns it.
+        optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters,
+            or several, each over some of them. None: each of `graphs` has its own.
         schedule: `schedule(step)` -> factor on each group's learning rate, for step 0, 1, ...; or a
             `torch.optim.lr_scheduler` factory that receives the optimizer. None: constant.
-        predict: `predict(model, batch)` -> the predictions of the trained model. None: no predict graph.
-        predict_inputs: names of the batch's outermost entries that predict reads. None: all of them.
+        predict: `predict(model, batch)` -> the predictions of the trained model. None: no predict
+            graph.
+        predict_inputs: names of the batch's outermost entries that predict reads. None: all of
+            them.
         dynamic: (dotted) input name -> {dim: torch.export.Dim, one derived from it such as 2*dim,
-            Dim.AUTO, Dim.DYNAMIC, Dim.STATIC, the size, or None}, or one of these for each dim. Dims that
-            are not declared are fixed, except for the leading dim of every input, which is dynamic (one
-            dim, named "batch") unless declared as `{0: Dim.STATIC}`. For an input whose rows are in
-            another dim, declare that dim: `{"state": {1: Dim("batch")}}`. See docs/shapes.md.
-        shared: (dotted) names of tensors of the batch that are the same for all rows of every batch: class
-            weights, anchors, a mask. The package stores their values, and data sets do not contain them. A
-            container's name includes all tensors in it. See docs/shapes.md.
+            Dim.AUTO, Dim.DYNAMIC, Dim.STATIC, the size, or None}, or one of these for each dim.
+            Dims that are not declared are fixed, except for the leading dim of every input, which
+            is dynamic (one dim, named "batch") unless declared as `{0: Dim.STATIC}`. For an input
+            whose rows are in another dim, declare that dim: `{"state": {1: Dim("batch")}}`. See
+            docs/shapes.md.
+        shared: (dotted) names of tensors of the batch that are the same for all rows of every
+            batch: class weights, anchors, a mask. The package stores their values, and data sets do
+            not contain them. A container's name includes all tensors in it. See docs/shapes.md.
         steps: length of the run: optimizer updates, or rounds of the loop if there are `graphs`.
-        global_batch: rows of one optimizer update, over all workers and microbatches. None: the number of
-            rows of the example.
-        clip_norm: maximum global L2 norm of the gradient of the optimized parameters. None: no clipping.
-        clip_value: maximum absolute value of each element of the gradient. None: no clipping. At most one
-            of the two may be set.
+        global_batch: rows of one optimizer update, over all workers and microbatches. None: the
+            number of rows of the example.
+        clip_norm: maximum global L2 norm of the gradient of the optimized parameters. None: no
+            clipping.
+        clip_value: maximum absolute value of each element of the gradient. None: no clipping. At
+            most one of the two may be set.
         ema: a moving average of the parameters. None: no average.
         loss_scaling: loss scaling for float16 under autocast. None: the loss is not scaled.
         seed: seed of dropout masks and of the order of the data.
-        assets: name -> file to include in the package (a tokenizer, a licence, a model card): a path,
-            bytes, or an `Asset`. A name may contain folders ("tokenizer/vocab.json"); for a folder of
-            files it is the folder's name. See docs/assets.md.
-        graphs: several graphs by name, instead of `loss`. The first one that trains is the main one: its
-            loss is the run's.
+        assets: name -> file to include in the package (a tokenizer, a licence, a model card): a
+            path, bytes, or an `Asset`. A name may contain folders ("tokenizer/vocab.json"); for a
+            folder of files it is the folder's name. See docs/assets.md.
+        graphs: several graphs by name, instead of `loss`. The first one that trains is the main
+            one: its loss is the run's.
         variants: further example batches by name, each with other entries, constants or shapes than
-            `batch`; every graph is captured for each. A run passes a batch to the first variant that
-            accepts it, starting with `batch`. See docs/variants.md.
-        replays: further batches, each run by the variant that accepts it, on which the freeze compares
-            the graphs with eager mode.
-        loop: the turns of a round, in order; the name of a graph stands for one run of it. None: every
-            graph once, in the order of `graphs`.
+            `batch`; every graph is captured for each. A run passes a batch to the first variant
+            that accepts it, starting with `batch`. See docs/variants.md.
+        replays: further batches, each run by the variant that accepts it, on which the freeze
+            compares the graphs with eager mode.
+        loop: the turns of a round, in order; the name of a graph stands for one run of it. None:
+            every graph once, in the order of `graphs`.
     """
 
     model: torch.nn.Module

@@ -1,4 +1,6 @@
-"""A job's loss and predict functions as modules for torch.export: a flat batch in, one flat tuple of tensors out.
+"""A job's loss and predict functions as modules for torch.export.
+
+They take a flat batch and return one flat tuple of tensors.
 
 The user's functions receive the batch nested like `Job.batch`, with its constants.
 """
@@ -46,7 +48,8 @@ class Traced(nn.Module):
         inputs: names of its leaves, sorted.
         signature: outputs of its last call.
         watched: returns the context in which forward runs, for the leaves; set by a trace.
-        differentiates: True if it computes gradients itself, so that evaluation needs grad mode too.
+        differentiates: True if it computes gradients itself, so that evaluation needs grad mode
+            too.
         runs: True if it can run in eager mode, which needs values.
     """
 
@@ -184,7 +187,8 @@ class TensorsFunction(Traced):
 def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function renamed to forward.
 
-    torch.export keeps only stack frames of that name, and nodes would have no line in the loss otherwise.
+    torch.export keeps only stack frames of that name, and nodes would have no line in the loss
+    otherwise.
     """
     if not isinstance(function, types.FunctionType):
         return function

@@ -1,8 +1,8 @@
 """Replaces a model's tensors without values by ordinary CPU tensors that take no memory.
 
-Each is mapped from one sparse file that is never read: a trace needs only shapes, strides and dtypes.
-So the graphs equal those of a model with values, and a model of any size fits. A model on the meta
-device, in contrast, would put "meta" into its graphs (factory calls, autocast).
+Each is mapped from one sparse file that is never read: a trace needs only shapes, strides and
+dtypes. So the graphs equal those of a model with values, and a model of any size fits. A model on
+the meta device, in contrast, would put "meta" into its graphs (factory calls, autocast).
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def _mapped(value: Tensor, path: str) -> Tensor:
 
 @contextmanager
 def _sparse_file(size: int) -> Iterator[str]:
-    """Yield the path of a sparse file of this many bytes; mappings of it remain valid after it is removed."""
+    """Yield the path of a sparse file of this many bytes.
+
+    Mappings of it remain valid after it is removed.
+    """
     try:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             os.truncate(file.fileno(), size)

@@ -1,4 +1,4 @@
-"""Converts the example batch, nested as the user's code takes it, to leaf tensors with dotted names, and back."""
+"""Converts a nested example batch to leaf tensors with dotted names, and back."""
 
 from __future__ import annotations
 
@@ -41,17 +41,23 @@ class Placed:
 
 
 def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Tensor]:
-    """Return the inputs of a batch by dotted name ("mask.left", "pair.0"), sorted by name: (rows, ...) tensors.
+    """Return the inputs of a batch by dotted name, sorted by name: (rows, ...) tensors.
 
-    The rows of a `Placed` tensor are moved to the front; one that is the same for every batch is not an input.
+    Names are "mask.left", "pair.0", for example.
+
+    The rows of a `Placed` tensor are moved to the front; one that is the same for every batch is
+    not an input.
 
     Args:
-        batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of these, to any depth.
+        batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of
+            these, to any depth.
         values: True if the tensors must have values.
 
     Raises:
-        JobError: if a name is not usable for an input, an entry has another type, or there is no tensor.
-        CaptureError: if a tensor has a class with behaviour of its own, is not dense, or has no values.
+        JobError: if a name is not usable for an input, an entry has another type, or there is no
+            tensor.
+        CaptureError: if a tensor has a class with behaviour of its own, is not dense, or has no
+            values.
     """
     if not batch:
         raise JobError("the example batch is empty", where="Job.batch", cure="Give one real batch, input name -> tensor.")
@@ -107,13 +113,16 @@ def structure_of(value: Any) -> str:
 
 
 def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a batch as the user's functions take it: nested like `batch`, with its constants, and `leaves` as its tensors.
+    """Return a batch as the user's functions take it.
+
+    It is nested like `batch`, with its constants, and `leaves` as its tensors.
 
     Dataclasses are copied field by field: neither `__init__` nor `__post_init__` runs.
 
     Args:
         batch: the example.
-        leaves: (rows, ...) tensors by dotted name; the rows of a `Placed` tensor are moved back to its dim.
+        leaves: (rows, ...) tensors by dotted name; the rows of a `Placed` tensor are moved back to
+            its dim.
     """
 
     def made(name: str, value: Any) -> Any:
@@ -125,7 +134,7 @@ def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str,
 
 
 def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
-    """Return a value with every entry that is not a container replaced by `function(dotted name, entry)`."""
+    """Return a value with each non-container entry replaced by `function(name, entry)`."""
     parts = _parts(value)
     if parts is None:
         return function(name, value)
@@ -158,7 +167,7 @@ def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """Return the entries of a container that can be rebuilt from them, by key; None for anything else."""
+    """Return a container's entries by key if it can be rebuilt from them, else None."""
     if type(value) in (dict, OrderedDict):
         if len({str(key) for key in value}) < len(value):
             raise JobError("a dict with two keys of one spelling", where="Job.batch", expected="different names", got=repr(list(value)[:8]))

@@ -19,10 +19,12 @@ _USUAL = "batch"
 
 
 def arranged(job: Job) -> Job:
-    """Return the job with the rows of every input in its leading dim; the job itself if they already are.
+    """Return the job with the rows of every input in its leading dim.
 
-    Tensors with rows in another dim, or that all rows share, become `Placed` in its batches, so that its
-    functions receive them in their original form.
+    If they already are, it is the job itself.
+
+    Tensors with rows in another dim, or that all rows share, become `Placed` in its batches, so
+    that its functions receive them in their original form.
 
     Raises:
         JobError: if `Job.shared` or `Job.dynamic` name inputs that the batches lack, contradict one
@@ -77,7 +79,7 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
 
 
 def _places(said: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
-    """Yield (input, dim of its rows) for inputs that declare another dim than the leading one as the batch dim."""
+    """Yield (input, dim of its rows) for inputs whose batch dim is not the leading one."""
     named = {name: {dim: spec.__name__ for dim, spec in dims.items() if _is_plain(spec)} for name, dims in said.items()}
     leading = {dims[0] for dims in named.values() if 0 in dims}
     rows = next(iter(leading)) if len(leading) == 1 and not any(_USUAL in dims.values() for dims in named.values()) else _USUAL
@@ -93,7 +95,7 @@ def _is_plain(spec: Any) -> bool:
 
 
 def _moved(dims: Mapping[int, Any], place: int) -> dict[int, Any]:
-    """Return declarations of an input's dims, renumbered after one dim has been moved to the front."""
+    """Return declarations of an input's dims, renumbered after moving one dim to the front."""
     return {0 if dim == place else dim + (dim < place): spec for dim, spec in dims.items()}
 
 

@@ -1,4 +1,4 @@
-"""A model's parameters and buffers: their specs, checks that they can be stored, and restoring them after a replay."""
+"""A model's parameters and buffers: specs, checks, and restoring them after a replay."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from trainload.core.errors import CaptureError, JobError, raised
 
 
 def check_model(model: object) -> nn.Module:
-    """Return the model if its parameters and buffers can be stored: ordinary tensors with values, no two of which share memory.
+    """Return the model if its parameters and buffers can be stored.
+
+    They must be ordinary tensors with values, no two of which share memory.
 
     Raises:
-        JobError: if it is not a module, has a name that a package cannot hold, or was made in inference mode.
-        CaptureError: if it is scripted or wrapped for distribution, holds tensors without values (meta,
-            fake, lazy), of a class with behaviour of its own or parameters that are not floating point,
-            or if two parameters are different objects on one memory.
+        JobError: if it is not a module, has a name that a package cannot hold, or was made in
+            inference mode.
+        CaptureError: if it is scripted or wrapped for distribution, holds tensors without values
+            (meta, fake, lazy), of a class with behaviour of its own or parameters that are not
+            floating point, or if two parameters are different objects on one memory.
     """
     if not isinstance(model, nn.Module):
         raise JobError("not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
@@ -72,7 +75,10 @@ def _wrappers() -> tuple[type, ...]:
 
 
 def _check_not_inference(model: nn.Module) -> None:
-    """Check that no parameter or buffer was made in inference mode: such a tensor cannot be written to outside of it."""
+    """Check that no parameter or buffer was made in inference mode.
+
+    Such a tensor cannot be written to outside of it.
+    """
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_inference():
@@ -85,7 +91,10 @@ def _check_not_inference(model: nn.Module) -> None:
 
 
 def _check_floating(model: nn.Module) -> None:
-    """Check that parameters are floating point: ranks store all of them, frozen ones too, in floating-point buckets."""
+    """Check that all parameters are floating point.
+
+    Ranks store them, frozen ones too, in floating-point buckets.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             owner, _, own = name.rpartition(".")
@@ -143,12 +152,13 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Restore every module's train or eval mode, and every parameter's `requires_grad`, on exit.
 
     Yields:
-        A function that sets the model to train mode (True) or eval mode (False) like `model.train(mode)`.
-        In train mode, a module that the user had set to eval mode within a model in train mode (a frozen
-        normalization, a teacher) stays in eval mode.
+        A function that sets the model to train mode (True) or eval mode (False) like
+        `model.train(mode)`. In train mode, a module that the user had set to eval mode within a
+        model in train mode (a frozen normalization, a teacher) stays in eval mode.
 
     Raises:
-        CaptureError: raised by the yielded function if an overridden `train()` also changes values of the model.
+        CaptureError: raised by the yielded function if an overridden `train()` also changes values
+            of the model.
     """
     before = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -180,7 +190,7 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
 
 @contextmanager
 def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]:
-    """Raise CaptureError if the model's parameters or buffers change inside the block, and restore them.
+    """Raise CaptureError if the model's values change inside the block, and restore them.
 
     overridden: a module with a `train()` of its own.
     """
@@ -204,7 +214,10 @@ def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (objects and values), gradients and random generators on exit, and remove what was registered inside."""
+    """Restore buffers, gradients and random generators on exit.
+
+    Buffers are restored as objects and in value; what was registered inside is removed.
+    """
     held = [
         (module, name, value, value.detach().clone())
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""Names of parameters, buffers, modules and inputs. They are data: any printable text is allowed."""
+"""Names of parameters, buffers, modules and inputs: data, of any printable text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainload.core.errors import JobError
 LONGEST = 512
 """Maximum length of a dotted name in characters."""
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories of control and format characters, surrogates, and line and paragraph separators."""
+"""Unicode categories: control, format, surrogates, line and paragraph separators."""
 
 
 def is_part(text: str) -> bool:
-    """Return True if a text can be one part of a dotted name: not empty, without dots, printable."""
+    """Return True for a text that can be a part of a dotted name: printable, without dots."""
     return bool(text) and "." not in text and not any(unicodedata.category(character) in _UNPRINTABLE for character in text)
 
 

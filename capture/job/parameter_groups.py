@@ -19,10 +19,11 @@ def parameter_groups(
         torch.optim.AdamW(trainload.parameter_groups(model, {"*.bias": {"weight_decay": 0.0}}, rest={"weight_decay": 0.1}))
 
     Args:
-        model: its parameters with `requires_grad` are sorted; a tied one has several names, and is in one group.
-        patterns: pattern -> options of its group. `*` matches any characters, `?` one character, `[ab]`
-            one of those listed; case matters. A parameter belongs to the first pattern that matches one of
-            its names.
+        model: its parameters with `requires_grad` are sorted; a tied one has several names, and is
+            in one group.
+        patterns: pattern -> options of its group. `*` matches any characters, `?` one character,
+            `[ab]` one of those listed; case matters. A parameter belongs to the first pattern that
+            matches one of its names.
         rest: options of the group of all others; None: the optimizer's defaults.
         only: leave out all others, to be trained by another optimizer or not at all.
 

@@ -17,7 +17,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Batches with the same structure, constants and inputs, and the same dtype and number of dims for each input.
+    """Batches with the same structure, constants and inputs.
+
+    Each input has the same dtype and number of dims in all of them.
 
     Attributes:
         inputs: name -> dtype as torch spells it, sorted.
@@ -39,7 +41,10 @@ class Family:
         return sum(self.seen.values())
 
     def varied(self) -> dict[str, tuple[int, ...]]:
-        """Return input -> dims other than the batch dim that had several sizes; inputs without any are left out."""
+        """Return input -> dims that had several sizes.
+
+        The batch dim, and inputs without such dims, are left out.
+        """
         found = {}
         for place, name in enumerate(self.inputs):
             shapes = [each[place] for each in self.seen]

@@ -21,14 +21,19 @@ from trainload.core.errors import CaptureError
 _OTHER_MEMORY = frozenset({torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_})
 _USED = "tensor that forward uses"
 _MOST_WORK = 10**6
-"""Bound on numpy's exact search for a common element of two strided arrays, which is exponential in the number of dims.
+"""Bound on numpy's exact search for a common element of two strided arrays.
+
+The search is exponential in the number of dims.
 
 Undecided cases count as overlapping.
 """
 
 
 class _Memory:
-    """The bytes of a tensor, as numpy describes an array; nothing is read, so the device does not matter."""
+    """The bytes of a tensor, as numpy describes an array.
+
+    Nothing is read, so the device does not matter.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
@@ -54,14 +59,16 @@ class _Memory:
 
 
 def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) -> None:
-    """Check that tensors that training changes share memory with no other tensor, and that their elements do not overlap.
+    """Check that tensors that training changes share memory with no other tensor.
+
+    Their own elements must not overlap either.
 
     Views of one storage without a common element, such as columns of one fused tensor, are allowed.
 
     Args:
         changing: "parameter NAME" or "buffer NAME" -> a tensor that an update or a step writes to.
-        fixed: the same, or any other description -> a tensor that nothing writes to; these may share
-            memory with each other.
+        fixed: the same, or any other description -> a tensor that nothing writes to; these may
+            share memory with each other.
 
     Raises:
         CaptureError: if two share memory; the message names both.
@@ -90,7 +97,7 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
 
 
 def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, written: Set[str] = frozenset()) -> None:
-    """Check that the tensors of a model that training changes share memory with no other tensor of it.
+    """Check that a model's tensors that training changes share memory with no other one.
 
     Args:
         model: training changes its parameters that require a gradient.
@@ -98,11 +105,14 @@ def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, wri
         written: buffers that a call of the graph writes to; training changes them, too.
 
     Raises:
-        CaptureError: if two share memory; the message names both, a constant by the line that uses it.
+        CaptureError: if two share memory; the message names both, a constant by the line that uses
+            it.
     """
     changing, fixed = dict[str, Tensor](), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         (changing if parameter.requires_grad else fixed)[f"parameter {name}"] = parameter.detach()
+    # With duplicates: a batch norm under two names has one set of statistics in eager mode, but two
+    # in a package.
     for name, buffer in model.named_buffers(remove_duplicate=False):
         (changing if name in written else fixed)[f"buffer {name}"] = buffer
     if exported is not None:

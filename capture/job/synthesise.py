@@ -1,8 +1,10 @@
-"""Statistics of an example batch, and batches generated from them, so that a graph can run where there is no data.
+"""Statistics of an example batch, and batches generated from them.
 
-The rows themselves are not stored: they may be private, and would make the package larger. Instead a
-few evenly spaced values of each input are. They are the example's own, so a generated batch holds no
-token outside of the vocabulary, and the -100 that a loss ignores about as often as the example.
+With these a graph can run where there is no data.
+
+The rows themselves are not stored: they may be private, and would make the package larger. Instead
+a few evenly spaced values of each input are. They are the example's own, so a generated batch holds
+no token outside of the vocabulary, and the -100 that a loss ignores about as often as the example.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from trainload.capture.program import GraphCapture, InputSpec, Program
 from trainload.core.errors import DataError
 
 QUANTILES = 17
-"""Number of stored values of an input: the smallest, the greatest and those at each sixteenth between."""
+"""Number of stored values of an input: smallest, greatest and those at each sixteenth between."""
 _CURE = "Give rows to compare on: --data, or data=."
 
 
@@ -36,7 +38,9 @@ def with_quantiles(program: Program, examples: Mapping[str, Mapping[str, Tensor]
 
 
 def quantiles_of(values: Tensor) -> tuple[int | float, ...]:
-    """Return QUANTILES entries of `values` (any shape), ascending, evenly spaced in rank; () if none is a finite real number.
+    """Return QUANTILES entries of `values` (any shape), ascending, evenly spaced in rank.
+
+    () if none is a finite real number.
 
     bool counts as 0 and 1.
     """
@@ -55,13 +59,13 @@ def quantiles_of(values: Tensor) -> tuple[int | float, ...]:
 
 
 def synthesise(capture: GraphCapture, seed: int, more_rows: int = 0) -> dict[str, Tensor]:
-    """Return a batch similar to the graph's example: with its sizes, and with values between its quantiles.
+    """Return a batch with the example's sizes, and with values between its quantiles.
 
     Args:
         capture: the graph; the hints of its sizes are the example's sizes.
         seed: seed of the values.
-        more_rows: rows beyond the example's; fewer rows than the example's if the graph does not accept
-            more; ignored if their number is fixed.
+        more_rows: rows beyond the example's; fewer rows than the example's if the graph does not
+            accept more; ignored if their number is fixed.
 
     Raises:
         DataError: if an integer input has no quantiles.

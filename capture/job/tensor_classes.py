@@ -1,10 +1,12 @@
-"""Tensors that differ from plain dense tensors: subclasses with behaviour, other layouts, tensors without values.
+"""Rejects tensors that differ from plain dense tensors.
+
+These are subclasses with behaviour, other layouts, and tensors without values.
 
 A subclass without behaviour of its own (it overrides nothing of `torch.Tensor`) computes what a
-tensor computes, and is captured as one. Any other class decides in Python what its operators do. In a
-trace every parameter and input is a fake tensor, whatever its class was, so the graph would lack what
-the class does, or have it over tensors that are not parameters of the model. Such a tensor is rejected
-by name.
+tensor computes, and is captured as one. Any other class decides in Python what its operators do. In
+a trace every parameter and input is a fake tensor, whatever its class was, and cannot be converted
+to another class (`as_subclass` raises). The graph would lack what the class does, or have it over
+tensors that are not parameters of the model. Such a tensor is rejected by name.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _ASKING = frozenset({"__get__", "size", "dim", "stride", "numel", "is_floating_p
 class _Special:
     """The reason why a tensor cannot be captured, and code that replaces it.
 
-    `code` takes the expression by which the user reaches the tensor, and what it is ("parameter", "input", ...).
+    `code` takes the expression by which the user reaches the tensor, and what it is ("parameter",
+    "input", ...).
     """
 
     cause: Cause
@@ -49,7 +52,10 @@ class _Special:
 
 
 def behaviour_of(cls: type) -> tuple[str, ...]:
-    """Return the attributes of `torch.Tensor` that a subclass overrides, sorted; () for a class that computes what a tensor computes."""
+    """Return the attributes of `torch.Tensor` that a subclass overrides, sorted.
+
+    () for a class that computes what a tensor computes.
+    """
     known = set(dir(Tensor)) - _HARMLESS
     own = [base for base in cls.__mro__ if issubclass(base, Tensor) and base not in (Tensor, nn.Parameter, nn.Buffer)]
     return tuple(sorted({name for base in own for name in vars(base)} & known))

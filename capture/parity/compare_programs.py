@@ -23,9 +23,10 @@ class Difference:
         graph: name of the graph ("train").
         value: "loss 'loss'", "gradient of a.weight", "buffer mean", ...
         distance: L2, relative to the norm of the first graph's value (for a gradient that is mostly
-            rounding error: to a larger norm); 0 if all bits are equal; infinite if shapes differ, or if
-            only one has a value or a NaN there.
-        tolerance: largest distance that counts as equal, by the precisions that the first graph computes in.
+            rounding error: to a larger norm); 0 if all bits are equal; infinite if shapes differ,
+            or if only one has a value or a NaN there.
+        tolerance: largest distance that counts as equal, by the precisions that the first graph
+            computes in.
     """
 
     graph: str
@@ -40,21 +41,25 @@ class Difference:
 
 
 def compare(name: str, before: Program, after: Program, batches: Sequence[Mapping[str, Tensor]]) -> Difference:
-    """Run one graph of two programs on the same batches, each with its own seed, and return the largest difference.
+    """Run one graph of two programs on the same batches and return the largest difference.
 
-    Outputs and buffers are compared, and for a training graph every parameter's gradient. Dropout is on,
-    from the same generator state for both graphs: a graph that draws other random numbers, or in another
-    order, differs.
+    Each batch has its own seed.
+
+    Outputs and buffers are compared, and for a training graph every parameter's gradient. Dropout
+    is on, from the same generator state for both graphs: a graph that draws other random numbers,
+    or in another order, differs.
 
     Args:
         name: name of the graph.
-        before: the reference program. Its state is used for both; both programs have the same state.
+        before: the reference program. Its state is used for both; both programs have the same
+            state.
         after: the program to check.
         batches: batches on the CPU.
 
     Raises:
         CaptureError: if a graph fails, or the second writes to a parameter.
-        DataError: if the first graph's loss is not finite on a batch, so that a comparison would show nothing.
+        DataError: if the first graph's loss is not finite on a batch, so that a comparison would
+            show nothing.
     """
     first, second = before.graphs[name], after.graphs[name]
     state = {key: before.state[key] for key in before.state}

@@ -1,8 +1,9 @@
-"""Distances between tensors, used wherever a graph is compared with the one that it was derived from.
+"""Distances between tensors, for comparing a graph with the one it was derived from.
 
-Everything is computed in float64, one block of entries at a time: float64 copies of a gradient would
-take four times its memory, and writing them would take longer than the comparison. Only finite entries
-enter a norm, since one infinity would make the norm infinite and every relative distance 0.
+Everything is computed in float64, one block of entries at a time: float64 copies of a gradient
+would take four times its memory, and writing them would take longer than the comparison. Only
+finite entries enter a norm, since one infinity would make the norm infinite and every relative
+distance 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 _NOISE = 1e-6
 _MARGIN = 8.0
-"""Factor on a gradient's change when the weights change in their last bit, up to which it may differ.
+"""A gradient may differ by this many times its change under a last-bit change of the weights.
 
 It has no more digits than that, as long as the change is small compared to all gradients. So a bias
 before a BatchNorm or a softmax, whose gradient is zero except for rounding, does not forbid every
@@ -26,9 +27,12 @@ _BLOCK = 2**17
 
 
 def relative_distance(expected: Tensor | None, got: Tensor | None, floor: float = 0.0) -> float:
-    """Return the L2 distance of the finite entries, relative to the expected tensor's norm, or to `floor` if that is larger.
+    """Return the L2 distance of the finite entries, relative to the expected tensor's norm.
 
-    Infinite if shapes, dtypes, or the positions of NaN or of infinities differ; None counts as zeros.
+    It is relative to `floor` if that is larger.
+
+    Infinite if shapes, dtypes, or the positions of NaN or of infinities differ; None counts as
+    zeros.
     """
     if expected is None or got is None:
         present = got if expected is None else expected
@@ -54,12 +58,17 @@ def absolute_distance(expected: Tensor, got: Tensor) -> float:
 
 
 def noise_floor(gradients: Iterable[Tensor | None]) -> float:
-    """Return the least norm to which a gradient's distance is relative: a millionth of the norm of all gradients' finite entries."""
+    """Return the least norm to which a gradient's distance is relative.
+
+    It is a millionth of the norm of all gradients' finite entries.
+    """
     return _NOISE * norm_of(gradients)
 
 
 def digits_floor(gradient: Tensor, moved: Tensor, tolerance: float, total: float) -> float:
-    """Return the norm below which a gradient has no more digits than the tolerance leaves; distances are relative to at least this.
+    """Return the norm below which a gradient has no more digits than the tolerance leaves.
+
+    Distances are relative to at least this.
 
     Args:
         gradient: the gradient.
@@ -71,12 +80,18 @@ def digits_floor(gradient: Tensor, moved: Tensor, tolerance: float, total: float
 
 
 def tolerance_for(gradient: Tensor | None, tolerance: float) -> float:
-    """Return the tolerance of a gradient: at least half a unit of its last place, since each addition rounds a bfloat16 sum by as much."""
+    """Return the tolerance of a gradient: at least half a unit of its last place.
+
+    Each addition rounds a bfloat16 sum by as much.
+    """
     return tolerance if gradient is None else max(tolerance, torch.finfo(gradient.dtype).eps / 2)
 
 
 def nudged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with each floating-point entry moved one bit up or down; names of one tensor remain names of one."""
+    """Return the tensors with each floating-point entry moved one bit up or down.
+
+    Names of one tensor remain names of one.
+    """
     generator = torch.Generator().manual_seed(0)
     made: dict[int, Tensor] = {}
     for value in state.values():

@@ -1,9 +1,9 @@
-"""Evaluates a captured graph in float64, as the reference for graphs that compute in bfloat16 or float16.
+"""Evaluates a captured graph in float64, as the reference for bfloat16 and float16 graphs.
 
-Two orders of the same bfloat16 operations differ by 3e-3, though neither is wrong: more than any fixed
-tolerance that would still detect a fault. The difference depends on the graph and on its values. So
-both are compared with the same graph in float64, and the captured one must be no further from it than
-eager mode, up to a small factor.
+Two orders of the same bfloat16 operations differ by 3e-3, though neither is wrong: more than any
+fixed tolerance that would still detect a fault. The difference depends on the graph and on its
+values. So both are compared with the same graph in float64, and the captured one must be no further
+from it than eager mode, up to a small factor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainload.capture.program import GraphCapture
 from trainload.capture.source.quiet import ignore_torchs_warnings
 
 _FACTOR = 3.0
-"""A captured value may be this many times as far from float64 as that of eager mode: each has its own rounding errors."""
+"""Factor on eager mode's distance from float64: each side has its own rounding errors."""
 _aten = torch.ops.aten
 Key = tuple[str, str]
 """Kind and name of a value, such as ("gradient", "layer.weight")."""
@@ -37,15 +37,18 @@ class Reference:
 
     Attributes:
         values: the values; None for the gradient of a parameter that the loss does not reach.
-        typical: distance of eager mode from them, over all gradients together, but at least the rounding
-            error of the least precise dtype in the graph. A single value of eager mode may be closer by chance.
+        typical: distance of eager mode from them, over all gradients together, but at least the
+            rounding error of the least precise dtype in the graph. A single value of eager mode may
+            be closer by chance.
     """
 
     values: Mapping[Key, Tensor | None]
     typical: float
 
     def allows(self, key: Key, expected: Tensor | None, got: Tensor | None, floor: float = 0.0) -> bool:
-        """Return True if a captured value is no further from float64 than that of eager mode, up to a small factor.
+        """Return True if a captured value is about as close to float64 as eager mode's.
+
+        Up to a small factor it must be no further away.
 
         Args:
             key: key of the value.
@@ -71,7 +74,8 @@ def reference_of(
 
     Args:
         capture: the graph.
-        call: calls a graph on the compared inputs, in float64, and returns its values, including gradients.
+        call: calls a graph on the compared inputs, in float64, and returns its values, including
+            gradients.
         gradients: gradients of eager mode, by the same keys.
     """
     least = least_precise(capture.exported.graph_module)
@@ -89,13 +93,16 @@ def reference_of(
 
 
 def least_precise(module: GraphModule) -> torch.dtype:
-    """Return the floating-point dtype with the fewest digits among a graph's values; float32 if there is none."""
+    """Return the floating-point dtype with the fewest digits among a graph's values.
+
+    float32 if there is none.
+    """
     dtypes = {value.dtype for node in calls_in(module) if isinstance(value := node.meta.get("val"), Tensor) and value.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with floating-point ones in float64; names of one tensor remain names of one."""
+    """Return the tensors with floating-point ones in float64; tied names remain tied."""
     made: dict[int, Tensor] = {}
     for value in tensors.values():
         if id(value) not in made:
@@ -104,7 +111,9 @@ def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_float64(capture: GraphCapture) -> GraphCapture:
-    """Return a copy of a graph that computes in float64, given float64 in place of floating-point inputs.
+    """Return a copy of a graph that computes in float64.
+
+    Its floating-point inputs must be float64 too.
 
     Random numbers are drawn in their original dtype, so that they are the same.
     """
@@ -131,7 +140,7 @@ def _raised(value: Any) -> Any:
 
 
 def _draw_as_before(module: GraphModule, node: Node) -> None:
-    """Cast the operands of a random operator down to their original dtypes, and its results up again."""
+    """Cast a random operator's operands to their original dtypes, and its results back."""
     with module.graph.inserting_before(node):
         for source in node.all_input_nodes:
             value = source.meta.get("val")

@@ -1,4 +1,4 @@
-"""Finds the module at which a captured graph starts to differ from eager mode, for error messages."""
+"""Finds the module at which a captured graph starts to differ from eager mode, for errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Distance = Callable[[Tensor, Tensor], float]
 
 
 class _Matcher(Interpreter):
-    """Runs a captured graph and keeps, for each module, the value in it that equals the module's eager output."""
+    """Runs a captured graph and keeps the values that equal modules' eager outputs."""
 
     def __init__(
         self, module: GraphModule, outputs: dict[str, Tensor], matched: dict[str, Tensor], distance: Distance, most: float
@@ -48,7 +48,9 @@ class _Matcher(Interpreter):
 def part_company(
     graph: GraphModule, function: nn.Module, batch: dict[str, Tensor], arguments: Sequence[Tensor], distance: Distance, most: float
 ) -> str:
-    """Return the first module, in the order in which modules finish, whose output or gradient differs from eager mode.
+    """Return the first module whose output or gradient differs from eager mode.
+
+    Modules are in the order in which they finish.
 
     Args:
         graph: the captured graph; its first output is compared by gradient if it requires one.
@@ -59,7 +61,8 @@ def part_company(
         most: largest distance that counts as equal.
 
     Returns:
-        "module a.b", "module b, or between module a and it", "after module c", or "" if every module agrees.
+        "module a.b", "module b, or between module a and it", "after module c", or "" if every
+        module agrees.
     """
     model = function.get_submodule("model")
     outputs: dict[str, Tensor] = {}

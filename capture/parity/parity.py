@@ -32,7 +32,7 @@ from trainload.capture.watching.saved_tensors import given_back
 from trainload.core.errors import CaptureError, JobError, RequestError
 
 FULL_PRECISION_TOLERANCE = 1e-5
-"""Maximum L2 distance between a captured and an eager tensor, relative to the eager tensor's norm."""
+"""Maximum L2 distance of a captured from an eager tensor, relative to the eager norm."""
 LOW_PRECISION_TOLERANCE = 1e-3
 """Like FULL_PRECISION_TOLERANCE, for graphs that compute in float16 or bfloat16 somewhere."""
 _SEED = 20_240_229
@@ -52,8 +52,8 @@ def check_parity(
         function: the captured function, in the same mode; its model's buffers are changed.
         batches: result of `replays.replay_batches`.
         constants: tensor constants by "graph/name".
-        kept: receives a training graph's results on each batch on which they depend only on the batch
-            and the model's initial state.
+        kept: receives a training graph's results on each batch on which they depend only on the
+            batch and the model's initial state.
 
     Returns:
         Names of the parameters that require a gradient and receive none.
@@ -99,7 +99,7 @@ def _compare(
     seed: int,
     kept: list[Replayed] | None,
 ) -> tuple[set[str], set[Holder], Tensor]:
-    """Return the names of the parameters without a gradient, the Python numbers that the call changed, and the loss in eager mode."""
+    """Return the parameters without a gradient, the changed Python numbers, and the eager loss."""
     model = function.get_submodule("model")
     training = captured.training
     rows = next(iter(batch.values())).shape[0]
@@ -230,7 +230,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return copies as leaf tensors: a parameter's hook is part of the graph, and must not run a second time."""
+    """Return copies as leaf tensors.
+
+    A parameter's hook is part of the graph, and must not run a second time.
+    """
     made = {id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()}  # contiguous, as in a package
     return {name: made[id(p)] for name, p in parameters.items()}
 
@@ -307,7 +310,9 @@ def replaying(training: bool, seed: int) -> Iterator[None]:
 def _eager_gradients(
     outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor | None]:
-    """Compute gradients by backward() as a training loop does, since reentrant checkpoints do not support torch.autograd.grad.
+    """Compute gradients by backward() as a training loop does.
+
+    Reentrant checkpoints do not support torch.autograd.grad.
 
     The parameters' `grad` is changed.
     """

@@ -20,9 +20,9 @@ _LEAST = 2
 class Check(StrEnum):
     """Extent of the comparison.
 
-    USUAL: the example batch, and one with another number of rows. THOROUGH: also further batches, with
-    sizes drawn from those that the graph accepts in every dynamic dim, and the example's entries in other
-    positions; each with its own seed.
+    USUAL: the example batch, and one with another number of rows. THOROUGH: also further batches,
+    with sizes drawn from those that the graph accepts in every dynamic dim, and the example's
+    entries in other positions; each with its own seed.
     """
 
     USUAL = "usual"
@@ -33,14 +33,14 @@ class Check(StrEnum):
 class Replayed:
     """Results of a captured training graph on a batch, computed by autograd.
 
-    Kept only if they are a function of the batch and the program's state: no random number was drawn and
-    no buffer was changed.
+    Kept only if they are a function of the batch and the program's state: no random number was
+    drawn and no buffer was changed.
 
     Attributes:
         batch: leaf name -> tensor.
         outputs: outputs in the order of `GraphCapture.outputs`.
-        gradients: gradients of the loss by the owner's parameter name; None for a parameter that the loss
-            does not reach.
+        gradients: gradients of the loss by the owner's parameter name; None for a parameter that
+            the loss does not reach.
     """
 
     batch: Mapping[str, Tensor]
@@ -55,7 +55,9 @@ class Replayed:
 
 
 def replay_batches(captured: GraphCapture, batch: Mapping[str, Tensor], check: Check) -> list[dict[str, Tensor]]:
-    """Return the batches: leaf name -> tensor of the example's dtype. The last of the usual ones is the example itself.
+    """Return the batches: leaf name -> tensor of the example's dtype.
+
+    The last of the usual ones is the example itself.
 
     There are two even if the size is fixed: state outside of buffers shows at the second.
     """
@@ -73,7 +75,10 @@ def replay_batches(captured: GraphCapture, batch: Mapping[str, Tensor], check: C
 
 
 def _varied(captured: GraphCapture, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Return a batch with drawn sizes: rows of the example in any order, other dims cut or repeated from a drawn offset on."""
+    """Return a batch with drawn sizes.
+
+    It has rows of the example in any order, other dims cut or repeated from a drawn offset on.
+    """
     shapes = _symbolic_shapes(captured)
     chosen: dict[Any, int] = {}
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Parses torch's "Suggested fixes" for declared sizes that a model does not accept, and applies them to a job."""
+"""Parses torch's "Suggested fixes" for declared sizes, and applies them to a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from trainload.capture.tracing.trace import export_graph
 from trainload.core.errors import CaptureError
 
 MOST_ROUNDS = 8
-"""Maximum number of exports of one graph. torch finds most contradictions of a declaration at once, so two are usual."""
+"""Maximum number of exports of one graph.
+
+torch finds most contradictions of a declaration at once, so two are usual.
+"""
 
 _REFUSED = re.compile(r"Constraints violated|Specializations unexpectedly required|user-specified range")
 _REASON = re.compile(r"^\s+- (.+?)(?=\. If you're|\.?$|Specializations unexpectedly)", re.MULTILINE)
@@ -40,8 +43,8 @@ _HINTED = re.compile(
 class Fix:
     """One suggestion: `text` as torch writes it ("seq = Dim('seq', max=16)"), about the dim `name`.
 
-    The dim becomes `number`; or, if `root` is given, factor * root + offset; or a dim of its own from
-    `least` to `most` (None: as declared).
+    The dim becomes `number`; or, if `root` is given, factor * root + offset; or a dim of its own
+    from `least` to `most` (None: as declared).
     """
 
     name: str
@@ -80,7 +83,10 @@ class AppliedFix:
 
 
 def refusals(error: CaptureError) -> tuple[str, ...]:
-    """Return torch's reasons for rejecting the declared sizes, one sentence each; empty if it rejects something else."""
+    """Return torch's reasons for rejecting the declared sizes, one sentence each.
+
+    Empty if it rejects something else.
+    """
     text = str(error.__cause__)
     if not _REFUSED.search(text):
         return ()
@@ -107,7 +113,9 @@ def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
 
 
 def with_suggested_fixes(job: Job) -> tuple[Job, tuple[AppliedFix, ...]]:
-    """Return the job with sizes declared as torch suggests where it rejects the declared ones, and the changes.
+    """Return the job with sizes declared as torch suggests, and the changes.
+
+    Only declarations that torch rejects are changed.
 
     Raises:
         JobError: if the job is inconsistent.
@@ -162,7 +170,10 @@ def _root(spec: Any) -> Any:
 
 
 def _after(name: str, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> Any:
-    """Return the declaration of the dim `name` after the fixes: the dim itself, narrowed; a derived dim; or Dim.STATIC."""
+    """Return the declaration of the dim `name` after the fixes.
+
+    It is the dim itself, narrowed; a derived dim; or Dim.STATIC.
+    """
     fix, old = by_name.get(name), roots.get(name)
     if fix is None:
         return old if old is not None else Dim(name)

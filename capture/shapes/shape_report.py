@@ -51,8 +51,10 @@ class DimReport:
         input: its (dotted) name.
         dim: 0 is the batch dim.
         example: its size in the example.
-        declared: the job's declaration as a user writes it: "Dim('seq', max=64)". Empty: none, so it is fixed.
-        symbol: the size in the graph: a name, or an expression of names. None: it is fixed to `example`.
+        declared: the job's declaration as a user writes it: "Dim('seq', max=64)". Empty: none, so
+            it is fixed.
+        symbol: the size in the graph: a name, or an expression of names. None: it is fixed to
+            `example`.
         least: least size that the graph accepts.
         most: greatest size that the graph accepts. None: no upper bound.
         causes: lines of the user's code that restrict it, the decisive one first.
@@ -76,8 +78,8 @@ class ShapeReport:
 
     Attributes:
         dims: every dim of every input, in order.
-        refused: torch's reasons for rejecting the declared sizes, a sentence each. `dims` then describes
-            what the model could accept.
+        refused: torch's reasons for rejecting the declared sizes, a sentence each. `dims` then
+            describes what the model could accept.
         fixes: declarations that torch suggests instead: "seq = Dim('seq', max=16)".
     """
 
@@ -95,7 +97,8 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
 
     Args:
         job: the job.
-        graph: name of the graph, including the variant ("train-masked"). None: the first one that trains.
+        graph: name of the graph, including the variant ("train-masked"). None: the first one that
+            trains.
 
     Raises:
         JobError: if the job is inconsistent, or there is no such graph.
@@ -130,7 +133,10 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
 
 
 def _watched(step: Target, batch: dict[str, Tensor], shapes: Shapes) -> tuple[ExportedProgram | None, Guards]:
-    """Return the program with every dim left to torch, or at least those declared dynamic, or None; and the recorded guards."""
+    """Return the program with every dim left to torch, and the recorded guards.
+
+    If that fails, only the dims declared dynamic are left to torch; None if that fails too.
+    """
     every: Shapes = {name: dict.fromkeys(range(leaf.ndim), Dim.AUTO) for name, leaf in batch.items()}
     declared: Shapes = {name: {dim: Dim.AUTO for dim, spec in dims.items() if spec is not Dim.STATIC} for name, dims in shapes.items()}
     for loose in (every, declared):
@@ -203,7 +209,7 @@ class _Writer:
         return self._shapes[name].get(dim, Dim.STATIC) is Dim.STATIC or self._outcome.fixed(place)
 
     def _label(self, place: Place) -> str:
-        """Return the name of a dim in conditions: the name that the job gives it, else input[dim]."""
+        """Return the name of a dim in conditions: the job's name for it, else input[dim]."""
         name, dim = place
         spec = self._shapes[name].get(dim)
         if spec is not None and not is_hint(spec) and not hasattr(spec, "root"):
@@ -251,7 +257,8 @@ class _Writer:
         """Yield what to write for a dim that is dynamic, but does not accept all sizes."""
         least, most = self._outcome.limits(place)
         low, high = limits_of(spec)
-        smallest, greatest = self._could.limits(place)  # limits of the model itself, independent of the declaration
+        # Limits of the model itself, independent of the declaration. torch's ranges for Dim.AUTO begin at 2.
+        smallest, greatest = self._could.limits(place)
         if most is not None:
             steps = [_change(causes, greatest)] if greatest is not None and greatest <= most else []
             yield _sentence(*steps, *([f"Raise the max of {spelled(spec)}"] if most == high else []))
@@ -266,7 +273,10 @@ class _Writer:
                 yield f"Declare Dim.AUTO or a range in which {cause.condition}, or c{_change((cause,), 0)[1:]}."
 
     def _proposal(self, place: Place) -> str:
-        """Return what to write in Job.dynamic for a dim that can have other sizes, together with all dims that have its size."""
+        """Return what to write in Job.dynamic for a dim that can have other sizes.
+
+        It covers all dims that have its size.
+        """
         if self._could.fixed(place):
             together, limits = [place], ""
         else:
@@ -274,7 +284,8 @@ class _Writer:
             least, most = self._could.limits(place)
             limits = (f", min={least}" if least > 2 else "") + (f", max={most}" if most is not None else "")
         name, dim = together[0]
-        # torch requires named dims to accept every size in their range; a condition that is not a range contradicts that.
+        # torch requires named dims to accept every size in their range; a condition that is not a
+        # range contradicts that.
         simple = all(re.fullmatch(r"\S+ (<|<=|>|>=|==) \S+", cause.condition) for other in together for cause in self._causes(other))
         text = "Dim.AUTO" if not simple and not self._could.fixed(place) else f"Dim('{name.replace('.', '_')}_{dim}'{limits})"
         said: dict[str, list[str]] = {}
@@ -298,7 +309,10 @@ def _change(causes: tuple[Cause, ...], number: int) -> str:
 
 
 def _sides(expression: str) -> tuple[str, str, str]:
-    """Split an equation or inequation "Eq(a, b)" into left side, sign and right side; anything else is returned as itself, "", ""."""
+    """Split an equation or inequation "Eq(a, b)" into left side, sign and right side.
+
+    Anything else is returned as itself, "", "".
+    """
     found = re.fullmatch(r"(Eq|Ne)\((.*)\)", expression)
     if found is None:
         return expression, "", ""

@@ -1,7 +1,8 @@
 """Detects errors of the tracer that the model's own code catches.
 
-Tracing raises where eager mode does not, for example at a branch on a tensor's value. A model that catches such an error takes another
-path while it is traced than in eager mode, and both paths may give the same result on the example batch.
+Tracing raises where eager mode does not, for example at a branch on a tensor's value. A model that
+catches such an error takes another path while it is traced than in eager mode, and both paths may
+give the same result on the example batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Raised:
 
     @contextlib.contextmanager
     def by_sizes(self) -> Iterator[None]:
-        """Record exceptions that conversions of symbolic numbers to Python numbers raise inside the block."""
+        """Record, inside the block, exceptions of conversions of symbolic numbers."""
         with contextlib.ExitStack() as stack:
             for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
                 for name in _CONVERSIONS:

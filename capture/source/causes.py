@@ -16,8 +16,8 @@ class Cause:
         sentence: description, to be read after "the train graph cannot be captured: ".
         advice: what to do, in a sentence.
         kinds: names of exception classes that always mean it.
-        wording: a pattern for "ClassName: message" of an exception that means it, for several versions of
-            torch; empty: never raised.
+        wording: a pattern for "ClassName: message" of an exception that means it, for several
+            versions of torch; empty: never raised.
     """
 
     anchor: str
@@ -194,7 +194,7 @@ RAISED: tuple[Cause, ...] = (
     TENSOR_CLASS,
     BREAK,
 )
-"""Causes that are recognised in torch's exceptions; the first that explains an exception is its cause."""
+"""Causes recognised in torch's exceptions, in order; the first that explains one is its cause."""
 
 CAUSES: tuple[Cause, ...] = (
     *RAISED,

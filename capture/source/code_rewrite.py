@@ -72,7 +72,10 @@ def spot_of(place: Place | None) -> Spot | None:
 
 
 def sharpened(place: Place | None) -> Place | None:
-    """Narrow a place that bytecode reports as a whole branch to its condition; Python 3.11 does so if the condition is a call."""
+    """Narrow a place that bytecode reports as a whole branch to its condition.
+
+    Python 3.11 does so if the condition is a call.
+    """
     spot = spot_of(place)
     return place_at(place.file, place.function, _span(spot.node)) if place is not None and spot is not None else place
 
@@ -91,7 +94,7 @@ def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int, int]:
 
 
 def branch(spot: Spot | None) -> str:
-    """Compute both outcomes of a branch on a tensor's value, as tensors."""
+    """Return code that computes both outcomes of a branch on a tensor's value, as tensors."""
     owner = spot.test_of if spot is not None else None
     if owner is not None and re.search(r"\blen\(|\.numel\(|\.shape\b|\.size\(", ast.unparse(owner.test)):
         return _MASK
@@ -117,7 +120,10 @@ def _of_branch(owner: ast.If | ast.IfExp | ast.While | ast.Assert, spot: Spot) -
 
 
 def _kept(test: ast.expr, spot: Spot) -> str:
-    """Return a line for each name in a condition that was converted from a tensor to a Python number, with the tensor kept."""
+    """Return assignments that keep a condition's names tensors.
+
+    One line for each name that was converted from a tensor to a Python number.
+    """
     function = next((p for p in spot.parents if isinstance(p, ast.FunctionDef)), None)
     names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
     lines = []
@@ -215,7 +221,10 @@ def _copy(node: ast.expr) -> ast.expr:
 
 
 def _replaced(statement: ast.stmt, old: ast.expr, new: str) -> str:
-    """Return a simple statement with one of its expressions replaced; the new expression alone if the statement has a body."""
+    """Return a simple statement with one of its expressions replaced.
+
+    It is the new expression alone if the statement has a body.
+    """
     if hasattr(statement, "body"):
         return new
     text, inner = ast.unparse(statement), ast.unparse(old)
@@ -228,7 +237,7 @@ def _replaced(statement: ast.stmt, old: ast.expr, new: str) -> str:
 
 
 def number(spot: Spot | None) -> str:
-    """Keep a number that is taken out of a tensor as a tensor."""
+    """Return code that keeps a number taken out of a tensor as a tensor."""
     match spot.statement if spot is not None else None:
         case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[count])) as loop if spot is not None:
             index, name, after = "i", "x", "after_a_round"
@@ -276,7 +285,7 @@ class _Numpy(ast.NodeTransformer):
 
 
 def values(spot: Spot | None) -> str:
-    """Compute the same with torch, or move a print or a log to eager mode only."""
+    """Return code that computes the same with torch, or prints and logs in eager mode only."""
     if spot is not None:
         statement = spot.statement
         before = ast.unparse(statement)
@@ -296,7 +305,7 @@ def values(spot: Spot | None) -> str:
 
 
 def data(spot: Spot | None) -> str:
-    """Replace a write through `.data` by an in-place write, and a read by detach()."""
+    """Return code with an in-place write for a write through `.data`, detach() for a read."""
     if spot is None:
         return "with torch.no_grad():\n    self.buffer.copy_(value)"
     statement = spot.statement
@@ -313,7 +322,7 @@ _IN_PLACE: dict[type[ast.operator], str] = {ast.Add: "add_", ast.Sub: "sub_", as
 
 
 def attribute(spot: Spot | None) -> str:
-    """Turn a Python number of a module into a buffer."""
+    """Return code that keeps a Python number of a module in a buffer."""
     owner, name, change = "self", "count", "add_(1)"
     if spot is not None and isinstance(spot.node, ast.Attribute):
         owner, name = _text(spot.node.value), spot.node.attr
@@ -335,7 +344,7 @@ _DRAWS = {
 
 
 def outside(spot: Spot | None) -> str:
-    """Replace a value from outside of the model by a draw of torch or by an input."""
+    """Return code with a draw of torch, or an input, for a value from outside of the model."""
     if spot is not None and not hasattr(spot.statement, "body"):
         text = ast.unparse(spot.statement)
         after = text
@@ -354,7 +363,7 @@ def outside(spot: Spot | None) -> str:
 
 
 def input_write(spot: Spot | None) -> str:
-    """Replace a write to an input by an out-of-place operator."""
+    """Return code with an out-of-place operator for a write to an input."""
     match spot.node if spot is not None else None:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as call if spot is not None and method.endswith("_"):
             kept = ast.unparse(ast.Call(ast.Attribute(ast.Name(name), method.rstrip("_")), call.args, call.keywords))
@@ -365,7 +374,7 @@ def input_write(spot: Spot | None) -> str:
 
 
 def parameter_write(spot: Spot | None) -> str:
-    """Turn a constraint on a parameter into a parametrization."""
+    """Return code with a parametrization for a constraint on a parameter."""
     owner, name = "self", "weight"
     if spot is not None:
         for node in ast.walk(spot.node):
@@ -391,7 +400,10 @@ def operator_name(text: str) -> str:
 
 
 def fake_kernel(text: str) -> str:
-    """Return a fake kernel for the operator that torch named; for one of torch's operators, a custom operator around it."""
+    """Return a fake kernel for the operator that torch named.
+
+    For one of torch's operators it is a custom operator around it.
+    """
     name = operator_name(text)
     if name.startswith("aten::"):
         return custom_operator(name.partition("::")[2].lstrip("_"))
@@ -427,7 +439,9 @@ def derivative(text: str) -> str:
 
 
 def size(spot: Spot | None, text: str, name: str) -> str:
-    """Return code in which a size follows the input, or a declaration of the sizes that the model accepts now.
+    """Return code in which a size follows the input.
+
+    It may also declare the sizes that the model accepts now.
 
     name: an input with that size, used if torch does not name the input and the dim.
     """

@@ -42,9 +42,9 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]:
     """Replace functions of torch inside the block, under every name by which a module holds them.
 
-    torch's own internal modules are left alone. All modules are searched once, for any number of functions: a
-    process with transformers in it holds half a million names, so a module's names are inspected one by
-    one only if its values contain one of the functions.
+    torch's own internal modules are left alone. All modules are searched once, for any number of
+    functions: a process with transformers in it holds half a million names, so a module's names are
+    inspected one by one only if its values contain one of the functions.
 
     Args:
         replacements: function -> its replacement.

@@ -1,4 +1,4 @@
-"""Finds the user's source line of an event: from tracebacks, live frames and bytecode to lines and columns."""
+"""Finds the user's lines and columns from tracebacks, live frames and bytecode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _LIBRARIES = (
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Return True if a source file is the user's or a model library's: not Python's, torch's, numpy's, triton's or trainload's."""
+    """Return True if a source file is the user's or a model library's.
+
+    Python, torch, numpy, triton and trainload are neither.
+    """
     if file.startswith(("<", *_LIBRARIES)) or os.path.join("site-packages", "triton", "") in file:
         return False
     return "site-packages" in Path(file).parts or not file.startswith(_STANDARD_LIBRARY)
@@ -43,7 +46,10 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def place_of_error(error: BaseException) -> Place | None:
-    """Return the innermost expression of the user's code in the traceback of an exception, or of those that led to it."""
+    """Return the innermost expression of the user's code in an exception's traceback.
+
+    Exceptions that led to it are searched too.
+    """
     for each in chain(error):
         found = None
         trace = each.__traceback__
@@ -57,7 +63,7 @@ def place_of_error(error: BaseException) -> Place | None:
 
 
 def place_of_frame(frame: FrameType | None) -> Place | None:
-    """Return the innermost expression of the user's code that is being evaluated, from `frame` outwards."""
+    """Return the innermost expression of the user's code being evaluated in `frame` or outwards."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return place_in(frame.f_code, frame.f_lasti)
@@ -66,12 +72,15 @@ def place_of_frame(frame: FrameType | None) -> Place | None:
 
 
 def place_here() -> Place | None:
-    """Return the innermost expression of the user's code that is being evaluated in the caller."""
+    """Return the innermost expression of the user's code under evaluation in the caller."""
     return place_of_frame(inspect.currentframe())
 
 
 def place_of_node(node: Node | None) -> str:
-    """Return the user's file and line of a graph's node, as recorded by torch; the node's name if there is none."""
+    """Return the user's file and line of a graph's node, as recorded by torch.
+
+    The node's name if there is none.
+    """
     trace = str(node.meta.get("stack_trace") or "") if node is not None else ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ") and '"<' not in line]
     return frames[-1] if frames else f"node {node}"

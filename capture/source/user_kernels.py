@@ -1,4 +1,8 @@
-"""The user's own kernels: operators without a kernel for the device of the comparison, and Triton kernels outside of operators."""
+"""The user's own kernels.
+
+Reports operators without a kernel for the device of the comparison, and Triton kernels outside of
+operators.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,9 @@ _RAW = (
 class _Failing(TorchFunctionMode):
     """Mode that records the first operator that raised.
 
-    A Triton operator fails on CPU tensors with a message of the driver that does not name it. Operators that
-    a backward calls do not reach a mode, but torch's message names an operator without a kernel.
+    A Triton operator fails on CPU tensors with a message of the driver that does not name it.
+    Operators that a backward calls do not reach a mode, but torch's message names an operator
+    without a kernel.
     """
 
     def __init__(self) -> None:
@@ -60,7 +65,7 @@ class _Failing(TorchFunctionMode):
 
 
 def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureError | None:
-    """Return the error for a model that eager mode cannot run because an operator of the user fails; else None.
+    """Return the error for an operator of the user that cannot run in eager mode, or None.
 
     Args:
         function: the failing function. Its model's buffers and gradients change.

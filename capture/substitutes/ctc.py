@@ -1,7 +1,7 @@
 """The CTC loss as an operator, `trainload::ctc_loss`, whose output shapes are known before it runs.
 
-torch's own operator returns a table whose width depends on the data, and has no fake kernel. This one
-computes loss and gradient together; every program that reads packages defines it.
+torch's own operator returns a table whose width depends on the data, and has no fake kernel. This
+one computes loss and gradient together; every program that reads packages defines it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def ctc_loss(
     reduction: int | str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute `torch.ctc_loss` or `torch.nn.functional.ctc_loss` with this operator; the first has numbers for reductions."""
+    """Compute `torch.ctc_loss` or `torch.nn.functional.ctc_loss` with this operator.
+
+    The first has numbers for reductions.
+    """
     if log_probs.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(log_probs.device.type):
         log_probs = log_probs.float()  # as autocast does on a CPU
     batched = log_probs.ndim == 3

@@ -1,7 +1,7 @@
-"""Batch norm with cumulative running statistics (momentum=None), in a form that torch.export can trace.
+"""Batch norm with cumulative statistics (momentum=None), in a form that torch.export traces.
 
-torch reads the number of batches as a Python number and passes its inverse to the operator. Here the
-operator computes the statistics of the batch, and a tensor updates the running statistics.
+torch reads the number of batches as a Python number and passes its inverse to the operator. Here
+the operator computes the statistics of the batch, and a tensor updates the running statistics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]
 
 
 def counted_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return batch norm's forward with a tensor factor for cumulative statistics; it calls `original` in all other cases."""
+    """Return batch norm's forward with a tensor factor for cumulative statistics.
+
+    It calls `original` in all other cases.
+    """
 
     def forward(module: Any, x: Tensor) -> Tensor:
         if module.momentum is not None or not module.training or not module.track_running_stats or module.num_batches_tracked is None:

@@ -1,4 +1,6 @@
-"""Gamma and Dirichlet variates as operators with known shapes; torch.distributions builds Beta, Chi2 and Student variates from them.
+"""Gamma and Dirichlet variates as operators with known shapes.
+
+torch.distributions builds Beta, Chi2 and Student variates from them.
 
 A variate and its derivative are separate, so that any way of drawing has torch's derivative:
 `dirichlet_at(concentration, x)` is x, with the derivative of a variate that turned out to be x.
@@ -25,13 +27,19 @@ def dirichlet(concentration: Tensor) -> Tensor:
 
 @torch.library.custom_op("trainload::dirichlet_at", mutates_args=())
 def dirichlet_at(concentration: Tensor, x: Tensor) -> Tensor:
-    """Return x (..., k), with the derivative with respect to `concentration` of a Dirichlet variate equal to x."""
+    """Return x (..., k), with the derivative of a Dirichlet variate equal to x.
+
+    The derivative is with respect to `concentration`.
+    """
     return x.clone()
 
 
 @torch.library.custom_op("trainload::dirichlet_gradient", mutates_args=())
 def dirichlet_gradient(concentration: Tensor, x: Tensor) -> Tensor:
-    """Return (..., k): the derivative of each entry of x by its own concentration, before normalization of the row to a sum of 1."""
+    """Return (..., k): the derivative of each entry of x by its own concentration.
+
+    It is the one before normalization of the row to a sum of 1.
+    """
     total = concentration.sum(-1, keepdim=True).expand_as(concentration)
     gradient: Tensor = _ATEN._dirichlet_grad.default(x, concentration, total)
     return gradient
@@ -39,7 +47,10 @@ def dirichlet_gradient(concentration: Tensor, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("trainload::gamma_at", mutates_args=())
 def gamma_at(concentration: Tensor, x: Tensor) -> Tensor:
-    """Return x, with the derivative with respect to `concentration` of a standard gamma variate equal to x."""
+    """Return x, with the derivative of a standard gamma variate equal to x.
+
+    The derivative is with respect to `concentration`.
+    """
     return x.clone()
 
 

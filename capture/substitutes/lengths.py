@@ -1,4 +1,7 @@
-"""Replaces `len` while a model is traced: Python converts the result of `__len__` to a plain number, which would fix the size."""
+"""Replaces `len` while a model is traced.
+
+Python converts the result of `__len__` to a plain number, which would fix the size.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,15 @@ from trainload.capture.source.patched import may_hold_models
 def lengths() -> Iterator[None]:
     """Make `len(x)` of a tensor return `x.shape[0]` inside the block.
 
-    It applies to all modules that may hold a model's code and have no `len` of their own. Code that calls
-    it by another name (`builtins.len`), or that is in no module (an executed string), gets a plain number.
+    It applies to all modules that may hold a model's code and have no `len` of their own. Code that
+    calls it by another name (`builtins.len`), or that is in no module (an executed string), gets a
+    plain number.
     """
     spaces = [
         vars(module)
         for path, module in list[tuple[str, Any]](sys.modules.items())  # sys.modules may hold any object
-        # by its type: objects of cffi (OpenSSL's functions, for one) claim to be modules, but accept no attributes
+        # by its type: objects of cffi (OpenSSL's functions, for one) claim to be modules, but
+        # accept no attributes
         if issubclass(type(module), ModuleType)
         and may_hold_models(path)
         and path.partition(".")[0] != "trainload"

@@ -1,4 +1,6 @@
-"""Substitutes for functions of torch that query sizes or values while traced, although their result does not depend on the answer.
+"""Substitutes for functions of torch that query sizes or values while traced.
+
+Their result does not depend on the answer.
 
 While a model is watched, each is computed by operators that do not query them, or by torch's own
 function if that is impossible.
@@ -22,10 +24,13 @@ _FEW = 25
 
 
 def _chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Split a dim whose size is a multiple of `chunks`, as that of stacked views is; torch.chunk would fix even a size `2*s0`.
+    """Split a dim whose size is a multiple of `chunks`, as that of stacked views is.
 
-    For stacked columns it is a multiple if their sizes are the same, which torch keeps as a condition. The
-    size is not queried if it has only one symbol, since that would have to be even from then on.
+    torch.chunk would fix even a size `2*s0`.
+
+    For stacked columns it is a multiple if their sizes are the same, which torch keeps as a
+    condition. The size is not queried if it has only one symbol, since that would have to be even
+    from then on.
     """
     size: Any = x.shape[dim]
     if isinstance(size, int) or not (
@@ -36,7 +41,7 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
-    """Compute distances with the one of torch's two methods that it uses for the example's number of rows."""
+    """Compute distances with the method that torch uses for the example's number of rows."""
     if p == 2 and compute_mode == "use_mm_for_euclid_dist_if_necessary":
         rows: tuple[Any, Any] = (x1.shape[-2], x2.shape[-2])
         many = any((size if isinstance(size, int) else _hint(size)) > _FEW for size in rows)
@@ -45,7 +50,7 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_f
 
 
 def _take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-    """Expand both tensors first: torch compares their sizes as plain numbers."""
+    """Gather after expanding both tensors: torch compares their sizes as plain numbers."""
     if dim is None:
         return x.flatten().gather(0, indices.flatten())
     dim %= x.ndim
@@ -95,7 +100,10 @@ SUBSTITUTES: Mapping[Any, Callable[..., Any]] = {
 
 
 def encoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `nn.TransformerEncoder.forward` that uses the mask as it is; torch's checks by its values whether it is causal."""
+    """Return an `nn.TransformerEncoder.forward` that uses the mask as it is.
+
+    torch's own checks by the mask's values whether it is causal.
+    """
 
     def forward(
         self: nn.TransformerEncoder,
@@ -121,7 +129,10 @@ def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def module_to(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `nn.Module.to` that does nothing if nothing would change; torch writes to `.data` even then."""
+    """Return an `nn.Module.to` that does nothing if nothing would change.
+
+    torch writes to `.data` even then.
+    """
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None)]

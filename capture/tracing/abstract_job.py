@@ -1,4 +1,7 @@
-"""Captures a job whose model has no values, and compares it with a proven smaller job of the same code."""
+"""Captures a job whose model has no values.
+
+It is compared with a smaller job of the same code that has been proven.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class AbstractProof:
     """Evidence for an abstract program.
 
     Attributes:
-        reduced_parameters: number of parameter elements of the reduced job, which was compared with eager mode.
+        reduced_parameters: number of parameter elements of the reduced job, which was compared with
+            eager mode.
         structure: sha256 of the structure of both programs; see `structure.py`.
     """
 
@@ -34,16 +38,18 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
     """Capture a job without its values, and check that it has the structure of a proven program.
 
     Args:
-        job: its model's parameters and buffers may be on the meta device or fake; so may the batch's tensors.
+        job: its model's parameters and buffers may be on the meta device or fake; so may the
+            batch's tensors.
         reduced: program captured from the same code with smaller sizes.
 
     Returns:
-        The program, with no `state`, and the evidence for it. A parameter is trained if its counterpart
-        in `reduced` is.
+        The program, with no `state`, and the evidence for it. A parameter is trained if its
+        counterpart in `reduced` is.
 
     Raises:
         JobError: if one graph of the job feeds another.
-        CaptureError: if it cannot be captured, or differs from `reduced` in more than sizes and repetition.
+        CaptureError: if it cannot be captured, or differs from `reduced` in more than sizes and
+            repetition.
     """
     if any(graph.feeds for graph in job.graphs.values()):
         raise JobError(
@@ -72,12 +78,12 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
 
 
 def _as_in(reduced: GraphCapture | None, graph: GraphCapture, program: Program) -> GraphCapture:
-    """Return the graph with the properties that were found by running its counterpart in the reduced job."""
+    """Return the graph with the properties measured on its counterpart in the reduced job."""
     return replace(graph, reached=_reached(reduced, program), coupled=reduced is not None and reduced.coupled)
 
 
 def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
-    """Return the parameters that receive a gradient: those whose counterpart receives one in the reduced job."""
+    """Return the parameters whose counterpart receives a gradient in the reduced job."""
     if reduced is None or reduced.reached is None:
         return None
     patterns = {pattern(name) for name in reduced.reached}

@@ -1,10 +1,12 @@
-"""torch.export's strict mode, for models that the non-strict mode cannot follow; used only if it loses nothing.
+"""torch.export's strict mode, for models that the non-strict mode cannot follow.
+
+It is used only if it loses nothing.
 
 The non-strict mode runs the model's Python on fake tensors, watched by `watch.py`. The strict mode
-interprets the bytecode instead: it follows `float(x.shape[0])` and numpy, which produce plain values
-when they are run, but the watch does not reach into it, so it drops or changes what the watch would
-mark. So the model first runs once in eager mode, watched: if it would leave a mark in the graph, or
-uses anything outside of tensors, the strict mode is rejected.
+interprets the bytecode instead: it follows `float(x.shape[0])` and numpy, which produce plain
+values when they are run, but the watch does not reach into it, so it drops or changes what the
+watch would mark. So the model first runs once in eager mode, watched: if it would leave a mark in
+the graph, or uses anything outside of tensors, the strict mode is rejected.
 """
 
 from __future__ import annotations
@@ -45,17 +47,25 @@ _CURE = "Leave strict out: the non-strict mode keeps it."
 
 
 def could_help(page: CaptureError) -> bool:
-    """Return True if strict mode may be able to follow everything that non-strict mode rejects; never for a branch on values."""
+    """Return True if strict mode may follow everything that non-strict mode rejects.
+
+    It never follows a branch on values.
+    """
     return bool(page.findings) and all(finding.cause in _HELPED for finding in page.findings)
 
 
 def tried_too(page: Exception, error: Exception) -> None:
-    """Add a note to the non-strict mode's error, which remains valid, on why the strict mode failed too."""
+    """Add a note to the non-strict mode's error on why strict mode failed too.
+
+    The error itself remains valid.
+    """
     page.add_note(f"torch.export's strict mode was tried too: {raised(error)}")
 
 
 def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
-    """Return the training IR of one graph from torch.export's strict mode, not yet compared with eager mode.
+    """Return the training IR of one graph from torch.export's strict mode.
+
+    It is not yet compared with eager mode.
 
     Args:
         target: the graph to capture; its model is in the right mode, and can be run.
@@ -102,7 +112,10 @@ def _check_nothing_dropped(target: Target, batch: dict[str, Tensor]) -> None:
 
 
 def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
-    """Run the model under the watch of a trace, and raise if it sets a mark: each represents something that strict mode does not see."""
+    """Run the model under the watch of a trace, and raise if it sets a mark.
+
+    Each mark represents something that strict mode does not see.
+    """
     seen = _Marks()
     copied = {name: value.clone() for name, value in batch.items()}
     with contextlib.redirect_stdout(io.StringIO()), quiet_torch(), warnings.catch_warnings():
@@ -154,7 +167,7 @@ class _Marks(TorchFunctionMode):
 
 
 class _Audit(Watch):
-    """A watch that names the autograd function that forward calls, and rejects all hooks on saved tensors."""
+    """A watch that names called autograd functions, and rejects all hooks on saved tensors."""
 
     def __init__(self, seen: _Marks) -> None:
         super().__init__()
@@ -194,7 +207,7 @@ def _lost(what: str, place: Place | None) -> CaptureError:
 
 
 def _check_graph(exported: ExportedProgram, target: Target) -> None:
-    """Check that a strict graph contains nothing that the watch did not see, and no state that the model lacks."""
+    """Check that a strict graph contains nothing unwatched, and no state that the model lacks."""
     for node in calls_in(exported.graph_module):
         if is_higher_order(node.target):
             raise _unsound(f"its graph holds the operator {node.target}, whose bodies were not watched")
@@ -210,7 +223,9 @@ def _check_graph(exported: ExportedProgram, target: Target) -> None:
 
 
 def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Shapes) -> None:
-    """Check that the graph accepts all declared sizes: strict mode keeps conditions on them that non-strict mode rejects.
+    """Check that the graph accepts all declared sizes.
+
+    Strict mode keeps conditions on them that non-strict mode rejects.
 
     Conditions on sizes that are left to torch become the graph's guard, as in non-strict mode.
     """
@@ -229,6 +244,7 @@ def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Sh
                 raise _unsound(f"{name}[{dim}] is {size} in its graph, and declared as {said}")
             if declared.setdefault(size, said) != said:
                 raise _unsound(f"one size stands for {declared[size]} and {said} in its graph")
+    # Conditions are matched by symbol: strict mode names inputs `L['flat_args'][0]` in them.
     symbols = {word for size in declared for word in _words(size)}
     for guard in environment.guards:
         condition = str(environment.replace(guard.expr))  # "True" if it unified two symbols

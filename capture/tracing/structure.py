@@ -1,12 +1,14 @@
-"""The structure of a program: what two programs of the same code share if only sizes and repetitions of layers differ.
+"""The structure of a program.
+
+Two programs of the same code share it if only sizes and repetitions of layers differ.
 
 A graph is read as nested calls of modules. Each call is a list of events in order. An event is the
-call of a module, or an operator: with the rank and dtype of its result, the sources of its arguments
-(a parameter, an operator of a module), and those arguments that are not numbers or that name dims.
-Numbers in module paths are left out (`layers.17` is `layers.*`), and if a sequence of events that calls
-such a module occurs twice in a row, it is kept once. So three layers and eighty have one structure if
-each of the eighty is like one of the three, in the same order of kinds. A first layer is a kind of its
-own: its input comes from elsewhere.
+call of a module, or an operator: with the rank and dtype of its result, the sources of its
+arguments (a parameter, an operator of a module), and those arguments that are not numbers or that
+name dims. Numbers in module paths are left out (`layers.17` is `layers.*`), and if a sequence of
+events that calls such a module occurs twice in a row, it is kept once. So three layers and eighty
+have one structure if each of the eighty is like one of the three, in the same order of kinds. A
+first layer is a kind of its own: its input comes from elsewhere.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ _NOT_SIZES = ("dim", "reduction")
 
 
 def pattern(name: str) -> str:
-    """Return a dotted name with numeric parts replaced by "*": "layers.17.weight" -> "layers.*.weight"."""
+    """Replace numeric parts of a dotted name: "layers.17.weight" -> "layers.*.weight"."""
     return _NUMBER.sub("*", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between two structures: its module or declaration, and what each program has there."""
+    """The first difference between two structures: where, and what each program has there."""
 
     where: str
     abstract: str
@@ -156,9 +158,9 @@ def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iter
 def _inputs_of_body(node: Node, bodies: Mapping[Node, GraphModule], names: Mapping[Node, str]) -> dict[Node, str] | None:
     """Return descriptions of the inputs of an operator's graph, or None.
 
-    Only for an operator that calls one graph once with its own operands: a region under autocast, or a
-    checkpointed one. The number of its operands grows with the layers inside, so the places where they
-    are used say more than their list.
+    Only for an operator that calls one graph once with its own operands: a region under autocast,
+    or a checkpointed one. The number of its operands grows with the layers inside, so the places
+    where they are used say more than their list.
     """
     if len(bodies) != 1:
         return None
@@ -171,7 +173,7 @@ def _inputs_of_body(node: Node, bodies: Mapping[Node, GraphModule], names: Mappi
 
 
 def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:
-    """Return the description of an argument, which is its source, or "number" if it may follow from sizes."""
+    """Return the source of an argument, or "number" if it may follow from sizes."""
     if called.startswith(_NOT_SIZES) and isinstance(value, int | list | tuple):
         return str(value)
     if isinstance(value, Node):
@@ -202,7 +204,11 @@ def _close(call: _Call) -> None:
 
 
 def _once(events: list[str | _Call]) -> list[str | _Call]:
-    """Return the events without each sequence that repeats the one before it and calls a module with a number in its path."""
+    """Return the events without repetitions.
+
+    A sequence is left out if it repeats the one before it and calls a module with a number in its
+    path.
+    """
     labels = [event.label if isinstance(event, _Call) else event for event in events]
     numbered = [isinstance(event, _Call) and pattern(event.path) != event.path for event in events]
     kept = list(range(len(events)))
@@ -257,7 +263,10 @@ def parameter_count(program: Program) -> int:
 
 
 def trainable_patterns(program: Program) -> Mapping[str, bool]:
-    """Return pattern of a parameter's name -> True if such parameters are trained; mixed patterns are left out."""
+    """Return pattern of a parameter's name -> True if such parameters are trained.
+
+    Mixed patterns are left out.
+    """
     found: dict[str, set[bool]] = {}
     for p in program.parameters:
         found.setdefault(pattern(p.name), set()).add(p.trainable)

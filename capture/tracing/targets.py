@@ -1,4 +1,4 @@
-"""The graphs to capture of a job: each of its graphs in each mode, for each variant of the batch."""
+"""The graphs to capture of a job: each graph in each mode, for each variant of the batch."""
 
 from __future__ import annotations
 
@@ -89,9 +89,12 @@ def graphs_of(job: Job) -> dict[str, Graph]:
 
 
 def targets_of(job: Job) -> tuple[Target, ...]:
-    """Return the graphs to capture of a job, in order. A loss is captured twice, for training and for evaluation.
+    """Return the graphs to capture of a job, in order.
 
-    To get examples for graphs that other graphs feed, the feeding functions are run once, in eval mode.
+    A loss is captured twice, for training and for evaluation.
+
+    To get examples for graphs that other graphs feed, the feeding functions are run once, in eval
+    mode.
 
     Raises:
         JobError: if the job is inconsistent, or a function has state of its own.
@@ -128,7 +131,9 @@ def targets_of(job: Job) -> tuple[Target, ...]:
 
 
 def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
-    """Return the leaves of a target's example, and the declared sizes of all inputs that the job has in this variant.
+    """Return the leaves of a target's example, and the declared sizes.
+
+    These are the sizes of all inputs that the job has in this variant.
 
     Raises:
         JobError: if `Job.dynamic` does not fit the example.
@@ -158,7 +163,10 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str) -> dict[str, Any]:
-    """Return the entries of one of the job's batches that a function reads; entries that only other variants have are left out."""
+    """Return the entries of one of the job's batches that a function reads.
+
+    Entries that only other variants have are left out.
+    """
     if names is None:
         return dict(batch)
     known = set(job.batch).union(*job.variants.values())

@@ -44,20 +44,23 @@ def capture(
     kept: dict[str, list[Replayed]] | None = None,
     strict: bool | None = None,
 ) -> Program:
-    """Capture the job's training, evaluation and prediction graphs and check that they equal eager mode.
+    """Capture the job's graphs and check that they equal eager mode.
+
+    These are its training, evaluation, prediction and compute graphs.
 
     Args:
         job: the job to capture.
-        check: how much is compared; None: nothing, and the model is not run, since the job's tensors have
-            no values. See `abstract_job.py`.
+        check: how much is compared; None: nothing, and the model is not run, since the job's
+            tensors have no values. See `abstract_job.py`.
         kept: receives, by training graph, its results on the replayed batches, for `check_step`.
-        strict: True: use only torch.export's strict mode; False: only its non-strict mode; None: the
-            non-strict mode, and if that cannot follow the model, the strict mode if it loses nothing.
-            See `strict.py`.
+        strict: True: use only torch.export's strict mode; False: only its non-strict mode; None:
+            the non-strict mode, and if that cannot follow the model, the strict mode if it loses
+            nothing. See `strict.py`.
 
     Raises:
         JobError: if the job is inconsistent.
-        CaptureError: if the model cannot be captured, or if a captured graph differs from eager mode.
+        CaptureError: if the model cannot be captured, or if a captured graph differs from eager
+            mode.
     """
     job, model = arranged(job), check_model(job.model)
     graphs: dict[str, GraphCapture] = {}
@@ -181,7 +184,8 @@ def _stepped_in(
     """Capture in strict mode after the non-strict mode rejected the model.
 
     Returns:
-        The graph; None if strict mode cannot follow the model either, loses something, or differs from eager mode.
+        The graph; None if strict mode cannot follow the model either, loses something, or differs
+        from eager mode.
     """
     given: list[Replayed] | None = None if kept is None else []
     why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
@@ -258,7 +262,8 @@ def _export(
     training, function = target.training, target.function
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
-        # torch.export restores assigned tensors. One that is not a buffer and carries a value to the next call fails the replay.
+        # torch.export restores assigned tensors. One that is not a buffer and carries a value to
+        # the next call fails the replay.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
         after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
         if after and training:
@@ -269,8 +274,9 @@ def _export(
         hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
         watch = Watch()
         with torch.set_grad_enabled(training), inside or nullcontext(), _watched(watch, function, hooks if training else {}, around):
-            # Not with prefer_deferred_runtime_asserts_over_guards: the graph of a model that splits the batch in halves would then
-            # assert `s // 2 != 1`, and fail on two and three rows, which the model accepts.
+            # Not with prefer_deferred_runtime_asserts_over_guards: the graph of a model that splits
+            # the batch in halves would then assert `s // 2 != 1`, and fail on two and three rows,
+            # which the model accepts.
             exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
         caught = watch.raised.caught()
         if caught is not None:
@@ -283,7 +289,10 @@ def _export(
 
 
 def _drop_failed(exported: ExportedProgram) -> None:
-    """Remove calls that raised during tracing and whose error the model caught: they have no value and no users."""
+    """Remove calls that raised during tracing and whose error the model caught.
+
+    They have no value and no users.
+    """
     for module in graphs_in(exported.graph_module):
         for node in reversed(module.graph.nodes):
             if is_overload(node.target) and node.meta.get("val") is None and not node.users and node.target._schema.returns:
@@ -313,9 +322,12 @@ def _watched(
 
 
 def _forget_strides(exported: ExportedProgram, model: nn.Module) -> None:
-    """Make a graph accept contiguous tensors where the model's own are not contiguous: a package stores them contiguously.
+    """Make a graph accept contiguous tensors where the model's own are not contiguous.
 
-    A view that only the model's strides allow becomes `reshape`, which is a view whenever one is possible.
+    A package stores tensors contiguously.
+
+    A view that only the model's strides allow becomes `reshape`, which is a view whenever one is
+    possible.
     """
     if all(tensor.is_contiguous() for tensor in (*model.parameters(), *model.buffers())):
         return

@@ -1,4 +1,4 @@
-"""Redirects every call of an autograd function to the watch, whatever name the model calls it by."""
+"""Redirects all calls of autograd functions to the watch, whatever name the model uses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import nn
 from trainload.capture.source.patched import replaced
 
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]
-"""The class below `torch.autograd.Function`. Up to torch 2.14 every `apply` ends up there, also
-through a name that was bound before tracing.
+"""The class below `torch.autograd.Function`.
+
+Up to torch 2.14 every `apply` ends up there, also through a name that was bound before tracing.
 """
 _IN_PYTHON = inspect.isfunction(getattr(torch.autograd.Function.apply, "__func__", None))
 """True if `apply` is a Python method of `Function`.
@@ -26,7 +27,7 @@ From torch 2.15 on it is a single builtin, and a name that was bound before trac
 _BUILTIN = type(FUNCTION_BASE.apply)
 
 Call = Callable[..., Any]
-"""Replacement for `apply`: called with the autograd function's class and the arguments of `apply`."""
+"""Replacement for `apply`: takes the autograd function's class and the arguments of `apply`."""
 
 
 @contextlib.contextmanager
@@ -34,8 +35,9 @@ def applied(model: nn.Module, call: Call) -> Iterator[None]:
     """Replace `apply` of every autograd function by `call` inside the block.
 
     Where `apply` is a builtin, names bound to it are replaced in Python modules, in the model's
-    modules and in their classes. References elsewhere (a closure, a default argument) are not found:
-    their gradients are autograd's own gradients of forward, which the replay compares with eager mode.
+    modules and in their classes. References elsewhere (a closure, a default argument) are not
+    found: their gradients are autograd's own gradients of forward, which the replay compares with
+    eager mode.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(FUNCTION_BASE, "apply", classmethod(call)))
@@ -49,7 +51,8 @@ def applied(model: nn.Module, call: Call) -> Iterator[None]:
 class _Apply:
     """Replacement for a bound `apply` of one autograd function.
 
-    It is an object, not a function, so that a class that holds it does not pass `self`, as with a builtin.
+    It is an object, not a function, so that a class that holds it does not pass `self`, as with a
+    builtin.
     """
 
     def __init__(self, cls: type, call: Call) -> None:

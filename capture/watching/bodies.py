@@ -52,7 +52,10 @@ def _unchecked(
 
 
 def _noise(x: Tensor, p: float, own: int | None) -> Tensor:
-    """Return 1 with probability 1 - p, else 0, for each element of x, or of its first `own` dims."""
+    """Return noise that is 1 with probability 1 - p, else 0.
+
+    It has the shape of x, with size 1 in the dims after the first `own`, if given.
+    """
     first: Any = (..., *[slice(1)] * (0 if own is None else x.ndim - own))
     return torch.empty_like(x[first], memory_format=torch.contiguous_format).bernoulli_(1 - p)
 

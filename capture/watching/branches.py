@@ -1,8 +1,10 @@
-"""torch.cond with branches that write to buffers, as batch norm does. torch rejects it in training, even in eager mode.
+"""torch.cond with branches that write to buffers, as batch norm does.
 
-In eager mode the branch is chosen by a Python `if`. In a graph each branch has copies of the buffers,
-writes to the copies, and returns them after its results; those that the chosen branch returns are
-copied into the buffers.
+torch rejects it in training, even in eager mode.
+
+In eager mode the branch is chosen by a Python `if`. In a graph each branch has copies of the
+buffers, writes to the copies, and returns them after its results; those that the chosen branch
+returns are copied into the buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ Branch = Callable[..., Any]
 _ORIGINAL = (torch.cond,)
 """A tuple, so that the replacement by name does not reach it."""
 _OF_WRITES = ("input mutation", "Mutating a variable", "buffer_assignment")
-"""Parts of torch's messages about a branch that writes to a tensor or, the last one, assigns a buffer."""
+"""Parts of torch's messages about a branch that writes to a tensor.
+
+The last one is about a branch that assigns a buffer.
+"""
 _TRACED: ContextVar[tuple[Recorder, nn.Module] | None] = ContextVar("_TRACED", default=None)
 
 
@@ -40,7 +45,7 @@ def branches_may_write() -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced_by(watch: Recorder, model: nn.Module) -> Iterator[None]:
-    """Trace calls of torch.cond whose branches write to buffers into the graph of `watch`, inside the block."""
+    """Trace calls of torch.cond with writing branches into the graph of `watch`."""
     token = _TRACED.set((watch, model))
     try:
         yield
@@ -86,8 +91,8 @@ def _traced(watch: Recorder, model: nn.Module, pred: Tensor, branches: Sequence[
 def _as_floats(x: Tensor) -> Tensor:
     """Convert integers to floating point; int64 keeps its bits.
 
-    torch differentiates everything that a branch returns, and fails on integers such as batch norm's
-    counter of batches.
+    torch differentiates everything that a branch returns, and fails on integers such as batch
+    norm's counter of batches.
     """
     if x.is_floating_point() or x.is_complex():
         return x

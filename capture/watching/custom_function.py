@@ -20,7 +20,7 @@ from trainload.core.errors import CaptureError
 
 
 class Context:
-    """The `ctx` that forward and backward of an autograd function receive, as torch documents it."""
+    """The `ctx` of forward and backward of an autograd function, as torch documents it."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -52,17 +52,22 @@ class Context:
 
 
 _NO_FORMULA = "no autograd formula was registered"
-"""Part of torch's message when an operator of torch.library without a derivative is differentiated."""
+"""Part of torch's message when an operator without a derivative is differentiated."""
 _MOST_OUTPUTS = 4
-"""Largest number of outputs of a function whose backward checks which were used: it is traced once per set of used outputs."""
+"""Largest number of outputs of a function whose backward checks which were used.
+
+It is traced once for each set of used outputs.
+"""
 
 
 def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the result of `cls.apply(*args, **named)`, with marks that make its backward part of the graph.
+    """Return the result of `cls.apply(*args, **named)`.
+
+    Marks make its backward a part of the graph.
 
     Raises:
-        CaptureError: if the function writes to a tensor that is not both an argument and a result, or
-            if its backward returns the wrong number of gradients.
+        CaptureError: if the function writes to a tensor that is not both an argument and a result,
+            or if its backward returns the wrong number of gradients.
     """
     tracked = torch.is_grad_enabled()
     needs = tuple(tracked and isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -81,13 +86,19 @@ def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[
 
 
 def _may_write(cls: Any) -> bool:
-    """Return True if the function's code names mark_dirty; such a function is run on copies of its inputs."""
+    """Return True if the function's code names mark_dirty.
+
+    Such a function is run on copies of its inputs.
+    """
     written = [inspect.unwrap(method) for method in (cls.forward, cls.setup_context)]
     return any("mark_dirty" in method.__code__.co_names for method in written if hasattr(method, "__code__"))
 
 
 def _written(cls: Any, context: Context, args: tuple[Any, ...], given: tuple[Any, ...], result: Any, passed: Any) -> Any:
-    """Copy what a function wrote to the copies of its inputs into the inputs, and return them as its outputs."""
+    """Copy what a function wrote to copies of its inputs into the inputs.
+
+    They are returned in place of its outputs.
+    """
     before, after = (list(r) if isinstance(r, tuple) else [r] for r in (result, passed))
     for dirty in context.dirty:
         sources = [i for i, g in enumerate(given) if g is dirty and g is not args[i]]
@@ -117,7 +128,8 @@ def _connected(watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...
         except RuntimeError as error:
             if _NO_FORMULA not in str(error):
                 raise
-            # an operator of torch.library without a derivative raises only where it is differentiated, which may never happen
+            # An operator of torch.library without a derivative raises only where it is
+            # differentiated, which may never happen.
             return result
         pairs = [(a, g) for a, g, needed in zip(args, gradients, needs, strict=False) if needed and g is not None]
         connected = marks.CONNECT([values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number)
@@ -162,8 +174,9 @@ def _connected_by_use(
 ) -> Sequence[Tensor]:
     """Return the outputs of a function whose backward receives None for unused outputs.
 
-    Which outputs are used is known only when the graph is differentiated, so backward is traced once for
-    each set of used outputs. A set for which backward raises gets no graph and raises then, as in eager mode.
+    Which outputs are used is known only when the graph is differentiated, so backward is traced
+    once for each set of used outputs. A set for which backward raises gets no graph and raises
+    then, as in eager mode.
     """
     if len(places) > _MOST_OUTPUTS:
         raise own_backward(

@@ -1,4 +1,6 @@
-"""Replacements for the functions of torch.func and torch.autograd.grad in a traced model: each becomes an operator of the graph.
+"""Replacements for torch.func and torch.autograd.grad in a traced model.
+
+Each call becomes an operator of the graph.
 
 What autograd itself runs (`torch.autograd.grad`, backward hooks, torch.func) takes place below
 torch.export's tracer and is not recorded. The functions of torch.func are replaced by name, in all
@@ -75,9 +77,12 @@ class _Transforms:
         return wrapper
 
     def jacobian(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, **options: Any) -> Callable[..., Any]:
-        """Return a function that computes the Jacobian: the gradient of each entry of the result, by vmap over the unit vectors.
+        """Return a function that computes the Jacobian.
 
-        The result has shape (*y.shape, *x.shape); for several argnums it is a tuple of such tensors.
+        It is the gradient of each entry of the result, by vmap over the unit vectors.
+
+        The result has shape (*y.shape, *x.shape); for several argnums it is a tuple of such
+        tensors.
         """
 
         def wrapper(*args: Any) -> Any:
@@ -101,8 +106,8 @@ class _Transforms:
     ) -> Callable[..., Any]:
         """Return a function that traces `function` once, on one slice.
 
-        functorch is not used: its own marks of a vmap leave tensors behind that the tracer does not know.
-        `chunk_size` concerns only memory, which a graph leaves to its compiler.
+        functorch is not used: its own marks of a vmap leave tensors behind that the tracer does not
+        know. `chunk_size` concerns only memory, which a graph leaves to its compiler.
         """
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +150,7 @@ def autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Record torch.autograd.grad as one operator; the gradient of an unused input is zeros, not None."""
+    """Record torch.autograd.grad as one operator; an unused input's gradient is zeros."""
     if is_grads_batched:
         raise own_backward("forward calls torch.autograd.grad with is_grads_batched, which is not captured", "Use torch.func.vmap.")
     ends = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -184,7 +189,10 @@ def _vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
 
 def _jvp(function: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
-    """Compute the derivative along `tangents`, as the derivative of the pull-back, which is linear in its cotangents."""
+    """Compute the derivative along `tangents`.
+
+    It is the derivative of the pull-back, which is linear in its cotangents.
+    """
     output, pull_back, *rest = _vjp(function, *primals, has_aux=has_aux)
     weights: list[Tensor] = []
 

@@ -1,13 +1,15 @@
 """Operators that take graphs: custom gradients, gradients in forward, vmap and checkpoints.
 
 torch.export's own operators cannot express these. Each is called as target(*arguments). The
-implementation is Python that calls torch, so it works on plain tensors, under AOT autograd and under
-torch's tracers alike. `evaluate` does the same with another way to run the graphs, for interpreters.
+implementation is Python that calls torch, so it works on plain tensors, under AOT autograd and
+under torch's tracers alike. `evaluate` does the same with another way to run the graphs, for
+interpreters.
 
     trainload_backward(body, outputs, inputs, *tensors) -> tuple
-        tensors: `outputs` values, then `inputs` values, then all other operands of body. Returns the
-        outputs, whose gradient with respect to the inputs is body(*gradients of the outputs, *other
-        operands). No other gradient flows, except through body if it is itself differentiated.
+        tensors: `outputs` values, then `inputs` values, then all other operands of body. Returns
+        the outputs, whose gradient with respect to the inputs is body(*gradients of the outputs,
+        *other operands). No other gradient flows, except through body if it is itself
+        differentiated.
     trainload_backward_by_use(outputs, inputs, used, computed, *bodies, *tensors) -> tuple
         The same with one body for each entry of `used`: if gradients arrive at exactly the outputs
         that are bits of used[i], the gradients of the inputs that are bits of computed[i] are
@@ -17,16 +19,17 @@ torch's tracers alike. `evaluate` does the same with another way to run the grap
     trainload_selective_checkpoint(body, kept, *operands) -> tuple
         The same, except for the results of the operators listed in `kept` (see `selective.py`).
     trainload_func_grad(body, inputs, *operands) -> tuple
-        Gradients of body's first result with respect to the first `inputs` operands, then all results
-        of body.
+        Gradients of body's first result with respect to the first `inputs` operands, then all
+        results of body.
     trainload_vmap(body, in_dims, out_dims, randomness, *operands) -> tuple
-        body mapped over dim in_dims[i] of operand i (-1: not mapped), results stacked at out_dims[i].
+        body mapped over dim in_dims[i] of operand i (-1: not mapped); results are stacked at
+        out_dims[i].
     trainload_autograd_grad(outputs, inputs, create_graph, *tensors) -> tuple
-        tensors: `outputs` values, `inputs` values, a gradient for each output. Returns the gradient of
-        each input; zeros where none flows.
+        tensors: `outputs` values, `inputs` values, a gradient for each output. Returns the gradient
+        of each input; zeros where none flows.
     trainload_require_grad(tensor) -> (tensor,)
-        The tensor itself if a gradient flows through it; otherwise the same values as a new leaf that
-        requires a gradient.
+        The tensor itself if a gradient flows through it; otherwise the same values as a new leaf
+        that requires a gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Detects tensors of the trace that survive in a cache outside of the model, such as a mask kept by `functools.cache`.
+"""Detects tensors of the trace that survive in a cache outside of the model.
+
+An example is a mask kept by `functools.cache`.
 
 Such a tensor is fake: eager mode would compute fake losses with it, without an error.
 """

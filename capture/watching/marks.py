@@ -1,4 +1,6 @@
-"""Operators that mark, in a graph being traced, what torch.export would drop. `regions.py` removes them again.
+"""Operators that mark, in a graph being traced, what torch.export would drop.
+
+`regions.py` removes them again.
 
 begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad, vmap, branch
 keep(text, number)                        region `number`, a checkpoint, keeps the results listed in `text` (see `selective.py`)

@@ -14,7 +14,10 @@ from trainload.capture.watching.recorder import Recorder
 
 @contextlib.contextmanager
 def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
-    """Remove the modules' backward hooks inside the block; forward hooks trace them into the graph instead."""
+    """Trace the modules' backward hooks into the graph.
+
+    Inside the block they are removed, and forward hooks record them.
+    """
     handles = []
     taken = []
     for name, module in model.named_modules():
@@ -73,7 +76,10 @@ def _output_hook(watch: Recorder, hooks: tuple[Callable[..., Any], ...]) -> Call
 
 
 class _Unavailable:
-    """Placeholder for the `grad_output` of a full backward hook, which is unknown where the input gradients are captured."""
+    """Placeholder for the `grad_output` of a full backward hook.
+
+    It is unknown where the input gradients are captured.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -17,7 +17,7 @@ Change = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
 
 
 class Recorder:
-    """Marks regions, tangents and variables of one trace, with numbers that are unique in its graph."""
+    """Marks regions, tangents and variables of one trace, with unique numbers."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()

@@ -1,8 +1,11 @@
-"""Turns the marks set while tracing into regions: operators that hold the enclosed computation as a graph of their own.
+"""Turns the marks set while tracing into regions.
+
+A region is an operator that holds the enclosed computation as a graph of its own.
 
 torch.export makes such regions too, for grad mode and autocast, but loses some: it does not
-recognise a region whose first node is anything but the change of mode (a control-flow body, autocast
-inside no_grad). So its regions are dissolved here, and all of them are rebuilt from the marks.
+recognise a region whose first node is anything but the change of mode (a control-flow body,
+autocast inside no_grad). So its regions are dissolved here, and all of them are rebuilt from the
+marks.
 """
 
 from __future__ import annotations
@@ -111,7 +114,8 @@ def _place_bodies(graph: Graph) -> None:
 def _forget_switches(graph: Graph) -> None:
     """Remove torch's own mode changes.
 
-    torch leaves them in the graph where it makes no region of them, for example where the bodies of cond come first.
+    torch leaves them in the graph where it makes no region of them, for example where the bodies of
+    cond come first.
     """
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES:
@@ -222,11 +226,13 @@ _CONVERSIONS = (_aten.to.dtype, _aten.to.device, _aten.to.other, _aten.to.dtype_
 
 
 def _forget_conversions(graph: Graph) -> None:
-    """Remove conversions that change nothing from regions that do not run at their position in the graph.
+    """Remove conversions that change nothing from deferred regions.
 
-    Such a conversion (`x.to(x.dtype)`) returns x itself, so the tracer attributes later uses of x to the
-    conversion. In a hook or a backward that would tie forward to the region ("KeyError: to_2" for
-    torch.amp's `custom_bwd`).
+    Deferred regions do not run at their position in the graph.
+
+    Such a conversion (`x.to(x.dtype)`) returns x itself, so the tracer attributes later uses of x
+    to the conversion. In a hook or a backward that would tie forward to the region ("KeyError:
+    to_2" for torch.amp's `custom_bwd`).
     """
     for begin in [n for n in graph.nodes if n.target is marks.BEGIN and n.args[0] in _DEFERRED]:
         for node in _between(graph, begin.args[2]):
@@ -244,7 +250,9 @@ def _changes_nothing(node: Node) -> bool:
 
 
 def _place_hooks(graph: Graph) -> None:
-    """Connect a hooked value to its hook right where it is computed, so that all of its uses pass through the hook.
+    """Connect a hooked value to its hook right where it is computed.
+
+    All of its uses then pass through the hook.
 
     The hook that was registered first sees a gradient first, so the value passes through it last.
     """
@@ -312,7 +320,8 @@ def _last_placeholder(graph: Graph) -> Node:
 def _parse(graph: Graph, grad_enabled: bool) -> _Region:
     """Return the tree of a graph's regions.
 
-    A backward runs in the grad mode of the code that differentiates (None here), except for modes that it sets itself.
+    A backward runs in the grad mode of the code that differentiates (None here), except for modes
+    that it sets itself.
     """
     root = _Region("root")
     stack = [root]
@@ -451,7 +460,10 @@ class _Builder:
             mapping[item] = made
 
     def _bodies_by_use(self, call: Node) -> tuple[list[GraphModule], list[Node]]:
-        """Return the bodies of a CONNECT_USED and their common operands; bodies differ only in the gradients that arrive."""
+        """Return the bodies of a CONNECT_USED and their common operands.
+
+        Bodies differ only in the gradients that arrive.
+        """
         outputs, _, gradients, used, computed, numbers = cast(Any, call.args)
         regions = [self.deferred.pop(number) for number in numbers]
         tangents = {(n.args[1], n.args[0]): n for n in call.graph.nodes if n.target is marks.TANGENT}
@@ -465,6 +477,7 @@ class _Builder:
     def _region(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
         """Add a region that runs at its position in the graph."""
         inside = set(region.nodes())
+        # Without results a region is kept as well: it may update a buffer.
         results = [n for n in region.nodes() if any(user not in inside for user in n.users)]
         arguments: tuple[Any, ...]
         body, operands = self._body(region, [], results)
@@ -489,7 +502,8 @@ class _Builder:
     ) -> tuple[GraphModule, list[Node]]:
         """Return a region as a graph of its own, and its operands.
 
-        The graph's inputs are `entries`, then the operands: the outer values that it uses, or `operands` if given.
+        The graph's inputs are `entries`, then the operands: the outer values that it uses, or
+        `operands` if given.
         """
         if operands is None:
             operands = _operands(region, entries, results)
@@ -506,7 +520,7 @@ class _Builder:
     def _call(
         self, graph: Graph, owner: GraphModule, target: Any, arguments: Sequence[Any], operands: Sequence[Node], mapping: dict[Node, Node]
     ) -> Node:
-        """Add a call of a region's operator; a body among the arguments becomes an attribute of `owner`."""
+        """Add a call of a region's operator; bodies become attributes of `owner`."""
         given: list[Any] = []
         for argument in arguments:
             if isinstance(argument, GraphModule):
@@ -519,7 +533,10 @@ class _Builder:
 
 
 def _operands(region: _Region, entries: Sequence[Node], results: Sequence[Node]) -> list[Node]:
-    """Return the outer values that a region uses other than `entries`, and remove the entries from the region."""
+    """Return the outer values that a region uses, without `entries`.
+
+    The entries are removed from the region.
+    """
     region.items = [i for i in region.items if isinstance(i, _Region) or i not in entries]
     inside = set(region.nodes())
     used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]

@@ -1,8 +1,8 @@
 """A model's own hooks on the tensors that are saved for backward.
 
 How a tensor is kept between forward and backward (packed, offloaded, written to a file) does not
-matter to a graph as long as backward gets the same values back. So a trace leaves such hooks out, and
-the replay in eager mode requires that every tensor comes back unchanged.
+matter to a graph as long as backward gets the same values back. So a trace leaves such hooks out,
+and the replay in eager mode requires that every tensor comes back unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
 
 def is_own(context: Any) -> bool:
-    """Return True if a context of hooks is the model's own: neither a checkpoint's nor torch's `save_on_cpu`."""
+    """Return True for hooks of the model: neither a checkpoint's nor `save_on_cpu`."""
     return type(context).__module__ != CHECKPOINT_MODULE and not isinstance(context, torch.autograd.graph.save_on_cpu)
 
 
@@ -32,7 +32,8 @@ def given_back() -> Iterator[None]:
     """Require, inside the block, that a model's own hooks return the tensors that they received.
 
     Raises:
-        CaptureError: while backward runs, if a tensor comes back with another shape, dtype or value.
+        CaptureError: while backward runs, if a tensor comes back with another shape, dtype or
+            value.
     """
     original: Any = _HOOKS.__enter__
 

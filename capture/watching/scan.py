@@ -1,11 +1,13 @@
-"""torch's associative scan along a dim of fixed length, as slices and vmaps of the function that combines two entries.
+"""torch's associative scan along a dim of fixed length.
+
+It becomes slices, and vmaps of the function that combines two entries.
 
 The algorithm and the order of combining are those of torch in eager mode, so that values and
-gradients are bitwise those of eager mode. torch.export would trace the scan through vmap's internals,
-which treat the number of rows as a constant.
+gradients are bitwise those of eager mode. torch.export would trace the scan through vmap's
+internals, which treat the number of rows as a constant.
 
-The algorithm is that of Guy E. Blelloch, "Prefix sums and their applications" (1990), in the form of
-jax.lax.associative_scan.
+The algorithm is that of Guy E. Blelloch, "Prefix sums and their applications" (1990), in the form
+of jax.lax.associative_scan.
 """
 
 from __future__ import annotations

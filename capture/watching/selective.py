@@ -1,10 +1,11 @@
 """Selective activation checkpointing: the decisions of a policy while a model is traced, as text.
 
 The text is a list of `OPERATOR=ANSWERS`, separated by spaces: an operator below autograd
-("aten.mm.default") and a digit for each of its calls in the region, 1 if its result is kept; a single
-digit if all are alike. Operators of which nothing is kept are left out.
+("aten.mm.default") and a digit for each of its calls in the region, 1 if its result is kept; a
+single digit if all are alike. Operators of which nothing is kept are left out.
 
-A policy sees operators below autograd in eager mode's order, also while torch.export traces above autograd.
+A policy sees operators below autograd in eager mode's order, also while torch.export traces above
+autograd.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class Answers:
 
 
 def _name(op: Any) -> str:
-    """Return an operator's name; for one that writes in place, the name of its functional variant, as in derived graphs."""
+    """Return an operator's name.
+
+    For one that writes in place it is the name of its functional variant, as in derived graphs.
+    """
     if is_overload(op) and op._schema.is_mutable:
         packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"), None)
         overload = getattr(packet, op._overloadname, None)

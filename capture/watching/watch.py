@@ -1,8 +1,9 @@
-"""Watches a model's Python while torch.export traces it, and marks in the graph what the tracer does not see.
+"""Watches a model's Python during a trace, and marks what torch.export does not see.
 
 Calls are intercepted at points that they cannot bypass, whatever name the model uses: a mode over
-torch's functions (grad mode, autocast, hooks, gradients), the class below `torch.autograd.Function`,
-and the context managers of autocast and of saved tensors, which checkpointing uses.
+torch's functions (grad mode, autocast, hooks, gradients), the class below
+`torch.autograd.Function`, and the context managers of autocast and of saved tensors, which
+checkpointing uses.
 
 In torch.export's non-strict mode fake tensors carry autograd's graph, so `requires_grad` can be
 queried while tracing.
@@ -43,7 +44,11 @@ from trainload.core.errors import CaptureError
 
 
 class Watch(Recorder):
-    """Watches one trace: `with watch.tracing(model, hooks): ...` around the model's forward, inside the traced function."""
+    """Watches one trace.
+
+    Use `with watch.tracing(model, hooks): ...` around the model's forward, inside the traced
+    function.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +84,7 @@ class Watch(Recorder):
                 yield
 
     def _replacements(self, mode: TorchFunctionMode) -> list[tuple[Any, str, object]]:
-        """Return (owner, name, replacement) for attributes of torch that are replaced while a model is watched.
+        """Return replacements of torch's attributes: (owner, name, replacement).
 
         mode: the mode of this watch.
         """
@@ -123,13 +128,16 @@ class Watch(Recorder):
                     return function(*operands)
                 finally:
                     marks.END(number)
-        # torch's own functions: those of control-flow operators, whose bodies are compiled separately on fake tensors (the backward
-        # of a while_loop is a while_loop again, so tracing it would never end), and those of checkpoints, which keep their inputs.
+        # torch's own functions: those of control-flow operators, whose bodies are compiled separately
+        # on fake tensors (the backward of a while_loop is a while_loop again, so tracing it would
+        # never end), and those of checkpoints, which keep their inputs.
         if cls.__module__.startswith(OPERATORS) or cls.__module__ == CHECKPOINT_MODULE:
             return super(FUNCTION_BASE, cls).apply(*args, **kwargs)  # type: ignore[misc]  # cls is a subclass
         return call_function(self, cls, args, kwargs)
 
     def _mode_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `__exit__` of a grad mode, which alone shows that a change restores an earlier mode."""
+
         def leave(context: Any, *error: Any) -> Any:
             self.leaving = True
             try:
@@ -246,7 +254,10 @@ class _Functions(TorchFunctionMode):
 
 
 def _check_gradient_stays_on(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise if forward sets `requires_grad` of a parameter to False, since the graph would still compute its gradient."""
+    """Raise if forward sets `requires_grad` of a parameter to False.
+
+    The graph would still compute its gradient.
+    """
     name = getattr(func, "__name__", "")
     if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -289,9 +300,9 @@ def _inference_exit(context: Any, *error: Any) -> None:
 def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch.compile for control-flow operators.
 
-    Their bodies are compiled and run outside of the mode, which the compiler would trace. torch's cache is
-    reset before each call, since torch evaluates the guards of cached code on symbolic sizes, which
-    specializes them.
+    Their bodies are compiled and run outside of the mode, which the compiler would trace. torch's
+    cache is reset before each call, since torch evaluates the guards of cached code on symbolic
+    sizes, which specializes them.
     """
 
     def compile_(*options: Any, **named: Any) -> Any:
