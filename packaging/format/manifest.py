@@ -147,7 +147,7 @@ class GraphEntry(Record):
     inputs: tuple[InputEntry, ...]
     outputs: tuple[OutputEntry, ...]
     reached: tuple[Fqn, ...] | None = None
-    """As `GraphCapture.reached`."""
+    """Names of the parameters that the graph reaches; see `GraphCapture.reached`."""
     guard: GuardEntry | None = None
     coupled: Literal[True] | None = None
     """True if the rows of a call depend on each other; see `GraphCapture.coupled`."""

@@ -51,7 +51,7 @@ def check_expression(text: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Facts about an expression: its value if it is an integer literal, and True flags if it contains a symbol or a power."""
+    """Facts about an expression: its value if it is an integer literal, and whether it contains a symbol or a power."""
 
     literal: int | None = None
     symbolic: bool = False

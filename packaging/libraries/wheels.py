@@ -27,7 +27,7 @@ from trainload.packaging.libraries.providers import Provider, digest_of
 
 MAX_FILES = 100_000
 MAX_UNPACKED = 8 * 2**30
-"""Bytes."""
+"""Maximum total size of a wheel's unpacked files in bytes."""
 _NATIVE = frozenset({".so", ".pyd", ".dylib", ".dll"})
 _COMPRESSION = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _TIME = (1980, 1, 1, 0, 0, 0)

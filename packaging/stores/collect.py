@@ -63,7 +63,11 @@ def gc(
 
     Raises:
         StorageError: another gc is running, or the store cannot be written.
-        IntegrityError: a record is damaged. Nothing is removed then, since the blobs that it needs are unknown.
+            IntegrityError: a record is damaged. Nothing is removed then, since the blobs that it needs are unknown.
+
+    Example:
+        report = trainload.gc("s3://models/gpt", keep=10, dry_run=True)
+        print(report.removed_releases, report.removed_bytes)
     """
     if keep is not None and keep < 1:
         raise StorageError("gc keeps one release of a line at least", where="keep", got=str(keep))

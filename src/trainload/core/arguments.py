@@ -1,4 +1,4 @@
-"""Validates arguments and dataclass fields against their annotations with pydantic, and converts its errors into trainload's."""
+"""Validation of arguments and dataclass fields against their annotations by pydantic, with trainload's errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def out_of_range(
         error: raised by a pydantic model or a type adapter.
         kind: class of the result.
         where: prefix of the field's name, such as "Job".
-        names: field -> the name that users know it by, if that is different.
+        names: field -> name that users know, if it is different.
         value: the validated value, if it was validated by a type adapter.
     """
     found = error.errors(include_url=False, include_context=False)
@@ -111,7 +111,7 @@ def _inside(value: Any, place: Sequence[int | str]) -> list[str]:
     for part in place:
         if isinstance(value, Mapping | Sequence) and not isinstance(value, str) and _holds(value, part):
             found.append(str(part))
-            value = value[part]  # type: ignore[index]  # it holds it
+            value = value[part]  # type: ignore[index]  # `_holds` has checked it
     return found
 
 
